@@ -2,7 +2,7 @@
 
 As a training script it is what ``varuna calibrate`` measures. With ``--plan`` it runs that plan as one rank of many
 (torchrun's variables) and prints, as JSON, each step's seconds, and medians: of each kind of action, of waits, of what
-lies between two steps.
+lies between two steps; and what heartbeats would have told a manager of the first half of the steps.
 """
 
 import argparse
@@ -27,7 +27,9 @@ from benchmarks.engine_overhead import Tokens, build  # noqa: E402
 from benchmarks.timed import step_times  # noqa: E402
 from varuna.core.model import JobFacts  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
+from varuna.core.times import RankTimes  # noqa: E402
 from varuna.engine.base.transport import c10d  # noqa: E402
+from varuna.engine.worker.reporting import WARM_STEPS  # noqa: E402
 from varuna.job.spec import JobSpec  # noqa: E402
 from varuna.job.start import begin  # noqa: E402
 from varuna.membership.static import StaticMembership, world_from_environment  # noqa: E402
@@ -74,16 +76,24 @@ slept.register_autograd(_back, setup_context=_keep)
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = torch.ops.varuna_bench.slept(x, self.weight)
         return result
 
 
-def options_of(model: str, global_batch: int, micro_batch: int) -> dict[str, Any]:
+def chain(width: int, *, tied: bool) -> Chain:
+    """Sections that sleep; the last one has the first one's parameter, if they are tied."""
+    made = Chain(Layer(width) for _ in range(SECTIONS))
+    if tied:
+        made.layers[-1].weight = made.layers[0].weight
+    return made
+
+
+def options_of(model: str, global_batch: int, micro_batch: int, width: int, *, tied: bool) -> dict[str, Any]:
     """The job: GPT-2 of 6 layers and width 256, or a chain of sections that sleep."""
     if model == "gpt2":
         return {
@@ -95,13 +105,18 @@ def options_of(model: str, global_batch: int, micro_batch: int) -> dict[str, Any
             "clip_grad_norm": 1.0,
         }
     return {
-        "model": lambda: Chain(Layer() for _ in range(SECTIONS)),
-        "dataset": Rows(WIDTH),
+        "model": lambda: chain(width, tied=tied),
+        "dataset": Rows(width),
         "optimizer": lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-3),
         "global_batch": global_batch,
         "micro_batch": micro_batch,
         "cut": [f"layers.{k}" for k in range(1, SECTIONS)],
     }
+
+
+def half(steps: int) -> int:
+    """Of so many steps: the first ones, of which heartbeats tell."""
+    return (steps + WARM_STEPS) // 2
 
 
 def run(spec: JobSpec, plan: Plan, steps: int) -> None:
@@ -116,6 +131,7 @@ def run(spec: JobSpec, plan: Plan, steps: int) -> None:
     actions: dict[str, list[float]] = {}
     waited: list[float] = []
     rest: list[float] = []
+    reported: RankTimes | None = None
     for step_s in step_times(session):
         times.append(step_s)
         assert session.current is not None
@@ -125,8 +141,12 @@ def run(spec: JobSpec, plan: Plan, steps: int) -> None:
         rest.append(step_s - (taken.end_s - taken.begin_s))
         for took in taken.actions:
             actions.setdefault(took.action.kind.value, []).append(took.seconds)
-    told = {"rank": world.rank, "times": times, "waited": median(waited), "rest": median(rest)}
-    print("told", json.dumps({**told, "actions": {k: median(v) for k, v in actions.items()}}), flush=True)
+        if len(times) == half(steps):
+            reported = session.heartbeat.reporter.drain()
+    assert reported is not None
+    told: dict[str, Any] = {"rank": world.rank, "times": times, "waited": median(waited), "rest": median(rest)}
+    told |= {"actions": {k: median(v) for k, v in actions.items()}, "reported": reported.model_dump()}
+    print("told", json.dumps(told), flush=True)
 
 
 def main() -> None:
@@ -135,6 +155,9 @@ def main() -> None:
     parser.add_argument("--network", choices=tuple(NETWORKS), default="none")
     parser.add_argument("--global-batch", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, required=True)
+    parser.add_argument("--width", type=int, default=WIDTH, help="of slept sections")
+    parser.add_argument("--tied", action="store_true", help="the first and the last slept section")
+    parser.add_argument("--reduction", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--plan", help="a plan as JSON")
     parser.add_argument("--steps", type=int, default=22)
     args = parser.parse_args()
@@ -147,7 +170,8 @@ def main() -> None:
         seed=int(os.environ.get("RANK", "0")),
         message_bytes=MESSAGE_BYTES[args.model],
     )
-    options = options_of(args.model, args.global_batch, args.micro_batch)
+    options = options_of(args.model, args.global_batch, args.micro_batch, args.width, tied=args.tied)
+    options["network"] = varuna.Network(reduction=args.reduction)
     if args.plan:
         run(JobSpec(**options), Plan.model_validate_json(args.plan), args.steps)
     else:

@@ -29,8 +29,8 @@ from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended, Running
 from varuna.fleet.state.inputs import DrainRequested, FinishRequested, SpawnRequested
+from varuna.fleet.state.phases import Ended, Running
 from varuna.planner.choose import plan_run
 
 JOB = Path(__file__).with_name("elastic_job.py")

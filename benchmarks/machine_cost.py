@@ -20,7 +20,7 @@ from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Fleet, Running
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AnswerReceived,
     Event,
@@ -31,6 +31,7 @@ from varuna.fleet.state.inputs import (
     WorkerSpawned,
 )
 from varuna.fleet.state.outputs import Ask, Instruction, Send
+from varuna.fleet.state.phases import Running
 from varuna.fleet.state.questions import Answer, FoundCheckpoint, Planned, WhichPlan
 
 SECTIONS = 32
@@ -116,7 +117,7 @@ class World:
     def held(self, step: int) -> list[Event]:
         record = self.fleet.record
         sections = {
-            name: tuple(record.plan.sections_of(record.plan.place_of(rank).stage))
+            name: tuple(record.plan.first_cut.sections_of(record.plan.place_of(rank).stage))
             for rank, name in enumerate(record.grid)
         }
         return self.said(

@@ -63,8 +63,8 @@ class Planning:
     def plan(self, policy: str, memory_bytes: int) -> Any:
         """The planner's choice for P = ``stages``; None if nothing fits."""
         from varuna.core.errors import NoPlanError
+        from varuna.planner.asking.request import PlanRequest
         from varuna.planner.choose import best_plan
-        from varuna.planner.request import PlanRequest
 
         request = PlanRequest(
             calibration=self.calibration,
@@ -86,8 +86,8 @@ class Planning:
             return -1.0
         kept_bytes = whole_bytes = 0
         for k in range(plan.stages - 1):
-            kept = plan.kept_sections_of(k)
-            for section in plan.sections_of(k):
+            kept = plan.first_cut.kept_sections_of(k)
+            for section in plan.first_cut.sections_of(k):
                 in_flight_bytes = plan.stash_limits[k] * self.facts.sections[section].activation_bytes
                 whole_bytes += in_flight_bytes
                 kept_bytes += in_flight_bytes if section in kept else 0

@@ -233,8 +233,8 @@ class Meter:
 def plan_of(facts: Any, case: Case) -> Any:
     """The planner's plan for a case."""
     from varuna.calibration.nominal import nominal_calibration
+    from varuna.planner.asking.request import PlanRequest
     from varuna.planner.choose import best_plan
-    from varuna.planner.request import PlanRequest
 
     def with_memory(memory_bytes: int | None) -> Any:
         return best_plan(
@@ -296,7 +296,7 @@ def measure(model: str, case: Case, device: str | None) -> list[Row]:
                 measured_bytes=peaks[where],
                 where=where,
                 depth=plan.stash_limits[stage],
-                kept=f"{plan.kept[stage] if plan.kept else 0}/{len(plan.sections_of(stage))}",
+                kept=f"{plan.kept[stage] if plan.kept else 0}/{len(plan.first_cut.sections_of(stage))}",
             )
         )
     return rows

@@ -19,8 +19,8 @@ from varuna.core.plan import Plan
 from varuna.fleet.service.local_workers import LocalLaunch
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended
 from varuna.fleet.state.inputs import MorphRequested, StopRequested
+from varuna.fleet.state.phases import Ended
 from varuna.planner.choose import plan_run
 
 JOB = Path(__file__).with_name("elastic_job.py")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from benchmarks.paper.calibrations import GPT2, calibrate
 from benchmarks.paper.machines import V100
 from varuna.calibration.format import Calibration
-from varuna.planner.request import PlanRequest
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.sweep import rank_plans
 from varuna.schedule.orders import varuna
 from varuna.simulator.costs import uniform

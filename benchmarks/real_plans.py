@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna.calibration.file import read_calibration
-from varuna.planner.request import PlanRequest
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.sweep import rank_plans
 
 FOLDER = Path(__file__).parents[1] / "examples" / "calibrations"

@@ -15,7 +15,7 @@ import time
 from varuna.calibration.format import Calibration, Jitter, Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.model import ModelFacts, SectionFacts
-from varuna.planner.request import PlanRequest
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.sweep import rank_plans
 
 MB, GB = 10**6, 10**9

@@ -1,11 +1,17 @@
 """Predicted against measured step times: calibrate once per setting, simulate, then run each plan for real.
 
-    python benchmarks/simulator_accuracy.py [--rounds 3] [--steps 20] [--only TEXT] [--json]
+    python benchmarks/simulator_accuracy.py [--hosts] [--rounds 3] [--steps 20] [--only TEXT] [--json]
 
 Real compute (GPT-2, 6 layers of width 256) with at most as many ranks as this machine has cores; compute that sleeps
 with up to 8 ranks, on emulated networks. Calibrations come from `varuna calibrate`'s own code, with as many workers at
 once as the plan has ranks. Plans of a setting run in interleaved rounds, each after a calibration of its own and in
 fresh processes; an error is the median over the rounds of prediction over median step. The last line is JSON.
+
+With --hosts, every rank lives on a host of its own (or two share one): network namespaces, whose lines `tc` makes
+narrow, so that messages and sums are those of a real TCP over a real queue. There each plan is also predicted from what
+runs tell of themselves, starting from 10 Gb/s Ethernet: the second half of its steps from its own first half ("own"),
+and from the first half of each other plan of the setting with as many ranks or more ("others": the error's median).
+Needs root, ip, tc, unshare and nsenter.
 """
 
 import argparse
@@ -14,24 +20,33 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.accuracy_job import half  # noqa: E402
+from benchmarks.emulated.hosts import Hosts  # noqa: E402
+from tests.scenarios.network import why_not  # noqa: E402
+from varuna.calibration.feedback.refine import refine  # noqa: E402
 from varuna.calibration.fit import assemble  # noqa: E402
 from varuna.calibration.format import Calibration  # noqa: E402
 from varuna.calibration.measure.collect import collect  # noqa: E402
 from varuna.calibration.measure.rendezvous import StoreHost  # noqa: E402
+from varuna.calibration.nominal import ETHERNET  # noqa: E402
 from varuna.calibration.statistics import spread  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
+from varuna.core.times import RankTimes, of_stage  # noqa: E402
+from varuna.planner.asking.request import PlanRequest  # noqa: E402
 from varuna.planner.balance import balance  # noqa: E402
 from varuna.planner.pricing.costs import pipeline_costs  # noqa: E402
 from varuna.planner.pricing.profile import profile  # noqa: E402
+from varuna.planner.unlike.left_over import of_depths  # noqa: E402
 from varuna.schedule.policy import stash_limit  # noqa: E402
 from varuna.simulator.step import simulate  # noqa: E402
 
@@ -48,9 +63,24 @@ class Setting:
     network: str
     workers: int
     """at once"""
+    mbits_per_s: int = 0
+    """of each host's line; 0: all ranks are on one host"""
+    per_host: int = 1
+    width: int = 4096
+    tied: bool = False
+    reduction: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        if not self.mbits_per_s:
+            return self.network
+        parts = [f"{self.mbits_per_s}Mb/s", f"w{self.width}" if self.model == "slept" else ""]
+        parts += ["tied" if self.tied else "", self.reduction if self.reduction != "fp32" else ""]
+        return ",".join(filter(None, [*parts, f"{self.per_host}/host" if self.per_host > 1 else ""]))
 
     def arguments(self, global_batch: int, micro_batch: int) -> list[str]:
-        found = ["--model", self.model, "--network", self.network]
+        found = ["--model", self.model, "--network", self.network, "--reduction", self.reduction]
+        found += ["--width", str(self.width), *(["--tied"] if self.tied else [])]
         return [*found, "--global-batch", str(global_batch), "--micro-batch", str(micro_batch)]
 
 
@@ -64,11 +94,17 @@ class Case:
     policy: str
     micro_batch: int
     global_batch: int
+    depths: tuple[int, ...] = ()
+    """of the pipelines, deepest first, if they differ"""
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.depths) or self.stages * self.replicas
 
     @property
     def name(self) -> str:
-        shape = f"{self.stages}x{self.replicas}"
-        return f"{self.setting.model} {shape} m={self.micro_batch} {self.policy} {self.setting.network}"
+        shape = "+".join(map(str, self.depths)) or f"{self.stages}x{self.replicas}"
+        return f"{self.setting.model} {shape} m={self.micro_batch} {self.policy} {self.setting.name}"
 
 
 def _cases() -> list[Case]:
@@ -93,21 +129,49 @@ def _cases() -> list[Case]:
             Case(setting, 8, 1, "gpipe", 2, 48),
         ]
     slept += [Case(Setting("slept", "mid", 8), 2, 4, "varuna", 2, 48)]
+    for network, depths in (("none", (3, 2)), ("none", (4, 3)), ("mid", (3, 2)), ("mid", (4, 3)), ("mid", (3, 3, 2))):
+        slept.append(Case(Setting("slept", network, 8), depths[0], len(depths), "varuna", 2, 24 * len(depths), depths))
+    slept += [Case(Setting("slept", network, 8), 2, 2, "varuna", 2, 48) for network in ("none", "mid")]
     return [*real, *slept]
 
 
-def calibrated(setting: Setting, cases: list[Case]) -> Calibration:
+def _cases_on_hosts() -> list[Case]:
+    def each(shapes: str, mbits_per_s: int, *, batch: int = 16, model: str = "slept", **more: Any) -> list[Case]:
+        pairs = [(int(shape[0]), int(shape[2])) for shape in shapes.split()]
+        workers = max(stages * replicas for stages, replicas in pairs)
+        setting = Setting(model, "none", workers, mbits_per_s, **more)
+        return [Case(setting, stages, replicas, "varuna", 2, batch) for stages, replicas in pairs]
+
+    every = "2x1 3x1 4x1 1x2 2x2 1x4"
+    return [
+        *each(every, 20),
+        *each(every, 100, width=65536),
+        *each("2x1 4x1 2x2", 100, width=65536, tied=True),
+        *each("1x2 2x2 1x4", 100, width=65536, reduction="bf16"),
+        *each("4x1 2x2 1x4", 100, width=65536, per_host=2),
+        *each(every, 1000, width=65536),
+        *each("4x1 2x2 1x4", 10_000, width=65536),
+        *each("2x1 1x2", 20, model="gpt2", batch=32),
+        *each("2x1 1x2", 100, model="gpt2", batch=32),
+    ]
+
+
+def calibrated(setting: Setting, cases: list[Case], hosts: Hosts | None = None) -> Calibration:
     """What `varuna calibrate` finds for a setting, at the sizes of its cases."""
-    store = StoreHost()
     measured = []
     for micro_batch in sorted({case.micro_batch for case in cases}):
         arguments = setting.arguments(max(case.global_batch for case in cases), micro_batch)
-        measured += collect(JOB, arguments, workers=setting.workers, store=store.address())
+        if hosts is not None:
+            measured += hosts.collect(JOB, arguments, setting.workers)
+        else:
+            measured += collect(JOB, arguments, workers=setting.workers, store=StoreHost().address())
     return assemble(measured, name=setting.model)
 
 
 def plan_of(case: Case, calibration: Calibration) -> Plan:
     """Balanced by the calibration, with the policy's default depths."""
+    if case.depths:
+        return _mixed(case, calibration)
     times = profile(calibration, case.micro_batch)
     last = [r + b for r, b in zip(times.recompute_s.values, times.backward_s.values, strict=True)]
     inner = [f + rest for f, rest in zip(times.forward_s.values, last, strict=True)]
@@ -125,28 +189,45 @@ def plan_of(case: Case, calibration: Calibration) -> Plan:
     )
 
 
+def _mixed(case: Case, calibration: Calibration) -> Plan:
+    def equal(stages: int, replicas: int, micro_batch: int) -> Plan:
+        alike = replace(case, stages=stages, replicas=replicas, micro_batch=micro_batch, depths=())
+        return plan_of(alike, calibration)
+
+    request = PlanRequest(calibration=calibration, workers=case.ranks, global_batch=case.global_batch, gpus_per_vm=1)
+    found = of_depths(case.depths, case.micro_batch, request, equal)
+    assert found is not None
+    return found.plan
+
+
 def predicted_s(plan: Plan, calibration: Calibration) -> float:
-    """Median over the weather of the links."""
-    costs = pipeline_costs(profile(calibration, plan.micro_batch), plan, gpus_per_vm=1)
-    steps = [
-        simulate(
-            costs,
-            micro_batches=len(plan.micro_batches_of(0)),
-            policy=plan.policy,
-            stash_limits=plan.stash_limits,
-            split_last=plan.split_last,
-            seed=seed,
-        ).step_s
-        for seed in range(SEEDS)
-    ]
-    return median(steps)
+    """Of the pipelines that end last: the median over the weather of the links."""
+    found, vm_size = [], calibration.hardware.gpus_per_vm
+    for replicas, cut in plan.cuts:
+        costs = pipeline_costs(profile(calibration, plan.micro_batch), plan.as_if_all(cut), gpus_per_vm=vm_size)
+        steps = [
+            simulate(
+                costs,
+                micro_batches=len(plan.micro_batches_of(replicas.start)),
+                policy=plan.policy,
+                stash_limits=cut.stash_limits,
+                split_last=cut.split_last,
+                seed=seed,
+            ).step_s
+            for seed in range(SEEDS)
+        ]
+        found.append(median(steps))
+    return max(found)
 
 
-def run(case: Case, plan: Plan, steps: int) -> list[dict[str, Any]]:
+def run(case: Case, plan: Plan, steps: int, hosts: Hosts | None = None) -> list[dict[str, Any]]:
     """Run a plan for real; what each rank told."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    if hosts is not None:
+        port = hosts.free_port()
+    else:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
     arguments = case.setting.arguments(case.global_batch, case.micro_batch)
     command = [sys.executable, str(JOB), *arguments, "--plan", plan.model_dump_json(), "--steps", str(steps)]
     ranks = []
@@ -160,8 +241,11 @@ def run(case: Case, plan: Plan, steps: int) -> list[dict[str, Any]]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
+        start = command
+        if hosts is not None:
+            environment, start = hosts.environment(rank, plan.workers, port), hosts.command(rank, command)
         ranks.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     told = []
     try:
@@ -177,62 +261,126 @@ def run(case: Case, plan: Plan, steps: int) -> list[dict[str, Any]]:
     return sorted(told, key=lambda each: each["rank"])
 
 
+def refined(case: Case, plan: Plan, calibration: Calibration, told: list[dict[str, Any]]) -> Calibration:
+    """What a run of the plan would know after the first half of its steps, if it began knowing no network."""
+    begun = calibration.model_copy(update={"across_vms": ETHERNET})
+    reported = [RankTimes.model_validate(each["reported"]) for each in told]
+    return refine(begun, plan, [of_stage(reported[stage :: case.stages]) for stage in range(case.stages)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", action="store_true", help="ranks on hosts with narrow lines, instead of one host")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="", help="run settings and cases whose name contains this")
     parser.add_argument("--verbose", action="store_true", help="also compare what actions took")
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
     options = parser.parse_args()
+    if options.hosts and (reason := why_not("tc")):
+        raise SystemExit(f"skipped: {reason}")
     rows: list[dict[str, Any]] = []
-    cases = [case for case in _cases() if options.only in case.name]
+    cases = [case for case in (_cases_on_hosts() if options.hosts else _cases()) if options.only in case.name]
     for setting in dict.fromkeys(case.setting for case in cases):
         rows += _measure(setting, [case for case in cases if case.setting == setting], options)
-    errors = [abs(row["error"]) for row in rows]
-    result = {"mean_error": round(mean(errors), 4), "worst_error": round(max(errors), 4), **_order(rows), "rows": rows}
-    if not options.json:
-        print(f"mean error {mean(errors):.1%}, worst {max(errors):.1%} over {len(rows)} configurations")
-    print(json.dumps(result))
+    result: dict[str, Any] = {"rows": rows}
+    for name, what in _ERRORS.items():
+        errors = [abs(row[name]) for row in rows if name in row]
+        if errors:
+            result |= {f"mean_{name}": round(mean(errors), 4), f"worst_{name}": round(max(errors), 4)}
+            if not options.json:
+                print(f"{what}: mean error {mean(errors):.1%}, worst {max(errors):.1%} of {len(errors)} configurations")
+    print(json.dumps(result | _order(rows)))
+
+
+_ERRORS = {
+    "error": "calibrated",
+    "own_error": "from its own first half",
+    "others_error": "from what other plans told",
+}
 
 
 def _measure(setting: Setting, cases: list[Case], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Calibrate in between the rounds, so that a noisy machine disturbs both alike."""
-    first = calibrated(setting, cases)
-    plans = {case: plan_of(case, first) for case in cases}
-    predictions: dict[Case, list[float]] = {case: [predicted_s(plans[case], first)] for case in cases}
-    times: dict[Case, list[float]] = {case: [] for case in cases}
-    ratios: dict[Case, list[float]] = {case: [] for case in cases}
-    for number in range(options.rounds):
-        calibration = calibrated(setting, cases) if number else first
-        for case in cases:
-            predictions[case] += [predicted_s(plans[case], calibration)] if number else []
-            told = run(case, plans[case], options.steps + WARM_STEPS)
-            steps_s = told[0]["times"][WARM_STEPS:]
-            times[case] += steps_s
-            ratios[case].append(predictions[case][-1] / median(steps_s))
-            if options.verbose:
-                _compare(case, plans[case], calibration, told)
-    rows = []
-    for case in cases:
-        step_s, guess_s = median(times[case]), median(predictions[case])
-        row = {
-            "case": case.name,
-            "ranks": case.stages * case.replicas,
-            "global_batch": case.global_batch,
-            "predicted_s": round(guess_s, 5),
-            "measured_s": round(step_s, 5),
-            "error": round(median(ratios[case]) - 1, 4),
-            "spread": round(spread(times[case]), 4),
-        }
-        rows.append(row)
-        if not options.json:
-            print(
-                f"{case.name:40} predicted {guess_s * 1000:7.1f} ms  measured {step_s * 1000:7.1f} ms  "
-                f"error {row['error']:+.1%}  spread {row['spread']:.1%}",
-                flush=True,
+    with ExitStack() as stack:
+        hosts = apart = None
+        if setting.mbits_per_s:
+            hosts, apart = (
+                stack.enter_context(closing(Hosts(setting.workers, per_host, 1e6 * setting.mbits_per_s)))
+                for per_host in (setting.per_host, 1)
             )
+        first = _on_hosts(setting, cases, apart)
+        plans = {case: plan_of(case, first) for case in cases}
+        seen: dict[Case, list[Seen]] = {case: [] for case in cases}
+        for number in range(options.rounds):
+            calibration = _on_hosts(setting, cases, apart) if number else first
+            for case in cases:
+                told = run(case, plans[case], options.steps + WARM_STEPS, hosts)
+                seen[case].append(Seen(calibration, told))
+                if options.verbose:
+                    _compare(case, plans[case], calibration, told)
+    rows = [_row(case, plans, seen) for case in cases]
+    for row in rows if not options.json else ():
+        more = [f"{name.removesuffix('_error')} {row[name]:+.1%}" for name in _ERRORS if name in row]
+        print(
+            f"{row['case']:50} predicted {row['predicted_s'] * 1000:7.1f} ms  measured "
+            f"{row['measured_s'] * 1000:7.1f} ms  {'  '.join(more)}  spread {row['spread']:.1%}",
+            flush=True,
+        )
     return rows
+
+
+class Seen(NamedTuple):
+    """A calibration, and what the ranks of a run told afterwards."""
+
+    calibration: Calibration
+    told: list[dict[str, Any]]
+
+    @property
+    def steps_s(self) -> list[float]:
+        """Of all steps but the first."""
+        times: list[float] = self.told[0]["times"]
+        return times[WARM_STEPS:]
+
+    @property
+    def later_s(self) -> float:
+        """The typical step of the second half."""
+        times: list[float] = self.told[0]["times"]
+        return median(times[half(len(times)) :])
+
+
+def _on_hosts(setting: Setting, cases: list[Case], hosts: Hosts | None) -> Calibration:
+    """Calibrated with each rank on a host of its own; what ranks of one host have between them is the loopback."""
+    across = calibrated(setting, cases, hosts)
+    if setting.per_host == 1:
+        return across
+    within = calibrated(replace(setting, mbits_per_s=0), cases).across_vms
+    hardware = across.hardware.model_copy(update={"gpus_per_vm": setting.per_host})
+    return across.model_copy(update={"within_vm": within, "hardware": hardware})
+
+
+def _row(case: Case, plans: dict[Case, Plan], seen: dict[Case, list[Seen]]) -> dict[str, Any]:
+    plan, rounds = plans[case], seen[case]
+    guesses = [predicted_s(plan, each.calibration) for each in rounds]
+    steps_s = [step_s for each in rounds for step_s in each.steps_s]
+    row = {
+        "case": case.name,
+        "ranks": case.ranks,
+        "global_batch": case.global_batch,
+        "predicted_s": round(median(guesses), 5),
+        "measured_s": round(median(steps_s), 5),
+        "error": round(median(g / median(e.steps_s) for g, e in zip(guesses, rounds, strict=True)) - 1, 4),
+        "spread": round(spread(steps_s), 4),
+    }
+    if case.setting.mbits_per_s:
+        for name, others in {"own_error": [case], "others_error": [other for other in plans if other != case]}.items():
+            found = [
+                predicted_s(plan, refined(other, plans[other], theirs.calibration, theirs.told)) / here.later_s
+                for other in others
+                for theirs, here in zip(seen[other], rounds, strict=True)
+            ]
+            row |= {name: round(median(found) - 1, 4)} if found else {}
+    return row
 
 
 def _compare(case: Case, plan: Plan, calibration: Calibration, told: list[dict[str, Any]]) -> None:

@@ -1,9 +1,11 @@
 """What it costs to remember the newest steps for `varuna timeline`: steps with it over steps without it, side by side.
 
 Two ranks as threads train a model of two tiny layers with many micro-batches, so that a step is nearly nothing but
-actions to remember. In one process, blocks of steps with and without remembering alternate; the CPU time of the main
-rank's training thread is compared, since the machine may be busy. That ratio has a noise of some per cent, as blocks
-without remembering that are compared with one another show; so the call itself is timed too.
+actions and messages to remember. In one process, blocks of steps with and without remembering alternate; the CPU time
+of the main rank's training thread is compared, since the machine may be busy. That ratio has a noise of some per cent,
+as blocks without remembering that are compared with one another show; so the calls themselves are timed too: gathering
+what was sent and what has arrived, and keeping it. The note that a receiver makes of each message that arrives, on its
+own thread, is timed in a loop and counted on top.
 
     python -m benchmarks.timeline_cost [--blocks 16] [--steps 8] [--json]
 """
@@ -11,41 +13,71 @@ without remembering that are compared with one another show; so the call itself 
 import argparse
 import json
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from benchmarks.engine_overhead import Numbers, two_layers
+from varuna.engine.pipeline.runtime import Runtime
+from varuna.engine.pipeline.timeline import Messages
 from varuna.engine.shown.recent_steps import RanStep, RecentSteps
 from varuna.testing import run
 
 MICRO_BATCHES = 64
-_take = RecentSteps.take
+_NOTES = 100_000
+_take, _take_messages = RecentSteps.take, Runtime.take_messages
+_spent_s: list[float] = []
+"""Of both calls together, by step of any rank."""
+_gathering = threading.local()
+_arrived: list[int] = []
 
 
 def _forget(recent: RecentSteps, ran: RanStep) -> None:
     """Do without."""
 
 
-_spent_s: list[float] = []
+def _no_messages(runtime: Runtime) -> Messages:
+    return Messages(micro_batches=(), activations=[], gradients=[])
 
 
 def _timed(recent: RecentSteps, ran: RanStep) -> None:
     """Remember, and note what that takes."""
     begin_s = time.thread_time()
     _take(recent, ran)
-    _spent_s.append(time.thread_time() - begin_s)
+    _spent_s.append(_gathering.spent_s + time.thread_time() - begin_s)
 
 
-MODES: dict[str, Callable[[RecentSteps, RanStep], None]] = {
-    "without": _forget,
-    "with": _timed,
-    "again without": _forget,
+def _timed_messages(runtime: Runtime) -> Messages:
+    begin_s = time.thread_time()
+    found = _take_messages(runtime)
+    _gathering.spent_s = time.thread_time() - begin_s
+    _arrived.append(len(found.arrivals))
+    return found
+
+
+Mode = tuple[Callable[[RecentSteps, RanStep], None], Callable[[Runtime], Messages]]
+MODES: dict[str, Mode] = {
+    "without": (_forget, _no_messages),
+    "with": (_timed, _timed_messages),
+    "again without": (_forget, _no_messages),
 }
 
 
 def _switch(mode: str) -> None:
-    setattr(RecentSteps, "take", MODES[mode])  # noqa: B010 - mypy takes no assignment to a method
+    take, take_messages = MODES[mode]
+    setattr(RecentSteps, "take", take)  # noqa: B010 - mypy takes no assignment to a method
+    setattr(Runtime, "take_messages", take_messages)  # noqa: B010
+
+
+def note_s() -> float:
+    """CPU seconds of a receiver's note of one message."""
+    notes: deque[tuple[Hashable, float]] = deque(maxlen=1000)
+    begin_s = time.thread_time()
+    for number in range(_NOTES):
+        notes.append((number, time.monotonic()))
+    return (time.thread_time() - begin_s) / _NOTES
 
 
 def measure(blocks: int, steps: int) -> dict[str, list[float]]:
@@ -81,6 +113,7 @@ def measure(blocks: int, steps: int) -> dict[str, list[float]]:
         run(script, workers=2, stages=2, bound_s=1000.0)
     finally:
         setattr(RecentSteps, "take", _take)  # noqa: B010
+        setattr(Runtime, "take_messages", _take_messages)  # noqa: B010
     return found
 
 
@@ -93,12 +126,17 @@ def main() -> None:
     options = parser.parse_args()
     found = measure(options.blocks, options.steps)
     median_s = {name: statistics.median(seconds) for name, seconds in found.items()}
+    calls_s = statistics.median(_spent_s)
+    arrived = statistics.median(_arrived)
     told: dict[str, Any] = {
         "micro_batches": MICRO_BATCHES,
         "step_ms": round(1e3 * median_s["without"], 3),
         "with_over_without": round(median_s["with"] / median_s["without"], 4),
         "without_over_without": round(median_s["again without"] / median_s["without"], 4),
-        "share_of_the_call": round(statistics.median(_spent_s) / median_s["with"], 6),
+        "arrivals": arrived,
+        "calls_us": round(1e6 * calls_s, 1),
+        "notes_us": round(1e6 * arrived * note_s(), 1),
+        "share": round((calls_s + arrived * note_s()) / median_s["with"], 6),
     }
     if not options.json:
         print(f"a step of {MICRO_BATCHES} micro-batches takes {told['step_ms']} ms of CPU without remembering")

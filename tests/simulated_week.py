@@ -16,6 +16,7 @@ from varuna.fleet.net.serving import Serving
 from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
+from varuna.fleet.page.status import shown_plan
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.state.run_events import (
     CheckpointCommitted,
@@ -95,7 +96,7 @@ class Week:
             "checkpoint_dir": HOSTILE,
             "lease_s": 6.0,
             "generation": self._generation,
-            "plan": self._plan.model_dump(),
+            "plan": shown_plan(self._plan),
             "members": list(WORKERS[: self._plan.workers]),
             "nodes": [HOSTILE],
             "workers": [self._worker(rank, name) for rank, name in enumerate(WORKERS)],

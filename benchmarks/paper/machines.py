@@ -98,6 +98,46 @@ DGX2 = replace(
     optimizer=OptimizerCosts(fixed_s=0.5),
 )
 
+_ASSUMED = "Rates, prices and links are assumptions for plans on paper: nothing was measured by us."
+
+# Half the peak of 312 TFLOP/s in bf16, as published training runs reach on it; a VM with one GPU and 16 Gb/s.
+A100 = replace(
+    V100,
+    hardware=Hardware(
+        name="A100-40GB, 16 Gb/s",
+        memory_bytes=42_300_000_000,
+        reserved_bytes=1_500_000_000,
+        gpus_per_vm=1,
+        price_per_hour=1.2,
+    ),
+    flops_per_s=150e12,
+    rated_tokens=8192,
+    layer_s=0.0003,
+    micro_batches=(1, 2, 4, 8),
+    across_vms=NetworkCosts(
+        link=Link(latency_s=0.0002, bytes_per_s=1.7e9, jitter=Jitter(mean_s=0.002)),
+        rings=(Ring(latency_s=0.0002, bytes_per_s=1.2e9),),
+    ),
+    optimizer=OptimizerCosts(fixed_s=0.2, bytes_per_s=0.6e12),
+    snapshot_bytes_per_s=12e9,
+    notes=(_ASSUMED,),
+)
+
+# A third of the peak of 65 TFLOP/s in fp16: its memory is slow, and it throttles at 70 W; the network of the V100s.
+T4 = replace(
+    V100,
+    hardware=Hardware(
+        name="T4-16GB, 10 Gb/s",
+        memory_bytes=15_800_000_000,
+        reserved_bytes=900_000_000,
+        gpus_per_vm=1,
+        price_per_hour=0.16,
+    ),
+    flops_per_s=20e12,
+    optimizer=OptimizerCosts(fixed_s=1.8, bytes_per_s=0.15e12),
+    notes=(_ASSUMED,),
+)
+
 H100 = Machine(
     hardware=Hardware(
         name="H100-80GB, 40 Gb/s",

@@ -21,8 +21,8 @@ from benchmarks.paper.machines import DGX2, H100, V100, V100_4, Machine
 from varuna.calibration.format import NetworkCosts
 from varuna.core.errors import NoPlanError
 from varuna.core.plan import Plan
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
-from varuna.planner.request import PlanRequest
 from varuna.simulator.costs import LinkCosts
 from varuna.simulator.step import simulate
 

@@ -6,11 +6,17 @@ from tests.scenarios import warm
 
 _LONGEST = (
     "test_kills.py",
-    "test_ray.py",
-    "test_bad_input.py",
-    "test_slurm.py",
-    "test_object_stores.py",
+    "test_launching.py",
+    "test_planned.py",
     "test_cluster.py",
+    "test_clouds.py",
+    "test_ray.py",
+    "test_weights.py",
+    "test_partitions.py",
+    "test_slurm.py",
+    "test_bad_input.py",
+    "test_object_stores.py",
+    "test_page.py",
 )
 
 

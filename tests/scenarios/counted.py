@@ -16,8 +16,9 @@ from varuna.engine.base.spans import Span, subscribe
 
 STEPS, SLOW_STEP, MICRO_BATCHES = 3, 1, 64
 COPIED_AFTER_S = 5.0
-"""A round of copies of sums begins so long after the state's copy is complete: see ``engine.copies.pace``."""
+"""A round of copies of sums begins so long after the step does, or after the state's copy: ``schedule.copy_pace``."""
 NOTED = {("form", "begin"), ("F", "begin"), ("B", "end"), ("copy", "end"), ("copy-sum", "end")}
+BEFORE = SLOW_STEP - 1, "apply", "begin"
 
 
 class Diary:
@@ -29,11 +30,12 @@ class Diary:
         self._lock, self._generation, self._backwards = threading.Lock(), -1, 0
         self._copied = set[int]()
         self.sections: range | None = None
-        """that must have been copied before this worker dies; None: it has replicas, and sends no copies"""
+        """that must have been copied before this worker dies; None: a step is too short for copies"""
 
     def hear(self, span: Span) -> None:
         """Note it; die, if it is time."""
-        if span.step != SLOW_STEP or (span.name, span.phase) not in NOTED:
+        is_noted = span.step == SLOW_STEP and (span.name, span.phase) in NOTED
+        if not is_noted and (span.step, span.name, span.phase) != BEFORE:
             return
         if span.name == "F":
             time.sleep(self._micro_batch_s)
@@ -73,8 +75,8 @@ def main() -> None:
         clip_grad_norm=1.0,
     )
     for step in trainer.steps(STEPS):
-        if diary is not None and step.plan.replicas == 1:
-            diary.sections = step.plan.sections_of(args.victim)
+        if diary is not None and step.plan.stages > 1:
+            diary.sections = step.plan.sections_at(args.victim)
         if step.is_main:
             print(f"step {step.index} loss {step.loss!r} generation {step.generation}", flush=True)
 

@@ -19,21 +19,23 @@ NAMESPACE = "NETWORK_NAMESPACE"
 
 _PR_SET_PDEATHSIG = 1
 _START_S = 10.0
+_SHAPED = "burst 16kb latency 400ms"
+"""The bucket is small: what passes a line that was idle at full speed hides how narrow it is."""
 _prctl = ctypes.CDLL(None).prctl  # a child that was forked from threads may not look it up
 
 
-def why_not() -> str:
-    """Why there can be no such network here; empty if there can."""
-    missing = [tool for tool in ("ip", "nft", "unshare", "nsenter") if shutil.which(tool) is None]
+_TRIED = {"nft": "nft add table inet t", "tc": f"tc qdisc add dev eth0 root tbf rate 1mbit {_SHAPED}"}
+
+
+def why_not(needs: str = "nft") -> str:
+    """Why there can be no such network here; empty if there can. ``needs``: nft to drop packets, tc to shape lines."""
+    missing = [tool for tool in ("ip", needs, "unshare", "nsenter") if shutil.which(tool) is None]
     if missing:
         return f"there is no {' and no '.join(missing)} on this machine"
+    make = "ip link add near type bridge && ip link add to-a type veth peer name eth0"
     tried = subprocess.run(
-        ["unshare", "--net", "sh", "-c", "ip link add near type bridge && ip link add to-a type veth peer name eth0 && "
-         "nft add table inet t"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
+        ["unshare", "--net", "sh", "-c", f"{make} && {_TRIED[needs]}"], capture_output=True, text=True, check=False
+    )
     return "" if tried.returncode == 0 else f"network namespaces cannot be made here: {tried.stderr.strip()[:200]}"
 
 
@@ -63,6 +65,13 @@ class Network:
     def environment(self, host: str) -> dict[str, str]:
         """For a process that lives there."""
         return {NAMESPACE: f"/proc/{self._holders[host].pid}/ns/net"}
+
+    def shape(self, bits_per_s: float) -> None:
+        """Every host's line carries so many bits a second, in each direction."""
+        for host in self.addresses:
+            for where, device in ((host, "eth0"), ("", f"to-{host}")):
+                shaped = f"qdisc replace dev {device} root tbf rate {bits_per_s:.0f}bit {_SHAPED}"
+                self._inside(where, ["tc", *shaped.split()])
 
     def part(self, far: Iterable[str]) -> None:
         """These hosts reach each other and nobody else; packets vanish, as they do when a cable is out."""

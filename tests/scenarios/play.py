@@ -13,9 +13,10 @@ from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.service.local_workers import LocalLaunch
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended
+from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import RunEvent
-from varuna.planner.choose import plan_run
+from varuna.planner.choose import plan_run, run_request
+from varuna.planner.sweep import rank_depths
 
 E = TypeVar("E", bound=RunEvent)
 
@@ -27,7 +28,7 @@ class Play:
         self,
         folder: Path,
         *args: str,
-        planner: Callable[[int], int],
+        planner: Callable[[int], int | tuple[int, ...]],
         config: FleetConfig,
         calibrator: Calibrator | None = None,
     ) -> None:
@@ -36,7 +37,11 @@ class Play:
         self.folder = folder
 
         def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-            return plan_run(job, workers=workers, stages=planner(workers), micro_batch=micro_batch)
+            stages = planner(workers)
+            if isinstance(stages, int):
+                return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
+            request = run_request(job, workers=workers, micro_batch=micro_batch)
+            return rank_depths(request, stages).plans[0]
 
         self.run = ManagerService(
             ServiceConfig(run_dir=folder / "run", json_log=folder / "log.jsonl"),

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.waiting import wait_for
+
 AZURITE = Path(__file__).parent.parent.parent / ".azurite" / "node_modules" / ".bin" / "azurite-blob"
 ACCOUNT = "devstoreaccount1"  # Azurite's own, with its published key
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -36,7 +38,8 @@ class Proxy:
         self._moving = threading.Event()
         self._moving.set()
         self.mode = "pass"
-        self.sent_bytes = 0
+        self.sent_bytes = self.disturbed = 0
+        """disturbed: how often somebody was refused, held up, or left without an answer"""
         self._to_lose: bytes | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -47,6 +50,12 @@ class Proxy:
         if mode == "refuse":
             for each in list(self._sockets):
                 _close(each)
+
+    def disturb(self, mode: str, times: int = 1) -> None:
+        """Let something else happen, and wait until it has so often."""
+        before = self.disturbed
+        self.set(mode)
+        wait_for(lambda: self.disturbed >= before + times)
 
     def lose_answer_to(self, text: bytes) -> None:
         """The answer to the next request that contains ``text`` gets lost, after the server has done what it asks."""
@@ -63,6 +72,7 @@ class Proxy:
             except OSError:
                 return
             if self.mode == "refuse":
+                self.disturbed += 1
                 _close(client)
                 continue
             server = socket.create_connection(("127.0.0.1", self._target))
@@ -73,9 +83,11 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                self.disturbed += not self._moving.is_set()
                 self._moving.wait()
                 if is_answer and self.mode in ("deaf", "deaf once"):
                     self.mode = "pass" if self.mode == "deaf once" else self.mode
+                    self.disturbed += 1
                     break
                 if not is_answer:
                     self.sent_bytes += len(data)

@@ -21,7 +21,7 @@ from varuna.engine.base.transport import connect_store
 store = connect_store("127.0.0.1", 0, hosts=True)
 print(store.port, flush=True)
 groups = [
-    form(store, generation=g, rank=1, members=2, grid=2, peers=range(1, 2), interface_host="127.0.0.1")
+    form(store, generation=g, rank=1, members=2, grid=2, homes={}, interface_host="127.0.0.1")
     for g in range(2)
 ]
 print("formed", flush=True)
@@ -56,7 +56,7 @@ def form_with_the_peer(store: object, generation: int) -> Groups:
         rank=0,
         members=2,
         grid=2,
-        peers=range(1),
+        homes={},
         interface_host="127.0.0.1",
     )
 

@@ -8,9 +8,10 @@ import pytest
 
 from tests.scenarios.launch import json_log, python, run, torchrun, varuna
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("cold_start")]
+pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.usefixtures("cold_start")
 def test_the_same_file_trains_the_same_in_every_way(tmp_path: Path) -> None:
     alone = python("--dropout", "0.1")
     assert alone.code == 0, alone.err
@@ -29,7 +30,7 @@ def test_the_same_file_trains_the_same_in_every_way(tmp_path: Path) -> None:
     log = json_log(tmp_path / "log.jsonl")
     assert [line["step"] for line in log] == list(range(20))
     assert {line["step"]: line["loss"] for line in log} == alone.losses
-    assert log[0]["plan"] == {"stages": 4, "replicas": 1, "micro_batch": 2, "micro_batches": 6}
+    assert log[0]["plan"] == {"stages": 4, "replicas": 1, "shape": "4x1", "micro_batch": 2, "micro_batches": 6}
     assert log[0].keys() == {"step", "loss", "generation", "plan", "examples_per_s", "wall_time"}
 
 

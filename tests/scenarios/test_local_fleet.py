@@ -22,8 +22,8 @@ from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended
 from varuna.fleet.state.inputs import SpawnRequested
+from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import Morphed, RunEvent, StepRecorded, WorkerJoined, WorkerLost
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_a_killed_worker_is_replaced_and_no_step_is_missed(tmp_path: Path) -> No
     assert causes == ["worker w2 killed by SIGKILL", "worker w3 joined"]
     lines = [json.loads(line) for line in theatre.json_log.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(60))
-    assert lines[-1]["plan"] == {"stages": 1, "replicas": 3, "micro_batch": 2, "micro_batches": 8}
+    assert lines[-1]["plan"] == {"stages": 1, "replicas": 3, "shape": "1x3", "micro_batch": 2, "micro_batches": 8}
     assert theatre.lines[0] == b"hello of w0\n"
     assert [line for line in theatre.lines if line.startswith(b"step")] == [b"step %d\n" % n for n in range(60)]
     kinds = [event.kind for event in read_events(tmp_path / "run")]

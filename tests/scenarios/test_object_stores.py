@@ -110,8 +110,7 @@ def test_a_cut_network_costs_the_parts_under_way_and_not_those_before(server: Se
     store.write("warm", lambda: [b"up"])
     upload, errors = in_background(lambda: store.write("large", large))
     wait_for(lambda: server.proxy.sent_bytes - before > LARGE_BYTES // 2)
-    server.proxy.set("refuse")
-    time.sleep(1.5)
+    server.proxy.disturb("refuse", times=2)
     server.proxy.set("pass")
     upload.join(60)
     assert not upload.is_alive()
@@ -123,9 +122,8 @@ def test_a_cut_network_costs_the_parts_under_way_and_not_those_before(server: Se
 
 
 def test_a_frozen_network_delays_an_upload(server: Server, store: Store) -> None:
-    server.proxy.set("freeze")
     upload, errors = in_background(lambda: store.write("x/large", large))
-    time.sleep(1.5)
+    server.proxy.disturb("freeze")
     assert upload.is_alive()
     server.proxy.set("pass")
     upload.join(60)
@@ -136,9 +134,10 @@ def test_a_frozen_network_delays_an_upload(server: Server, store: Store) -> None
 
 @pytest.mark.parametrize("mode", ["deaf", "deaf once"])
 def test_a_create_whose_answer_is_lost_is_found_to_be_ours(server: Server, store: Store, mode: str) -> None:
+    before = server.proxy.disturbed
     server.proxy.set(mode)
     writing, errors = in_background(lambda: store.create("manifest", b"mine"))
-    time.sleep(1.0)
+    wait_for(lambda: server.proxy.disturbed > before)
     server.proxy.set("pass")
     writing.join(60)
     assert not writing.is_alive()
@@ -206,8 +205,7 @@ def test_a_run_saves_to_a_bucket_through_an_outage_and_resumes_in_another_plan(
 
     def outage() -> None:
         wait_for(lambda: bucket.proxy.sent_bytes > before + 50_000, 60)  # the first shards are under way
-        bucket.proxy.set("refuse")
-        time.sleep(3)
+        bucket.proxy.disturb("refuse", times=2)
         bucket.proxy.set("pass")
 
     threading.Thread(target=outage, daemon=True).start()

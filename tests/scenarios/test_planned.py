@@ -84,6 +84,30 @@ def test_slow_workers_get_fewer_micro_batches_and_every_loss_is_right(tmp_path: 
     checked(tmp_path, job, 30)
 
 
+@pytest.mark.timeout(240)
+def test_pipelines_of_different_depth_lose_one_worker_after_the_other(tmp_path: Path) -> None:
+    job = ("--steps", "60", "--dropout", "0.1")
+    play = Play(
+        tmp_path,
+        *(*job, "--compute", "0.03"),
+        planner=lambda n: {5: (3, 2), 4: (3, 1), 3: (2, 1)}[n],
+        config=FleetConfig(workers=5, replace=False),
+    )
+    try:
+        for generation, rank in enumerate((1, 3)):
+            play.trains(generation, 100)
+            killed = play.run.workers.pid(play.run.manager.fleet.record.grid[rank])
+            assert killed is not None
+            os.kill(killed, signal.SIGKILL)
+        play.trains(2, 100)
+    finally:
+        play.finish()
+    records = [event.record for event in play.of(GenerationStarted)]
+    assert [record.plan.shape for record in records] == ["3x1+2x1", "3x1+1x1", "2x1+1x1"]
+    assert not any(record.rollback for record in records[1:])
+    checked(tmp_path, job, 60)
+
+
 def test_morph_after_morph_leaves_nothing_behind(tmp_path: Path) -> None:
     """A few dozen morphs in the same two processes; benchmarks/morph_leaks.py does 200."""
     turns = iter(range(10**6))

@@ -2,15 +2,16 @@
 
 Python's start with torch and its export costs three seconds of a core, and scenarios start hundreds of workers. What a
 nursery forks is a process like any other: a child of who asked for it, with its own session, environment and command
-line (``ps`` shows it), and no thread before its script. Three things are not real: the start of Python itself, that
-every process has another hash seed, and that it has to find out how many bytes each kind of section needs. Tests of the
-start itself ask for the fixture ``cold_start``.
+line (``ps`` shows it), and no thread before its script. Four things are not real: the start of Python itself, that
+every process has another hash seed, that it has to find out how many bytes each kind of section needs, and that Python
+takes itself apart at the end, which costs as much as a short run. Tests of start and end ask for the fixture
+``cold_start``.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib.util
-import inspect
 import json
 import os
 import random
@@ -20,12 +21,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 CLI = "varuna.cli.main"
+TORCHRUN = "torch.distributed.run"
 COLD = "COLD_START"
 """In the environment of a process that is to start for real, as all that it starts."""
 
@@ -38,10 +42,8 @@ _setns: Callable[..., int] = ctypes.CDLL(None).setns
 _CLONE_NEWNET = 0x40000000
 _NAMESPACE = "NETWORK_NAMESPACE"  # see ``network``, which this file cannot import: it runs as a program
 _cold_popen = subprocess.Popen
-_started_with = inspect.signature(vars(subprocess.Popen)["_execute_child"])
-_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-"""Of the three pipes, as ``Popen`` names them."""
-_THEIR_ENDS = ("p2cread", "c2pwrite", "errwrite")
+_OPTIONS = frozenset({"stdin", "stdout", "stderr", "env", "cwd", "start_new_session", "text"})
+"""Of ``Popen``: what else is asked for, only a real one does."""
 _asking = threading.Lock()
 _nursery: "socket.socket | None" = None
 _process: "subprocess.Popen[bytes] | None" = None  # the nursery's, where it is one of its own
@@ -62,30 +64,104 @@ class Order(NamedTuple):
 
 
 class Process(subprocess.Popen[Any]):
-    """A ``Popen``; scripts of this Python and its own command line are forked from the nursery."""
+    """A ``Popen``; scripts of this Python, its own command line and torchrun are forked from the nursery."""
 
-    def _execute_child(self, args: Any, *rest: Any) -> None:
+    def __init__(self, args: Any, **options: Any) -> None:
         command = [os.fspath(part) for part in args] if isinstance(args, list | tuple) else []
         tethered = len(command) > 5 and command[3].endswith("tether.py")
         command = command[5:] if tethered else command  # what it does is done to what is forked
-        given = _started_with.bind(self, args, *rest).arguments
-        environment = dict(os.environ if given["env"] is None else given["env"])
-        if COLD in environment or not _can_fork(command):
-            super()._execute_child(args, *rest)  # type: ignore[misc]
+        environment = dict(options.get("env") or os.environ)
+        self._is_forked = COLD not in environment and _can_fork(command) and options.keys() <= _OPTIONS
+        if not self._is_forked:
+            super().__init__(args, **options)
             return
-        fds = [given[end] if given[end] >= 0 else number for number, end in enumerate(_THEIR_ENDS)]
-        folder, own_session = os.fspath(given["cwd"] or os.getcwd()), given["start_new_session"]
+        self.args, self.returncode = args, None
+        self._reaping = threading.Lock()
+        folder = os.fspath(options.get("cwd") or os.getcwd())
+        own_session = options.get("start_new_session", False)
         order = Order(command, environment, folder, own_session, os.getpid(), tethered)
-        try:
+        with ExitStack() as theirs:
+            fds = self._open_streams(theirs, options)
             self.pid = _ask(order, fds)
-            self._child_created = True
-        finally:
-            self._close_pipe_fds(*(given[end] for end in _ENDS))  # type: ignore[attr-defined]
+
+    def _open_streams(self, theirs: ExitStack, options: Mapping[str, Any]) -> list[int]:
+        """Open what is a pipe, and the null device; returns the child's standard streams."""
+        fds: list[int] = []
+        ours: list[IO[Any] | None] = []
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            wanted, pipe = options.get(name), None
+            if wanted == subprocess.PIPE:
+                ends = os.pipe()
+                keeps, gives = ends if number else ends[::-1]
+                pipe = os.fdopen(keeps, ("r" if number else "w") + ("" if options.get("text") else "b"))
+                theirs.callback(os.close, gives)
+            elif wanted == subprocess.DEVNULL:
+                gives = os.open(os.devnull, os.O_RDWR)
+                theirs.callback(os.close, gives)
+            elif wanted == subprocess.STDOUT:
+                gives = fds[1]
+            elif wanted is None:
+                gives = number
+            else:
+                gives = wanted if isinstance(wanted, int) else wanted.fileno()
+            fds.append(gives)
+            ours.append(pipe)
+        self.stdin, self.stdout, self.stderr = ours
+        return fds
+
+    def poll(self) -> int | None:
+        if not self._is_forked:
+            return super().poll()
+        with self._reaping:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._is_forked:
+            return super().wait(timeout)
+        if timeout is None:
+            with suppress(ChildProcessError):  # another thread was told
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        deadline_s = time.monotonic() + (timeout or 0.0)
+        while (code := self.poll()) is None:
+            if timeout is not None and time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.005)
+        return code
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
+        if not self._is_forked:
+            return super().communicate(input, timeout)
+        assert input is None, "nothing is said to a process that is forked"
+        said: dict[str, Any] = {}
+
+        def read(name: str, stream: IO[Any]) -> None:
+            with stream:
+                said[name] = stream.read()
+
+        streams = {"stdout": self.stdout, "stderr": self.stderr}
+        readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams.items() if each[1]]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join(timeout)
+        return said.get("stdout"), said.get("stderr")
 
 
 def _can_fork(command: list[str]) -> bool:
-    is_ours = command[1:2] != [] and (command[1].endswith(".py") or command[1:3] == ["-m", CLI])
-    return is_ours and command[0] == sys.executable
+    what = _words(command)
+    return what[:1] != [] and (what[0].endswith(".py") or what[:2] in (["-m", CLI], ["-m", TORCHRUN]))
+
+
+def _words(command: list[str]) -> list[str]:
+    """What this Python is to run; nothing if it is another program."""
+    if command[:1] != [sys.executable]:
+        return []
+    return command[2:] if command[1:2] == ["-u"] else command[1:]
 
 
 def _ask(order: Order, fds: list[int]) -> int:
@@ -215,16 +291,22 @@ def _show(command: list[str]) -> None:
 
 def _program(command: list[str]) -> tuple[CodeType, ModuleType]:
     """What ``python COMMAND`` runs as ``__main__``."""
-    main = ModuleType("__main__")
+    main, words = ModuleType("__main__"), _words(command)
     vars(main)["__builtins__"] = __builtins__
-    if command[1] == "-m":
-        spec = importlib.util.find_spec(command[2])
+    if words != command[1:]:
+        for stream in (sys.stdout, sys.stderr):
+            assert isinstance(stream, TextIOWrapper)
+            stream.reconfigure(write_through=True)
+    more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in more if folder and folder not in sys.path]
+    if words[0] == "-m":
+        spec = importlib.util.find_spec(words[1])
         assert spec is not None
         assert spec.origin is not None
-        sys.argv, path = [spec.origin, *command[3:]], spec.origin
+        sys.argv, path = [spec.origin, *words[2:]], spec.origin
         main.__spec__, sys.path[0] = spec, os.getcwd()
     else:
-        sys.argv, path = command[1:], command[1]
+        sys.argv, path = words, words[0]
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     main.__file__ = path
     sys.modules["__main__"] = main
@@ -247,21 +329,44 @@ def _have_a_nursery() -> Order | None:
     theirs.close()
     ours.settimeout(_BOUND_S)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    _nursery, subprocess.Popen = ours, Process  # type: ignore[misc]
+    _nursery, subprocess.Popen = ours, Process  # type: ignore[misc,assignment]
     return None
 
 
 def _live(order: Order | None) -> None:
     if order is None:
         os._exit(0)
-    starts_workers = order.command[1:4] in (["-m", CLI, "run"], ["-m", CLI, "agent"])
+    words = _words(order.command)
+    starts_workers = words[:3] in (["-m", CLI, "run"], ["-m", CLI, "agent"]) or words[:2] == ["-m", TORCHRUN]
     if starts_workers and (newborn := _have_a_nursery()) is not None:
         order = newborn
     code, main = _program(order.command)
-    exec(code, vars(main))
+    global _status
+    try:
+        exec(code, vars(main))
+    except SystemExit as left:
+        if isinstance(left.code, int | None):
+            _status = left.code or 0
+        raise
+    _status = 0
+
+
+_status: int | None = None  # of this process's end, if that was in order
+
+
+def _leave() -> None:
+    """Registered first, and so called last, after all that others have to do at the end: nothing is left but to go."""
+    if _status is not None:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                return  # which is Python's own to say
+        os._exit(_status & 0xFF)
 
 
 if __name__ == "__main__":
+    atexit.register(_leave)
     with socket.socket(fileno=int(sys.argv[1])) as asked:
         import_everything()
         asked.send(b"ready")

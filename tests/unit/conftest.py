@@ -1,7 +1,28 @@
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _one_core(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where ranks are threads, they stay on a core: to hand the interpreter over between cores costs as much as work.
+
+    And who is woken there waits for its turn (SCHED_BATCH): a device thread of gloo's that displaces the thread which
+    holds its lock would try to get it, without a pause, until the other one's next turn.
+    """
+    threaded = {"engine", "testing"} & {*request.path.parts}  # others start programs, which would share the core
+    if not threaded or not hasattr(os, "sched_setaffinity"):  # not Linux
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    os.sched_setaffinity(0, {sorted(allowed)[worker % len(allowed)]})
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    yield
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    os.sched_setaffinity(0, allowed)
 
 
 @pytest.fixture(autouse=True)

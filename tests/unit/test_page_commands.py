@@ -43,6 +43,7 @@ NOT_RUN = {
     "varuna logs": "needs a run: tests/scenarios/test_cluster.py",
     "varuna manager": "does not end: tests/scenarios/test_cluster.py",
     "varuna morph": "needs a run: tests/scenarios/test_planned.py",
+    "varuna offers": "takes longer, and needs a file of offers: tests/unit/cli/test_offers.py",
     "varuna open": "needs a run: tests/unit/cli",
     "varuna plan": "takes longer, or needs a script: tests/unit/cli/test_plan.py",
     "varuna profile": "needs a run: tests/scenarios/test_timeline.py",

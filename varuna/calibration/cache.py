@@ -11,24 +11,27 @@ from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 
 
-def cache_file(job: JobFacts) -> Path:
+def cache_file(job: JobFacts, device_class: str = "") -> Path:
     """Where the calibration of a job on this machine lies: under ``XDG_CACHE_HOME``, else ``~/.cache``.
+
+    Workers whose devices are of a class have a file of their own.
 
     Its name covers what decides on speed: graph and sections, precision, compiler, threads, the machine's processors.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    told = f"{job.model.digest} {job.precision} {job.compiled} {job.threads} {machine_name()}"
+    told = f"{job.model.digest} {job.precision} {job.compiled} {job.threads} {machine_name()} {device_class}".rstrip()
     return home / "varuna" / "calibrations" / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.json"
 
 
-def remembered(job: JobFacts, path: Path) -> Calibration | None:
-    """The calibration that an earlier run stored; None if there is none that can be used."""
+def remembered(job: JobFacts, path: Path, device_class: str = "") -> Calibration | None:
+    """The calibration of a class of devices that an earlier run stored; None if there is none that can be used."""
     try:
         calibration = read_calibration(path)
         check_matches(calibration, job.model)
     except UsageError:
         return None
-    return calibration
+    found = next((name for name in (device_class, "") if name in calibration.classes), None)
+    return None if found is None else calibration.of(found)
 
 
 def remember(calibration: Calibration, path: Path) -> None:

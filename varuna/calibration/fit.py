@@ -77,7 +77,12 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
 
 def _hardware(measured: Measured) -> Hardware:
     own = measured.device_bytes
-    return Hardware(name=measured.hardware, memory_bytes=own, reserved_bytes=0 if own is None else reserved_bytes(own))
+    return Hardware(
+        name=measured.hardware,
+        device_class=measured.device_class,
+        memory_bytes=own,
+        reserved_bytes=0 if own is None else reserved_bytes(own),
+    )
 
 
 Key = tuple[int, SectionFacts]

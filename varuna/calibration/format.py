@@ -5,6 +5,7 @@ A calibration is one JSON file, short enough to be written by hand: sections tha
 all rates bytes per second. Everything that scales with the micro-batch is given per example.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -31,6 +32,9 @@ class Hardware(Finite):
     """One GPU and the VM that contains it."""
 
     name: str = Field(min_length=1, description="such as 'V100-16GB, 10 Gb/s'; another name is other hardware")
+    device_class: str = Field(
+        default="", description="of the GPU, as workers tell it; empty: of all that are not known"
+    )
     memory_bytes: Annotated[int, Field(gt=0)] | None = Field(default=None, description="of one GPU; None: unlimited")
     reserved_bytes: Bytes = Field(default=0, description="of it, what the job never gets: context, allocator, links")
     host_memory_bytes: Annotated[int, Field(gt=0)] | None = Field(
@@ -207,6 +211,7 @@ class Calibration(Finite):
     )
     optimizer: OptimizerCosts = OptimizerCosts()
     snapshot_bytes_per_s: Rate | None = Field(default=None, description="copying state out for a checkpoint")
+    others: tuple["Calibration", ...] = Field(default=(), description="of the same model on other classes of devices")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Calibration":
@@ -228,6 +233,15 @@ class Calibration(Finite):
                     f"tied parameter {tied.name!r} names sections {list(tied.sections)}; they must ascend and be "
                     f"within 0 to {self.section_count - 1}"
                 )
+        classes = [each.hardware.device_class for each in (self, *self.others)]
+        if len(set(classes)) < len(classes) or any(each.others for each in self.others):
+            raise ValueError(f"others must be of classes of their own, without others; these are {classes}")
+        for other in self.others:
+            if other.section_count != self.section_count:
+                raise ValueError(
+                    f"device class {other.hardware.device_class!r} was calibrated with {other.section_count} sections "
+                    f"where {self.hardware.device_class!r} has {self.section_count}: they are of different models"
+                )
         return self
 
     @property
@@ -244,6 +258,57 @@ class Calibration(Finite):
     def sizes(self) -> tuple[int, ...]:
         """Micro-batch sizes m at which some section was measured, ascending."""
         return tuple(sorted({m for kind in self.kinds.values() for m in kind.micro_batches}))
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Classes of devices that were calibrated."""
+        return tuple(each.hardware.device_class for each in (self, *self.others))
+
+    def of(self, device_class: str) -> "Calibration":
+        """What is known of a class of devices; where nothing is, of the slowest one."""
+        if not self.others:
+            return self
+        every = [self.model_copy(update={"others": ()}), *self.others]
+        known = {each.hardware.device_class: each for each in every}
+        return known.get(device_class) or max(every, key=lambda each: each.compute_s(1))
+
+    def compute_s(self, micro_batch: int) -> float:
+        """Seconds of F and B of all sections, which is all that choosing m, and comparing devices, needs."""
+        by_kind = {
+            name: (
+                kind.at(kind.forward_s, micro_batch),
+                0.0 if kind.gradient_free else kind.at(kind.backward_s, micro_batch),
+            )
+            for name, kind in self.kinds.items()
+        }
+        forward_s = backward_s = 0.0
+        for name in self.kind_names:
+            forward_s += by_kind[name][0]
+            backward_s += by_kind[name][1]
+        return forward_s + backward_s
+
+    def named(self) -> "Calibration":
+        """This calibration, whose class of devices is called as its hardware if it has no name of its own."""
+        name = self.hardware.device_class or self.hardware.name
+        return self.model_copy(update={"hardware": self.hardware.model_copy(update={"device_class": name})})
+
+    def with_class(self, known: "Calibration") -> "Calibration":
+        """This calibration, with what is known of another class of devices, or newly known of one."""
+        if known.hardware.device_class == self.hardware.device_class:
+            return known.model_copy(update={"others": self.others})
+        kept = tuple(each for each in self.others if each.hardware.device_class != known.hardware.device_class)
+        return self.model_copy(update={"others": (*kept, known.model_copy(update={"others": ()}))})
+
+    def without_any(self) -> "Calibration":
+        """This calibration without figures that are for any class of devices, if it has others."""
+        if self.hardware.device_class or not self.others:
+            return self
+        first, *rest = self.others
+        return first.model_copy(update={"others": tuple(rest)})
+
+    def each(self, change: Callable[["Calibration"], "Calibration"]) -> "Calibration":
+        """This calibration, changed for every class of devices."""
+        return change(self).model_copy(update={"others": tuple(map(change, self.others))})
 
     def rounded(self) -> "Calibration":
         """This calibration for a job whose fp32 gradients are all-reduced as bf16."""

@@ -55,6 +55,7 @@ class Measured(Value):
 
     worker: int
     hardware: str = Field(description="name of the device")
+    device_class: str = Field(default="", description="that workers tell; empty: unknown")
     device_bytes: int | None = Field(description="memory of the device; None for a CPU, which workers share")
     facts: ModelFacts
     kinds: tuple[int, ...] = Field(description="by section: the lowest section with the same graph")

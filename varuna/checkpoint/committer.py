@@ -82,6 +82,7 @@ class CheckpointCommitter:
         self._closed = threading.Event()
         self._changed = threading.Condition()  # guards the fields below
         self._committed_step = self._reached_step = -1  # differ where the newest turned out to be damaged
+        self._proven: int | None = None  # step of the newest one that was read back or resumed from
         self._open = 0  # pieces of work that are not done
         for name, target in (("commit", self._commit_all), ("lease", self._keep_lease)):
             start(name, target)
@@ -101,7 +102,9 @@ class CheckpointCommitter:
                 self._collector = self._new_collector()
             self._collector.passed(found[0].step)
         with self._changed:
-            self._committed_step = self._reached_step = -1 if found is None else found[0].step
+            self._committed_step = self._reached_step = newest = -1 if found is None else found[0].step
+            if found is not None and (self._proven is None or newest < self._proven) and not self._job.rescues:
+                self._proven = newest
         if self._job.config is not None and (warning := keep_configuration(self.store, self._job.config)):
             self._warn(warning)
         return found
@@ -205,14 +208,33 @@ class CheckpointCommitter:
         self._committed(standing.step)
         if not self._job.rescues:
             self.verifier.begin(standing)
-        retain(self.store, standing.step, self._kept)
+        self._retain(standing.step)
+
+    def _retain(self, committed: int) -> None:
+        with self._changed:
+            proven = self._proven
+        try:
+            retain(self.store, committed, self._kept, proven)
+        except CheckpointError as error:
+            self._warn(f"older checkpoints are not removed now: {error}")
 
     def _look_at(self, manifest: Manifest, finding: ReadBack) -> None:
-        """Damage is dealt with between commits, so that nothing is marked that was removed or replaced meanwhile."""
+        """What follows is done between commits, so that nothing is marked that was removed or replaced meanwhile."""
         if finding.damage:
             self._post(lambda: self._give_up_aloud(manifest, finding))
         else:
+            self._post(lambda: self._rely_on(manifest.step))
             self._verified(finding)
+
+    def _rely_on(self, step: int) -> None:
+        """An older one that was kept until this one was read back may go."""
+        with self._changed:
+            committed = self._committed_step
+            if step > committed:  # the run has fallen back before it meanwhile
+                return
+            older, self._proven = self._proven, max(step, self._proven or 0)
+        if older is not None and older < step and self._holds():
+            self._retain(committed)
 
     def _give_up_aloud(self, manifest: Manifest, finding: ReadBack) -> None:
         try:

@@ -7,11 +7,12 @@ from typing import NamedTuple
 from varuna.checkpoint.header import header_of
 from varuna.checkpoint.names import ShardName, step_folder
 from varuna.core.errors import DamagedCheckpoint, ObjectMissing
-from varuna.core.saved import Piece, SavedShard
+from varuna.core.saved import ITEM_BYTES, STRETCH_BYTES, Piece, SavedShard
 from varuna.store.base import Store
 
 BATCH_BYTES = 16 * 2**20
 """Neighbouring pieces are read together up to this, and a longer piece in this many bytes at a time."""
+_NOTHING = memoryview(b"")
 
 
 class Target(NamedTuple):
@@ -19,6 +20,8 @@ class Target(NamedTuple):
 
     piece: Piece
     view: memoryview
+    before: int = 0
+    """CRC-32 of what comes before it in the piece that it is a stretch of: its own goes on from there."""
 
 
 def batches(targets: Sequence[Target], most_bytes: int = BATCH_BYTES) -> Iterator[list[Target]]:
@@ -34,6 +37,33 @@ def batches(targets: Sequence[Target], most_bytes: int = BATCH_BYTES) -> Iterato
         batch.append(target)
     if batch:
         yield batch
+
+
+def checksums(data: memoryview) -> list[int]:
+    """CRC-32 of the bytes up to each multiple of ``STRETCH_BYTES``, and of all of them: one pass, and no joining."""
+    found = [0]
+    for begin in range(0, max(len(data), 1), STRETCH_BYTES):
+        found.append(zlib.crc32(data[begin : begin + STRETCH_BYTES], found[-1]))
+    return found[1:]
+
+
+def stretches(piece: Piece) -> list[Target]:
+    """Parts of a piece that can each be read and compared alone; a short piece is one."""
+    if not piece.running:
+        return [Target(piece, _NOTHING)]
+    items, found = STRETCH_BYTES // ITEM_BYTES[piece.dtype], []
+    for begin, before, crc32 in zip(
+        range(0, piece.count, items), (0, *piece.running), (*piece.running, piece.crc32), strict=True
+    ):
+        update = {
+            "first": piece.first + begin,
+            "count": min(items, piece.count - begin),
+            "offset": piece.offset + begin * ITEM_BYTES[piece.dtype],
+            "crc32": crc32,
+            "running": (),
+        }
+        found.append(Target(piece.model_copy(update=update), _NOTHING, before))
+    return found
 
 
 def expected_header(shard: SavedShard) -> bytes:
@@ -96,4 +126,6 @@ def _fill(store: Store, name: str, batch: Sequence[Target]) -> None:
 
 
 def _wrong(batch: Iterable[Target]) -> Piece | None:
-    return next((target.piece for target in batch if zlib.crc32(target.view) != target.piece.crc32), None)
+    return next(
+        (target.piece for target in batch if zlib.crc32(target.view, target.before) != target.piece.crc32), None
+    )

@@ -17,7 +17,9 @@ class Kept(NamedTuple):
     every: int | None = None
 
 
-def superfluous(folders: Sequence[tuple[int, bool]], committed: int, kept: Kept) -> list[int]:
+def superfluous(
+    folders: Sequence[tuple[int, bool]], committed: int, kept: Kept, proven: int | None = None
+) -> list[int]:
     """Steps whose folders may go, newest first. Pure.
 
     The one of step ``committed`` and all later folders stay: those are being written, or are damaged, and
@@ -27,6 +29,8 @@ def superfluous(folders: Sequence[tuple[int, bool]], committed: int, kept: Kept)
         folders: (step, whether it is complete) of all folders.
         committed: step whose checkpoint is known to be intact, since it was just committed or restored.
         kept: the user's settings.
+        proven: step of the newest checkpoint that was read back, or resumed from. It stays, as one more if need be:
+            until a newer one is read back too, nobody knows whether that can be used.
     """
     going, staying = [], 1
     for step, is_complete in sorted(folders, reverse=True):
@@ -34,13 +38,13 @@ def superfluous(folders: Sequence[tuple[int, bool]], committed: int, kept: Kept)
             continue
         if is_complete and staying < kept.last:
             staying += 1
-        elif not (is_complete and kept.every is not None and step % kept.every == 0):
+        elif not (is_complete and (step == proven or (kept.every is not None and step % kept.every == 0))):
             going.append(step)
     return going
 
 
-def retain(store: Store, committed: int, kept: Kept) -> list[int]:
-    """Remove checkpoints that are no longer needed; returns their steps, newest first.
+def retain(store: Store, committed: int, kept: Kept, proven: int | None = None) -> list[int]:
+    """Remove checkpoints that are no longer needed, by ``superfluous``; returns their steps, newest first.
 
     Raises:
         CheckpointError: ``committed`` has no complete checkpoint, so nothing was removed.
@@ -49,12 +53,13 @@ def retain(store: Store, committed: int, kept: Kept) -> list[int]:
     complete: list[tuple[int, bool]] = []
     checked = 0  # manifests are read only as far back as they are counted
     for folder in survey(store):
-        is_complete = folder.is_committed and (checked >= kept.last or _looks_complete(store, folder))
+        is_counted = checked < kept.last or folder.step == proven
+        is_complete = folder.is_committed and (not is_counted or _looks_complete(store, folder))
         complete.append((folder.step, is_complete))
         checked += is_complete and folder.step <= committed
     if (committed, True) not in complete:
         raise CheckpointError(f"step {committed} has no complete checkpoint in {store.url}: nothing was removed")
-    going = superfluous(complete, committed, kept)
+    going = superfluous(complete, committed, kept, proven)
     for step in going:
         # Without its manifest a folder is not a checkpoint: a crash in between leaves nothing half-valid.
         store.remove(f"{step_folder(step)}/{MANIFEST}")

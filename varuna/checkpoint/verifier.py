@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from varuna.checkpoint.manifest import Manifest, check_present, look, read_manifest
-from varuna.checkpoint.reading import Target, batches, check_header, expected_header, read
+from varuna.checkpoint.reading import Target, batches, check_header, expected_header, read, stretches
 from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectMissing
 from varuna.core.saved import SavedShard
 from varuna.process.threads import start
@@ -23,7 +23,7 @@ MOST_BYTES = 64 * 2**20
 BOUND_S = 60.0
 """No piece is begun later than this; one that is being read may take as long as the store lets it."""
 _PATIENCE_S = 30.0
-_BATCH_BYTES = 4 * 2**20
+BATCH_BYTES = 4 * 2**20
 
 
 class ReadBack(NamedTuple):
@@ -45,11 +45,13 @@ def read_back(
     *,
     is_over: Callable[[], bool] = lambda: False,
     most_bytes: int = MOST_BYTES,
+    batch_bytes: int = BATCH_BYTES,
     draw: random.Random | None = None,
 ) -> ReadBack | None:
     """Compare a checkpoint with its manifest; None if it is gone, was replaced, or ``is_over()`` came first.
 
     Pieces come in random order, and those that do not fit into what is left of ``most_bytes`` are not read.
+    Short pieces that lie side by side are read at once, up to ``batch_bytes``.
 
     Raises:
         StoreError: the store cannot be read.
@@ -59,7 +61,7 @@ def read_back(
         if read_manifest(store, manifest.step) != manifest:
             return None
         check_present(store, look(store, manifest.step), manifest.shards)
-        for shard, batch, size_bytes in _shuffled(manifest, draw or random.Random()):
+        for shard, batch, size_bytes in _shuffled(manifest, draw or random.Random(), batch_bytes):
             if read_bytes + size_bytes > most_bytes:
                 continue
             if is_over():
@@ -77,13 +79,14 @@ def read_back(
     return ReadBack(manifest.step, read_bytes, manifest.size_bytes) if read_bytes else None
 
 
-def _shuffled(manifest: Manifest, draw: random.Random) -> list[tuple[SavedShard, list[Target], int]]:
-    """All that can be read at once: pieces side by side, or (an empty list) the header of a part; and its bytes."""
-    nothing = memoryview(b"")
+def _shuffled(manifest: Manifest, draw: random.Random, batch_bytes: int) -> list[tuple[SavedShard, list[Target], int]]:
+    """All that is read at once: short pieces side by side, a stretch of a long one, or (an empty list) a part's header;
+    and its bytes.
+    """
     found: list[tuple[SavedShard, list[Target], int]] = []
     for shard in manifest.shards:
         found.append((shard, [], len(expected_header(shard))))
-        for batch in batches([Target(piece, nothing) for piece in shard.pieces], _BATCH_BYTES):
+        for batch in batches([part for piece in shard.pieces for part in stretches(piece)], batch_bytes):
             found.append((shard, batch, sum(target.piece.size_bytes for target in batch)))
     draw.shuffle(found)
     return found
@@ -93,7 +96,7 @@ def _placed(batch: list[Target], memory: memoryview) -> list[Target]:
     placed, start = [], 0
     for target in batch:
         end = start + target.piece.size_bytes
-        placed.append(Target(target.piece, memory[start:end]))
+        placed.append(target._replace(view=memory[start:end]))
         start = end
     return placed
 

@@ -12,7 +12,7 @@ from varuna.calibration.cache import remember
 from varuna.calibration.file import write_calibration
 from varuna.calibration.fit import assemble
 from varuna.calibration.format import Calibration, NetworkCosts
-from varuna.cli import options
+from varuna.cli.shared import options
 from varuna.core.errors import UsageError
 from varuna.core.units import format_bytes
 from varuna.process.console import say

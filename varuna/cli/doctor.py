@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from varuna.cli import options
+from varuna.cli.shared import options
 from varuna.core.errors import FleetError, UsageError
 from varuna.core.units import counted
 from varuna.process.console import say

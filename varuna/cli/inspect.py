@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from varuna.cli import options
 from varuna.cli.plan import request_of
+from varuna.cli.shared import options
 from varuna.core.errors import DataError, ModelError
 from varuna.core.units import format_bytes
 from varuna.planner.choose import best_plan

@@ -20,6 +20,7 @@ from varuna.cli import (
     doctor,
     inspect,
     manager,
+    offers,
     opening,
     plan,
     replay,
@@ -100,6 +101,7 @@ app.command(cls=EngineCommand, epilog=run.EXAMPLES, context_settings=_PASSES_ON)
 app.command(context_settings=_PASSES_ON)(inspect.inspect)
 app.command(context_settings=_PASSES_ON)(calibrate.calibrate)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.command(epilog=offers.EXAMPLES)(offers.offers)
 app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
 app.command()(replay.replay)
 app.command()(demo.demo)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from varuna.cli import options
+from varuna.cli.shared import options
 
 if TYPE_CHECKING:
     from varuna.fleet.service.cluster_workers import ClusterWorkers

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from varuna.cli import options
 from varuna.cli.run_commands import ask
+from varuna.cli.shared import options
 from varuna.core.errors import UsageError
 from varuna.process.console import say
 

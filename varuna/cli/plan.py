@@ -8,21 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from varuna.calibration.file import RUN_FILE, check_matches, read_calibration
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
-from varuna.cli import options
-from varuna.core.devices import reserved_bytes
+from varuna.cli.shared import options
+from varuna.core.devices import ClassSize, reserved_bytes
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.plan import Copies
 from varuna.core.units import format_bytes, format_duration
+from varuna.planner.asking.ranking import Rejection
+from varuna.planner.asking.request import Objective, PlanRequest
 from varuna.planner.choose import Flags, by_goodput, explain, with_options
 from varuna.planner.report import RankingReport, report
-from varuna.planner.request import Objective, PlanRequest
-from varuna.planner.sweep import Rejection, rank_plans
+from varuna.planner.sweep import rank_plans
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,7 @@ EXAMPLES = """Examples:
 varuna plan train.py --gpus 36
 varuna plan train.py --gpus 36 --calibration calibration.json -- --lr 1e-3
 varuna plan --calibration examples/calibrations/gpt2-8.3b-v100.json --gpus 128 --json
+varuna plan --calibration a100.json --gpus 8 --calibration v100.json --gpus 16
 """
 DEFAULT_GLOBAL_BATCH = 8192
 """The paper's global batch, unless a job or a flag gives another."""
@@ -50,12 +53,17 @@ def plan(
     ] = None,
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured or written by hand. Default: nominal figures.")
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Measured or written by hand; one for each kind of GPU. Default: nominal figures."
+        ),
     ] = None,
     run: Annotated[
         Path | None, typer.Option("--run", metavar="DIR", help="Plan from what the steps of this run took.")
     ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs.")] = ...,  # type: ignore[assignment]
+    gpus: Annotated[
+        list[int], typer.Option("--gpus", min=1, help="Number of GPUs; of several kinds, one for each --calibration.")
+    ] = ...,  # type: ignore[assignment]
     slower: Annotated[
         str | None,
         typer.Option(
@@ -95,24 +103,27 @@ def plan(
 
     With --calibration this needs neither torch nor a GPU. Nothing is started.
     """
-    if calibration is not None and run is not None:
+    if calibration and run is not None:
         raise UsageError("--calibration and --run both name what to plan from. Give one of them.")
     if price is not None and not (math.isfinite(price) and price >= 0):
         raise UsageError(f"--price {price} is not a price. Give dollars per GPU and hour, such as 0.61")
-    file = calibration if run is None else calibration_of_run(run)
-    asked = _asked(script, args or [], file)
-    known = asked.calibration
+    files = (calibration or []) if run is None else [calibration_of_run(run)]
+    first = asked(script, args or [], _together(files) if files else None)
+    known, count = first.calibration, sum(gpus)
+    if slower and len(gpus) > 1:
+        raise UsageError("--slower is for GPUs of one kind. Give each kind its own --calibration and --gpus.")
     if shard_optimizer:
-        known = known.with_sharded_optimizer()
+        known = known.each(Calibration.with_sharded_optimizer)
     if offload_optimizer:
-        known = known.offloaded()
-    request = asked.model_copy(
+        known = known.each(Calibration.offloaded)
+    request = first.model_copy(
         update={
             "calibration": known,
-            "workers": gpus,
-            "speeds": speeds_of(slower, gpus) if slower else (),
-            "global_batch": global_batch or asked.global_batch,
-            "micro_batch": micro_batch or asked.micro_batch,
+            "workers": count,
+            "speeds": speeds_of(slower, count) if slower else (),
+            "classes": classes_of(known, gpus),
+            "global_batch": global_batch or first.global_batch,
+            "micro_batch": micro_batch or first.micro_batch,
             "memory_bytes": options.memory_bytes_of(memory_per_worker),
             "gpus_per_vm": gpus_per_node,
             "stages": stages,
@@ -125,7 +136,7 @@ def plan(
         worth = by_goodput(ranking, request, copies=True)[:_SHOWN]
         plans, predictions = tuple(each.plan for each in worth), tuple(each.prediction for each in worth)
         ranking = replace(ranking, plans=plans, predictions=predictions)
-    found = report(request, ranking, price_per_hour=known.hardware.price_per_hour if price is None else price)
+    found = report(request, ranking, price_per_hour=price)
     if as_json:
         print(found.model_dump_json(indent=2))
     else:
@@ -152,6 +163,39 @@ def speeds_of(slower: str, gpus: int) -> tuple[float, ...]:
     return (*(1.0,) * (gpus - len(found)), *sorted(found, reverse=True))
 
 
+def classes_of(known: Calibration, gpus: Sequence[int]) -> tuple[ClassSize, ...]:
+    """How many GPUs there are of each class that was calibrated; () where there is one.
+
+    Raises:
+        UsageError: there is not one number for each.
+    """
+    if len(gpus) != len(known.classes):
+        names = ", ".join(name or "one kind" for name in known.classes)
+        raise UsageError(
+            f"--gpus was given {len(gpus)} times, but calibrated {'is' if len(known.classes) == 1 else 'are'} {names}. "
+            "Give --calibration and --gpus once for each kind of GPU, in the same order."
+        )
+    sizes = tuple(ClassSize(name=name, workers=count) for name, count in zip(known.classes, gpus, strict=True))
+    return sizes if len(sizes) > 1 else ()
+
+
+def _together(files: Sequence[Path]) -> Calibration:
+    """What several files say, each of one kind of GPU, which is called as its file says.
+
+    Raises:
+        UsageError: a file cannot be read, two are of GPUs of one name, or of different models.
+    """
+    first, *others = [read_calibration(file) for file in files]
+    if not others:
+        return first
+    try:
+        named = [each.named() for each in others]
+        found = Calibration.model_validate({**dict(first.named()), "others": named})
+    except ValidationError as error:
+        raise UsageError(f"the calibrations do not go together: {error.errors()[0]['msg']}") from error
+    return found
+
+
 def calibration_of_run(run_dir: Path) -> Path:
     """The calibration file that a run writes to its folder once its ranks have reported some steps.
 
@@ -167,9 +211,8 @@ def calibration_of_run(run_dir: Path) -> Path:
     return path
 
 
-def _asked(script: Path | None, args: Sequence[str], file: Path | None) -> PlanRequest:
+def asked(script: Path | None, args: Sequence[str], given: Calibration | None) -> PlanRequest:
     """The request of the script's job, or of a calibration alone, for one GPU."""
-    given = None if file is None else read_calibration(file)
     if script is None:
         if given is None:
             raise UsageError("say what to plan for: varuna plan train.py --gpus N, or --calibration FILE --gpus N")
@@ -255,7 +298,7 @@ def _table(found: RankingReport, *, wide: bool) -> Table:
         dollars = plan.dollars_per_million_examples
         table.add_row(
             ">" if plan is found.plans[0] else "",
-            f"{plan.stages} x {plan.replicas}",
+            _spaced(plan.shape),
             str(plan.micro_batch),
             str(plan.micro_batches),
             format_duration(plan.step_time_s),
@@ -274,12 +317,25 @@ def _table(found: RankingReport, *, wide: bool) -> Table:
     return table
 
 
+def _spaced(shape: str) -> str:
+    """``"4 x 1 + 3 x 2"``."""
+    return shape.replace("x", " x ").replace("+", " + ")
+
+
+_COPIED = {
+    Copies.STATE: ", with copies of each stage's state and sums of gradients",
+    Copies.SUMS: ", with copies of each stage's sums of gradients",
+}
+
+
 def _show_best(console: Console, found: RankingReport) -> None:
     best = found.plans[0]
     idle = f", {best.gpus_idle} idle" if best.gpus_idle else ""
     least, most = (format_bytes(extreme(best.memory_bytes)) for extreme in (min, max))
     lines = [
         f"{best.gpus_used} of {found.gpus} GPUs are used{idle}; {best.sharing}",
+        *(f"on {each.name}: {_spaced(each.shape)}, {each.micro_batches} micro-batches in all" for each in best.classes),
+        *found.idle,
         f"memory of a stage: {least} to {most}; first stage {best.in_flight[0]} micro-batches in flight",
     ]
     if any(best.kept):
@@ -296,21 +352,23 @@ def _show_best(console: Console, found: RankingReport) -> None:
     if best.split_last:
         lines.append(f"the last {best.split_last} backwards of a replica are split in two")
     if found.losses_per_hour:
-        kept = ", with copies of each stage's state and sums" if best.copies is Copies.KEPT else ""
+        kept = _COPIED.get(best.copies, "")
         lines.append(f"chosen by what is left at {found.losses_per_hour:g} losses per hour{kept}")
     if best.dollars_per_hour is not None:
         lines.append(f"$ {best.dollars_per_hour:.4g} per hour for the VMs in use")
     for line in lines:
         console.print(f"  {line}", highlight=False, markup=False)
     for plan in found.plans[1:]:
-        console.print(
-            f"{plan.stages} x {plan.replicas}, m = {plan.micro_batch}: {plan.why}", highlight=False, markup=False
-        )
+        console.print(f"{_spaced(plan.shape)}, m = {plan.micro_batch}: {plan.why}", highlight=False, markup=False)
 
 
 def _rejected(found: RankingReport, rejection: Rejection) -> str:
     shape = f"{rejection.stages} x {rejection.replicas}" if rejection.replicas else f"P={rejection.stages}"
     fitting = [plan.stages for plan in found.plans if plan.stages > rejection.stages]
     fitting += [plan.stages for plan in found.outpaced if plan.stages > rejection.stages]
-    fits = f"; P={min(fitting)} fits" if fitting and rejection.missing_bytes is not None else ""
+    fits = (
+        f"; P={min(fitting)} fits"
+        if fitting and rejection.missing_bytes is not None and not rejection.device_class
+        else ""
+    )
     return f"{shape}  {rejection.reason}{fits}"

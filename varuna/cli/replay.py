@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from varuna.cli import options
+from varuna.cli.shared import options
 from varuna.core.units import counted, format_duration
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from varuna.cli import options
 from varuna.cli.cluster.engine_options import engine_values
+from varuna.cli.shared import options
 from varuna.core.errors import UsageError
 from varuna.process.console import say
 from varuna.process.gpus import default_workers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from varuna.cli import options
+from varuna.cli.shared import options
 from varuna.core.errors import FleetError, UsageError
 from varuna.process.console import say
 

@@ -11,15 +11,15 @@ from rich.table import Table
 
 from varuna.calibration.file import read_calibration
 from varuna.calibration.format import Jitter
-from varuna.cli import options
+from varuna.cli.shared import options
 from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes, format_duration
 from varuna.pictures.gantt import draw, simulated
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.profile import profile
-from varuna.planner.request import PlanRequest
 from varuna.schedule import policy as policies
 from varuna.simulator import step as simulator
 from varuna.simulator.costs import LinkCosts, uniform

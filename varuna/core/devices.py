@@ -1,7 +1,7 @@
-"""Memory of the devices that workers compute on: how much of it each worker can count on. Pure."""
+"""Devices that workers compute on: of which class they are, and how much memory each worker can count on. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pydantic import Field
 
@@ -20,6 +20,14 @@ class DeviceFacts(Value):
     memory_bytes: int = Field(gt=0, description="of the whole device")
 
 
+class ClassSize(Value):
+    """Workers whose devices are of one class, and therefore about as fast."""
+
+    name: str = Field(max_length=255, description="such as 'Tesla V100-SXM2-16GB'")
+    workers: int = Field(ge=1)
+    memory_bytes: int | None = Field(default=None, gt=0, description="that each of them can count on; None: unknown")
+
+
 def reserved_bytes(share_bytes: int) -> int:
     """Bytes of a worker's share of a device that no plan may fill; at most half of the share."""
     return min(_RESERVED_BYTES + share_bytes // _RESERVED_PART, share_bytes // 2)
@@ -35,3 +43,27 @@ def worker_bytes(devices: Iterable[DeviceFacts | None]) -> int | None:
     users = Counter(device.name for device in known)
     shares = [device.memory_bytes // users[device.name] for device in known]
     return min((share - reserved_bytes(share) for share in shares), default=None)
+
+
+def are_enough(wanted: Mapping[str, int], there: Mapping[str, int]) -> bool:
+    """Whether there are as many workers as are wanted, by class of device; wanted of no class at all, any will do."""
+    if not any(wanted):
+        return sum(wanted.values()) <= sum(there.values())
+    return all(workers <= there.get(name, 0) for name, workers in wanted.items())
+
+
+def class_sizes(workers: Iterable[tuple[str, DeviceFacts | None]]) -> tuple[ClassSize, ...]:
+    """How many workers are of each class, by its name; () where none says what it is.
+
+    Args:
+        workers: class and device of each; a class of "" is one that is not known.
+    """
+    devices: dict[str, list[DeviceFacts | None]] = {}
+    for name, device in workers:
+        devices.setdefault(name, []).append(device)
+    if not any(devices):
+        return ()
+    return tuple(
+        ClassSize(name=name, workers=len(found), memory_bytes=worker_bytes(found))
+        for name, found in sorted(devices.items())
+    )

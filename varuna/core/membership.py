@@ -47,6 +47,7 @@ class Membership(Protocol):
         job: JobFacts,
         *,
         device: DeviceFacts | None = None,
+        device_class: str = "",
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
         on_flag: Callable[[int, Flag], None],
@@ -57,6 +58,7 @@ class Membership(Protocol):
         Args:
             job: facts of the job, equal on all workers.
             device: that this worker computes on, if it has memory of its own.
+            device_class: of that device; empty: unknown.
             beat: what to send as the next heartbeat.
             on_hold: called with the generation that has to stop.
             on_flag: called with a generation and the flag that its next vote should carry (rank 0 only).

@@ -59,6 +59,7 @@ class Transfer(Value):
     sums: bool = Field(
         default=False, description="in place of state, the sums of gradients of a step that was broken off"
     )
+    copied: bool = Field(default=False, description="of those, the copy of another rank's that the source kept")
 
 
 class Assignment(Value):
@@ -81,8 +82,10 @@ class Assignment(Value):
     rest: RestOfStep | None = Field(
         default=None, description="of the first step, if sums of gradients are kept from it"
     )
-    copy_to: int | None = Field(default=None, description="rank that keeps a copy of this rank's state, if any does")
-    copy_from: int | None = Field(default=None, description="rank whose state this rank keeps a copy of, if any")
+    copy_to: int | None = Field(
+        default=None, description="rank that keeps copies of what this rank has, as the plan says, if any does"
+    )
+    copy_from: int | None = Field(default=None, description="rank of whose the same this rank keeps copies, if any")
     checkpoint: str | None = Field(default=None, description="place of the checkpoint to restore, if any")
     fresh: bool = Field(default=False, description="start from the model's own initialisation")
     secret: str = Field(default="", description="that members know and others do not; empty: nobody asks for it")
@@ -105,6 +108,7 @@ class Hello(Value):
     version: str
     job: JobFacts
     device: DeviceFacts | None = Field(default=None, description="if it has memory of its own")
+    device_class: str = Field(default="", max_length=255, description="workers of one are as fast; empty: unknown")
     measured: str = Field(default="", description="JSON of what its sections take, for plans; empty: not measured")
 
 
@@ -151,8 +155,9 @@ class Held(Value):
 
     ``next_step`` counts the steps that its parameters contain (None: it has no state); ``sections`` are those that
     it holds whole, ``lent`` those whose optimizer state is with other replicas; ``votes`` are the newest vote results
-    that it knows, so that no committed step goes unrecorded; ``sums`` what it has of a step that was broken off;
-    ``copies`` are sections of another rank that it keeps, whole and at the same step.
+    that it knows, so that no committed step goes unrecorded; ``sums`` what it has of a step that was broken off,
+    ``wrong_sums`` that a vote has shown those of all ranks, and copies of them, to be wrong; ``copies`` are sections of
+    another rank that it keeps, whole and at the same step.
     """
 
     kind: Literal["held"] = "held"
@@ -162,6 +167,7 @@ class Held(Value):
     lent: tuple[int, ...] = ()
     votes: tuple[Vote, ...] = ()
     sums: HeldSums | None = None
+    wrong_sums: bool = False
     copies: tuple[int, ...] = ()
 
 

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field
 
+from varuna.core.devices import ClassSize
 from varuna.core.errors import UsageError
 from varuna.core.precision import REDUCTIONS, Precision, Reduction
 from varuna.core.value import Value
@@ -165,6 +166,9 @@ class JobFacts(Value):
     )
     speeds: tuple[float, ...] = Field(
         default=(), description="of the workers to plan for, fastest first, relative; () for all 1; said by who plans"
+    )
+    classes: tuple[ClassSize, ...] = Field(
+        default=(), description="of devices of the workers to plan for; () where none is known; said by who plans"
     )
 
     def for_comparison(self) -> "JobFacts":

@@ -1,46 +1,38 @@
 """A plan: how P stages x D replicas run a global batch, and who does which part of it."""
 
-from collections import Counter
+from bisect import bisect_right
 from collections.abc import Sequence
 from enum import StrEnum
-from functools import lru_cache
-from heapq import heapify, heapreplace
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from pydantic import Field, model_validator
 
-from varuna.core.units import counted
+from varuna.core.dealing import are_speeds, ends_of_shares
 from varuna.core.value import Value
-
-SAMPLES_AHEAD = 4
-"""Micro-batches whose samples a rank reads ahead of their F."""
-
-ACTIVATIONS_COMING = 2
-"""Buffers for the next activations, besides those that have arrived and wait for their F."""
-
-GRADIENTS_COMING = 2
-"""Gradients that have arrived and wait for their B, plus buffers for the next; further ones stay at their sender."""
-
-MESSAGES_LEAVING = 3
-"""The most activations that a stage has sent and the next one has not taken; at this number the next F waits."""
-
-STASH_IN_TRANSIT = 3
-"""Stash entries on the device besides those that stay: the newest, being copied out; the next; and the current one."""
 
 
 class Copies(StrEnum):
-    """Whether the state of each stage has a copy in the memory of another rank, or why not."""
+    """What of each stage has a copy in the memory of another rank, or why nothing has."""
 
     NONE = "none"
-    """other replicas hold it, or there is no other rank"""
-    KEPT = "kept"
+    """nobody asked for copies, or there is no other rank"""
+    STATE = "state"
+    """its state, which no other rank holds, and its sums of gradients"""
+    SUMS = "sums"
+    """its sums of gradients: other replicas hold its state"""
     DEVICE = "device"
-    """the state is not in host memory"""
+    """neither is in host memory"""
     MEMORY = "memory"
     """there is no room for it"""
     TIME = "time"
-    """a copy would take too much of a step"""
+    """copies would take more of a step than they are worth, or never be ready"""
+
+    @property
+    def are_made(self) -> bool:
+        """Whether there are any."""
+        return self in (Copies.STATE, Copies.SUMS)
 
 
 class Place(NamedTuple):
@@ -50,16 +42,114 @@ class Place(NamedTuple):
     stage: int
 
 
+class StageSlot(NamedTuple):
+    """A stage of pipelines that are cut alike."""
+
+    sections: range
+    ranks: tuple[int, ...]
+    """that run it, by replica"""
+
+
+class Cut(NamedTuple):
+    """How a pipeline is divided into stages, and what each of them keeps."""
+
+    sections: int
+    """of the model"""
+    starts: tuple[int, ...]
+    stash_limits: tuple[int, ...]
+    kept: tuple[int, ...]
+    stash_on_device: tuple[int, ...]
+    split_last: int
+    memory_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
+    device_class: str
+
+    @property
+    def stages(self) -> int:
+        """P."""
+        return len(self.starts)
+
+    def sections_of(self, stage: int) -> range:
+        """Sections that ``stage`` runs."""
+        ends = (*self.starts, self.sections)
+        return range(ends[stage], ends[stage + 1])
+
+    def kept_sections_of(self, stage: int) -> range:
+        """Those of ``sections_of(stage)`` that keep their activations from F; R runs the others only."""
+        sections = self.sections_of(stage)
+        return sections[len(sections) - self.kept[stage] :] if self.kept else sections[len(sections) :]
+
+    def keeps_all(self, stage: int) -> bool:
+        """Whether ``stage`` has nothing to recompute, so that its micro-batches need no R."""
+        return len(self.kept_sections_of(stage)) == len(self.sections_of(stage))
+
+    def stage_of(self, section: int) -> int:
+        """Stage that runs ``section``."""
+        return bisect_right(self.starts, section) - 1
+
+    def check(self) -> None:
+        """Raise ValueError if the parts do not belong together."""
+        ends = (*self.starts, self.sections)
+        if not self.starts or self.starts[0] != 0 or any(a >= b for a, b in pairwise(ends)):
+            raise ValueError(f"starts {self.starts} do not divide {self.sections} sections into {self.stages} stages")
+        if len(self.stash_limits) != self.stages or min(self.stash_limits) < 1:
+            raise ValueError(f"stash_limits {self.stash_limits} must give each of {self.stages} stages at least 1")
+        if self.kept and len(self.kept) != self.stages:
+            raise ValueError(f"kept {self.kept} must give a number for each of {self.stages} stages, or none at all")
+        for stage, kept in enumerate(self.kept):
+            if not 0 <= kept <= len(self.sections_of(stage)):
+                raise ValueError(f"stage {stage} has {len(self.sections_of(stage))} sections and cannot keep {kept}")
+        if self.stash_on_device and len(self.stash_on_device) != self.stages:
+            raise ValueError(
+                f"stash_on_device {self.stash_on_device} must give a number for each of {self.stages} stages, or none"
+            )
+        for stage, (stay, limit) in enumerate(zip(self.stash_on_device, self.stash_limits, strict=False)):
+            if not 0 <= stay <= limit:
+                raise ValueError(f"stage {stage} has a stash of {limit} and cannot leave {stay} of it on the device")
+
+
+_PARTS = Cut._fields[1:]
+"""Fields of a cut, by which plans and further pipelines say the same."""
+_parts_of = attrgetter(*_PARTS)  # asked for at every turn of the manager's
+
+
+class Pipelines(Value):
+    """Replicas of a plan that are cut otherwise than its first ones, all alike: as the fields of ``Plan``."""
+
+    replicas: int = Field(ge=1, description="how many of the plan's")
+    pace: float = Field(gt=0, le=1, description="micro-batches that one runs while one of the plan's first runs 1")
+    starts: tuple[int, ...]
+    stash_limits: tuple[int, ...]
+    kept: tuple[int, ...] = ()
+    stash_on_device: tuple[int, ...] = ()
+    split_last: int = Field(default=0, ge=0)
+    memory_bytes: tuple[int, ...] = ()
+    host_bytes: tuple[int, ...] = ()
+    device_class: str = ""
+
+    @classmethod
+    def of(cls, cut: Cut, *, replicas: int, pace: float) -> "Pipelines":
+        """So many, each divided as ``cut`` says."""
+        return cls(replicas=replicas, pace=pace, **{name: getattr(cut, name) for name in _PARTS})
+
+    def cut(self, sections: int) -> Cut:
+        """How each of them is divided, in a model of so many sections."""
+        return Cut(sections, *_parts_of(self))
+
+
 class Plan(Value):
-    """P stages x D replicas, micro-batches of m examples, the sections of each stage, and what was predicted.
+    """D pipelines that run a global batch: micro-batches of m examples, the sections of each stage, and a prediction.
+
+    Mostly all are cut alike, into P stages; those in ``more`` are cut otherwise, so that no worker is left over, or
+    run on devices of another class. All that is said by stage is of the first pipelines.
 
     Global micro-batch j is samples [j*m, (j+1)*m) of the global batch; the last may be short.
-    Replica d runs a contiguous block of them: all as many, or one more on the first ones, or with ``speeds`` the more
-    the faster it is.
+    Replica d runs a contiguous block of them: all as many, or one more on the first ones; or, with ``speeds`` or
+    ``more``, the more the faster it is.
     """
 
     stages: int = Field(ge=1, description="P")
-    replicas: int = Field(ge=1, description="D")
+    replicas: int = Field(ge=1, description="D, those in more included")
     micro_batch: int = Field(ge=1, description="m, examples")
     global_batch: int = Field(ge=1, description="M, examples per step")
     speeds: tuple[float, ...] = Field(
@@ -80,18 +170,22 @@ class Plan(Value):
         "others wait in host memory; () for all",
     )
     split_last: int = Field(default=0, ge=0, description="backwards at a replica's end that run as I and W")
-    copies: Copies = Field(default=Copies.NONE, description="of each stage's state, in another rank's memory")
+    more: tuple[Pipelines, ...] = Field(default=(), description="the last replicas, if they are cut otherwise")
+    copies: Copies = Field(default=Copies.NONE, description="of each stage's state or sums, in another rank's memory")
     step_s: float = Field(default=0.0, ge=0, description="predicted seconds per step, nominal hardware")
     memory_bytes: tuple[int, ...] = Field(default=(), description="predicted peak, by stage")
     host_bytes: tuple[int, ...] = Field(
         default=(), description="predicted peak of host memory: optimizer state and stash, by stage; () for none"
     )
+    device_class: str = Field(default="", description="of the workers that run it; empty: any")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":
-        ends = (*self.starts, self.sections)
-        if len(self.starts) != self.stages or self.starts[0] != 0 or any(a >= b for a, b in pairwise(ends)):
+        if len(self.starts) != self.stages:
             raise ValueError(f"starts {self.starts} do not divide {self.sections} sections into {self.stages} stages")
+        self.first_cut.check()
+        for each in self.more:
+            each.cut(self.sections).check()
         if self.replicas > self.micro_batches:
             raise ValueError(f"{self.replicas} replicas cannot share {self.micro_batches} micro-batches")
         if self.speeds and (len(self.speeds) != self.replicas or not are_speeds(self.speeds)):
@@ -99,26 +193,29 @@ class Plan(Value):
                 f"speeds {self.speeds} must give each of {self.replicas} replicas more than 0 and at most 1, "
                 "fastest first"
             )
-        if len(self.stash_limits) != self.stages or min(self.stash_limits) < 1:
-            raise ValueError(f"stash_limits {self.stash_limits} must give each of {self.stages} stages at least 1")
-        if self.kept and len(self.kept) != self.stages:
-            raise ValueError(f"kept {self.kept} must give a number for each of {self.stages} stages, or none at all")
-        for stage, kept in enumerate(self.kept):
-            if not 0 <= kept <= len(self.sections_of(stage)):
-                raise ValueError(f"stage {stage} has {len(self.sections_of(stage))} sections and cannot keep {kept}")
-        if self.stash_on_device and len(self.stash_on_device) != self.stages:
+        if self.more and (self.speeds or self._alike < 1):
             raise ValueError(
-                f"stash_on_device {self.stash_on_device} must give a number for each of {self.stages} stages, or none"
+                f"more pipelines ({self.replicas - self._alike} of {self.replicas} replicas) need others before them, "
+                "and workers of one speed"
             )
-        for stage, (stay, limit) in enumerate(zip(self.stash_on_device, self.stash_limits, strict=False)):
-            if not 0 <= stay <= limit:
-                raise ValueError(f"stage {stage} has a stash of {limit} and cannot leave {stay} of it on the device")
         return self
+
+    # -- who is where ----------------------------------------------------------------------------------------------
+
+    @property
+    def _alike(self) -> int:
+        """Replicas that are cut as ``stages`` and ``starts`` say."""
+        return self.replicas - sum(each.replicas for each in self.more) if self.more else self.replicas
 
     @property
     def workers(self) -> int:
-        """Ranks in use: P * D."""
-        return self.stages * self.replicas
+        """Ranks in use: P * D, if all pipelines are as deep."""
+        return self.stages * self._alike + sum(len(each.starts) * each.replicas for each in self.more)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any pipeline has more than one stage."""
+        return self.workers > self.replicas
 
     @property
     def micro_batches(self) -> int:
@@ -127,123 +224,166 @@ class Plan(Value):
 
     @property
     def shape(self) -> str:
-        """``"2x3"``: P x D."""
-        return f"{self.stages}x{self.replicas}"
+        """``"2x3"``: P x D; ``"4x1+3x2"``: one pipeline of 4 stages and two of 3."""
+        parts = [(self.stages, self._alike), *((len(each.starts), each.replicas) for each in self.more)]
+        return "+".join(f"{stages}x{replicas}" for stages, replicas in parts)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Number of stages, by replica."""
+        more = (len(each.starts) for each in self.more for _ in range(each.replicas))
+        return (*(self.stages,) * self._alike, *more)
 
     def same_work(self, other: "Plan") -> bool:
-        """Whether two plans are equal but for their predictions, and for copies of state."""
-        unpredicted = {"step_s": 0.0, "memory_bytes": (), "host_bytes": (), "copies": Copies.NONE}
-        return self.model_copy(update=unpredicted) == other.model_copy(update=unpredicted)
+        """Whether two plans are equal but for their predictions, and for copies."""
+        return self._unpredicted() == other._unpredicted()
+
+    def _unpredicted(self) -> "Plan":
+        nothing: dict[str, object] = {"memory_bytes": (), "host_bytes": ()}
+        more = tuple(each.model_copy(update=nothing) for each in self.more)
+        return self.model_copy(update={"step_s": 0.0, "copies": Copies.NONE, "more": more, **nothing})
+
+    @property
+    def first_cut(self) -> Cut:
+        """How the first pipelines are divided: all of them, unless there are ``more``."""
+        return Cut(self.sections, *_parts_of(self))
+
+    @property
+    def cuts(self) -> tuple[tuple[range, Cut], ...]:
+        """Replicas that are divided alike, and how."""
+        found, first = [(range(self._alike), self.first_cut)], self._alike
+        for each in self.more:
+            found.append((range(first, first + each.replicas), each.cut(self.sections)))
+            first += each.replicas
+        return tuple(found)
+
+    def cut_of(self, replica: int) -> Cut:
+        """How the pipeline of ``replica`` is divided."""
+        if not self.more:
+            return self.first_cut
+        return next((cut for replicas, cut in self.cuts if replica in replicas), self.first_cut)
 
     def rank_of(self, replica: int, stage: int) -> int:
-        """Rank = replica * P + stage: a pipeline's stages are neighbours (paper §"Varuna Manager")."""
-        return replica * self.stages + stage
+        """Rank: replica * P + stage where all are cut alike.
+
+        A pipeline's stages are neighbours (paper §"Varuna Manager").
+        """
+        if not self.more or replica < self._alike:
+            return replica * self.stages + stage
+        return sum(self.depths[:replica]) + stage
 
     def place_of(self, rank: int) -> Place:
-        """Replica and stage of ``rank``: the inverse of ``rank_of``."""
-        return Place(*divmod(rank, self.stages))
+        """Replica and stage of ``rank``: the inverse of ``rank_of``. A spare would be there if D were greater."""
+        alike = self.stages * self._alike
+        if rank < alike or not self.more:
+            return Place(*divmod(rank, self.stages))
+        replica, rest = self._alike, rank - alike
+        for each in self.more:
+            stages = len(each.starts)
+            if rest < stages * each.replicas:
+                return Place(replica + rest // stages, rest % stages)
+            replica, rest = replica + each.replicas, rest - stages * each.replicas
+        return Place(replica + rest // self.stages, rest % self.stages)
 
-    def sections_of(self, stage: int) -> range:
-        """Sections that ``stage`` runs."""
-        ends = (*self.starts, self.sections)
-        return range(ends[stage], ends[stage + 1])
+    def class_of(self, rank: int) -> str:
+        """Class of the device that ``rank`` computes on; empty: any."""
+        return self.cut_of(self.place_of(rank).replica).device_class
 
-    def kept_sections_of(self, stage: int) -> range:
-        """Those of ``sections_of(stage)`` that keep their activations from F; R runs the others only."""
-        sections = self.sections_of(stage)
-        return sections[len(sections) - self.kept[stage] :] if self.kept else sections[len(sections) :]
+    def on_class(self, name: str) -> "Plan":
+        """This plan, for workers whose devices are of one class."""
+        more = tuple(each.model_copy(update={"device_class": name}) for each in self.more)
+        return self.model_copy(update={"device_class": name, "more": more})
 
-    def keeps_all(self, stage: int) -> bool:
-        """Whether ``stage`` has nothing to recompute, so that its micro-batches need no R."""
-        return len(self.kept_sections_of(stage)) == len(self.sections_of(stage))
+    @property
+    def is_by_class(self) -> bool:
+        """Whether its pipelines are for certain classes of devices."""
+        return any(self.classes)
 
-    def stage_of(self, section: int) -> int:
-        """Stage that runs ``section``."""
-        return sum(start <= section for start in self.starts) - 1
+    @property
+    def classes(self) -> dict[str, int]:
+        """Workers by class of device, in the order of ranks."""
+        found: dict[str, int] = {}
+        for replicas, cut in self.cuts:
+            found[cut.device_class] = found.get(cut.device_class, 0) + len(replicas) * cut.stages
+        return found
+
+    def ranks_of(self, replica: int) -> range:
+        """Ranks of a pipeline, by stage."""
+        first = self.rank_of(replica, 0)
+        return range(first, first + self.cut_of(replica).stages)
+
+    def sections_at(self, rank: int) -> range:
+        """Sections that ``rank`` runs."""
+        replica, stage = self.place_of(rank)
+        return self.cut_of(replica).sections_of(stage)
+
+    @property
+    def slots(self) -> tuple[StageSlot, ...]:
+        """Stages of all pipelines, those of equal ones together."""
+        return tuple(
+            StageSlot(cut.sections_of(stage), tuple(self.rank_of(replica, stage) for replica in replicas))
+            for replicas, cut in self.cuts
+            for stage in range(cut.stages)
+        )
+
+    def slot_of(self, rank: int) -> int:
+        """Index in ``slots`` of the one that ``rank`` has: its stage, if all pipelines are cut alike."""
+        replica, stage = self.place_of(rank)
+        before = () if not self.more else (cut.stages for replicas, cut in self.cuts if replica >= replicas.stop)
+        return stage + sum(before)
+
+    def peers_of(self, rank: int) -> Sequence[int]:
+        """Ranks that do the same as ``rank``, itself included: its stage of the pipelines that are cut alike."""
+        if not self.more:
+            return range(rank % self.stages, self.workers, self.stages)
+        return self.slots[self.slot_of(rank)].ranks
+
+    def as_if_all(self, cut: Cut) -> "Plan":
+        """This plan, if all its pipelines were divided so: for what is said of one."""
+        return self.model_copy(update={**cut._asdict(), "stages": cut.stages, "more": ()})
+
+    def home_of(self, replica: int, section: int) -> int:
+        """Rank of ``replica`` that runs ``section``."""
+        return self.rank_of(replica, self.cut_of(replica).stage_of(section))
+
+    def homes_of(self, section: int) -> Sequence[int]:
+        """Ranks that run ``section``, by replica."""
+        if not self.more:
+            return range(self.first_cut.stage_of(section), self.workers, self.stages)
+        return [self.home_of(replica, section) for replica in range(self.replicas)]
+
+    # -- who runs how much -----------------------------------------------------------------------------------------
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """By replica: micro-batches that it runs while the fastest one runs 1; () if all run as many."""
+        if not self.more:
+            return self.speeds
+        return (*(1.0,) * self._alike, *(each.pace for each in self.more for _ in range(each.replicas)))
+
+    def rate_of(self, replica: int) -> float:
+        """Micro-batches that ``replica`` runs while the fastest one runs 1."""
+        return self.rates[replica] if self.rates else 1.0
+
+    def ends_of(self, micro_batches: int) -> tuple[int, ...]:
+        """Where each replica's share of so many micro-batches ends, after a 0: of a step, or of what is left of one."""
+        return ends_of_shares(micro_batches, self.replicas, self.rates, self.depths if self.more else self.stages)
 
     def micro_batches_of(self, replica: int) -> range:
-        """Global micro-batch numbers of ``replica``, N_m of them; no replica has more than the first one."""
-        ends = ends_of_shares(self.micro_batches, self.replicas, self.speeds, self.stages)
+        """Global micro-batch numbers of ``replica``, N_m of them; no replica of its cut has more than its first one."""
+        ends = self.ends_of(self.micro_batches)
         return range(ends[replica], ends[replica + 1])
 
     @property
     def shares(self) -> tuple[int, ...]:
         """Micro-batches by replica."""
-        return tuple(
-            b - a for a, b in pairwise(ends_of_shares(self.micro_batches, self.replicas, self.speeds, self.stages))
-        )
+        return tuple(b - a for a, b in pairwise(self.ends_of(self.micro_batches)))
 
     def speed_of(self, replica: int) -> float:
-        """Relative speed of a replica, 1 for the fastest."""
+        """Relative speed of a replica's slowest worker, 1 for the fastest."""
         return self.speeds[replica] if self.speeds else 1.0
 
     def samples_of(self, micro_batch: int) -> range:
         """Offsets within the global batch of global micro-batch ``micro_batch``."""
         first = micro_batch * self.micro_batch
         return range(first, min(first + self.micro_batch, self.global_batch))
-
-
-def are_speeds(speeds: Sequence[float]) -> bool:
-    """Whether these are relative speeds, fastest first: more than 0 and at most 1."""
-    return all(a >= b for a, b in pairwise((1.0, *speeds))) and speeds[-1] > 0
-
-
-# -- how many micro-batches each replica runs ----------------------------------------------------------------------
-
-
-# A pipeline of P stages takes about N + P - 1 of its micro-batches' times for N of them. So a replica that is half as
-# fast gets less than half as many, and all end together.
-_DEALINGS_KNOWN = 1024
-
-
-@lru_cache(maxsize=_DEALINGS_KNOWN)
-def ends_of_shares(micro_batches: int, replicas: int, speeds: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """Where the contiguous share of each replica ends, after a 0: one number more than replicas.
-
-    Every replica gets a micro-batch, as long as there are enough; the first ones get what is left over.
-
-    Args:
-        micro_batches: of all replicas.
-        replicas: D.
-        speeds: relative, by replica, fastest first; () if all are the same.
-        stages: P.
-    """
-    if not speeds:
-        base, extra = divmod(micro_batches, replicas)
-        return tuple(replica * base + min(replica, extra) for replica in range(replicas + 1))
-    return _ends(micro_batches, speeds, stages - 1)
-
-
-def _ends(micro_batches: int, speeds: tuple[float, ...], fill: int) -> tuple[int, ...]:
-    """The shares for which the last replica ends first: most of each at once, the rest one by one."""
-    if micro_batches <= len(speeds):
-        return (*range(micro_batches + 1), *(micro_batches,) * (len(speeds) - micro_batches))
-    together = (micro_batches + fill * len(speeds)) / sum(speeds)  # when all would end, if micro-batches had parts
-    shares = [max(1, int(together * speed - fill)) for speed in speeds]
-    while sum(shares) > micro_batches:  # slow replicas have one each, which is more than they would have got
-        latest = max(range(len(shares)), key=lambda d: (shares[d] > 1, (shares[d] + fill) / speeds[d], d))
-        shares[latest] -= 1
-    waiting = [((shares[d] + 1 + fill) / speed, d) for d, speed in enumerate(speeds)]
-    heapify(waiting)
-    for _ in range(micro_batches - sum(shares)):
-        _, d = waiting[0]
-        shares[d] += 1
-        heapreplace(waiting, ((shares[d] + 1 + fill) / speeds[d], d))
-    return tuple(accumulate(shares, initial=0))
-
-
-def shares_text(shares: Sequence[int]) -> str:
-    """``"2 replicas of 16, 1 replica of 8"``."""
-    return ", ".join(f"{counted(replicas, 'replica')} of {share}" for share, replicas in Counter(shares).items())
-
-
-def pipeline_speeds(speeds: Sequence[float], stages: int, replicas: int) -> tuple[float, ...]:
-    """Speeds of replicas that take workers in this order, each as fast as its slowest; () if nobody is slower than 1.
-
-    Args:
-        speeds: of workers, fastest first; () if all are of full speed.
-        stages: P.
-        replicas: D.
-    """
-    found = tuple(speeds[(replica + 1) * stages - 1] for replica in range(replicas)) if speeds else ()
-    return () if all(speed == 1.0 for speed in found) else found

@@ -13,6 +13,10 @@ ITEM_BYTES = {
 """Bytes of an element, by safetensors' name of its dtype."""
 
 
+STRETCH_BYTES = 16 * 2**20
+"""Of a long piece so many bytes can be checked alone: a multiple of every element's size, and part of the format."""
+
+
 class Piece(Value):
     """A run of elements of one tensor, as they lie in a shard's file."""
 
@@ -23,6 +27,9 @@ class Piece(Value):
     count: int = Field(ge=0, description="elements")
     offset: int = Field(ge=0, description="byte within the file where they begin")
     crc32: int = Field(default=0, ge=0, description="of the bytes")
+    running: tuple[int, ...] = Field(
+        default=(), description="CRC-32 of the bytes up to each multiple of STRETCH_BYTES: each stretch can be checked"
+    )
 
     @property
     def size_bytes(self) -> int:

@@ -13,14 +13,18 @@ Holders = tuple[tuple[int, ...], ...]
 
 
 def holders_of(plan: Plan, sections: Sequence[SectionFacts], *, shared: bool) -> Holders:
-    """Holders of all sections of a model; every replica, unless state is ``shared`` out."""
+    """Holders of all sections of a model; every replica, unless state is ``shared`` out.
+
+    Where pipelines are cut differently, there are no replicas of a stage that could share.
+    """
     everyone = tuple(range(plan.replicas))
-    if not shared:
+    if not shared or plan.more:
         return (everyone,) * plan.sections
+    cut = plan.first_cut
     return tuple(
         holders
-        for stage in range(plan.stages)
-        for holders in assign_holders([sections[s].optimizer_bytes for s in plan.sections_of(stage)], plan.replicas)
+        for stage in range(cut.stages)
+        for holders in assign_holders([sections[s].optimizer_bytes for s in cut.sections_of(stage)], plan.replicas)
     )
 
 

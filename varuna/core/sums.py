@@ -2,17 +2,22 @@
 
 A worker that stops in the middle of a step holds, for each of its sections, the sum of the gradients of some
 micro-batches. Of each section disjoint sums are chosen, at most one of each rank; where that rank no longer runs the
-section, its sum goes to one that does. A micro-batch that is in the chosen sums of every section does not run again.
-All others do, through all stages; a section that has one already does not add it again.
+section, its sum goes to one that does. A worker may also have the copy of another one's sum: a candidate like any
+other, which overlaps with that one's own if it is still there. A micro-batch that is in the chosen sums of every
+section does not run again. All others do, through all stages; a section that has one already does not add it again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from pydantic import Field
 
-from varuna.core.plan import ends_of_shares
+from varuna.core.dealing import ends_of_shares
 from varuna.core.value import Value
+
+EndsOf = Callable[[int], Sequence[int]]
+"""By number of micro-batches: where each replica's share ends, after a 0."""
 
 Spans = tuple[tuple[int, int], ...]
 """A set of micro-batches: ranges [first, end), ascending, none touching another."""
@@ -69,26 +74,37 @@ def is_within(spans: Spans, micro_batches: int) -> bool:
     return all(a < b for a, b in pairwise(bounds)) and bounds[-1] <= micro_batches
 
 
-def choose(offered: Mapping[int, Spans], seats: Sequence[int]) -> dict[int, Spans]:
-    """Disjoint sums of one section, by rank: the largest first, among equals one that need not move.
+class SumAt(NamedTuple):
+    """Where a sum of a section is: a rank has its own, and may keep a copy of another rank's."""
+
+    rank: int
+    copied: bool = False
+
+
+SumsAt = Mapping[SumAt, Spans]
+"""Sums of one section: what is in each."""
+
+
+def choose(offered: SumsAt, seats: Sequence[int]) -> dict[SumAt, Spans]:
+    """Disjoint sums of one section: the largest first, among equals one that need not move, and no copy.
 
     A sum that is reduced over the replicas has all micro-batches, so it is chosen alone.
 
     Args:
-        offered: by rank.
+        offered: by place.
         seats: ranks that run the section from now on.
     """
-    chosen: dict[int, Spans] = {}
-    for rank in sorted(offered, key=lambda rank: (-count(offered[rank]), rank not in seats, rank)):
-        if offered[rank] and not any(overlap(offered[rank], other) for other in chosen.values()):
-            chosen[rank] = offered[rank]
+    chosen: dict[SumAt, Spans] = {}
+    for at in sorted(offered, key=lambda at: (-count(offered[at]), at.rank not in seats, at.copied, at.rank)):
+        if offered[at] and not any(overlap(offered[at], other) for other in chosen.values()):
+            chosen[at] = offered[at]
     return dict(sorted(chosen.items()))
 
 
-def deal(spans: Spans, replicas: int, speeds: tuple[float, ...] = (), stages: int = 1) -> tuple[Spans, ...]:
-    """Contiguous shares of a set, ascending; of how many numbers each is, see ``ends_of_shares``."""
+def deal(spans: Spans, replicas: int, ends_of: EndsOf | None = None) -> tuple[Spans, ...]:
+    """Contiguous shares of a set, ascending: as ``ends_of`` says of so many numbers, or all as large."""
     numbers = numbers_of(spans)
-    ends = ends_of_shares(len(numbers), replicas, speeds, stages)
+    ends = ends_of_shares(len(numbers), replicas) if ends_of is None else ends_of(len(numbers))
     return tuple(spans_of(numbers[first:end]) for first, end in pairwise(ends))
 
 
@@ -112,6 +128,7 @@ class TakenSum(SectionSum):
     """Part of the sum that a rank goes on from."""
 
     source_rank: int = Field(ge=0, description="who has it: the rank itself, or one that sends it")
+    copied: bool = Field(default=False, description="it is the copy of another rank's sum that the source kept")
 
 
 class MicroBatchLoss(Value):
@@ -125,19 +142,21 @@ class HeldSums(Value):
     """What a worker that stopped in the middle of a step has of it."""
 
     micro_batch: int = Field(ge=1, description="m: what the numbers of micro-batches mean")
-    sections: tuple[SectionSum, ...]
+    sections: tuple[SectionSum, ...] = Field(description="its own")
+    copies: tuple[SectionSum, ...] = Field(default=(), description="of another rank's sums, that it keeps")
     without: tuple[int, ...] = Field(default=(), description="sections that have no gradients")
     losses: tuple[MicroBatchLoss, ...] = Field(default=(), description="by the last stage")
 
 
 def joined(parts: Sequence[HeldSums]) -> HeldSums | None:
-    """What a worker has of a step in all, of different sections; None: nothing."""
+    """What a worker has of a step in all; None: nothing."""
     if not parts:
         return None
     losses = {each.micro_batch: each for part in parts for each in part.losses}
     return HeldSums(
         micro_batch=parts[0].micro_batch,
         sections=tuple(each for part in parts for each in part.sections),
+        copies=tuple(each for part in parts for each in part.copies),
         without=tuple(sorted({section for part in parts for section in part.without})),
         losses=tuple(losses[number] for number in sorted(losses)),
     )
@@ -194,11 +213,10 @@ def remainder(
     micro_batches: int,
     replicas: int,
     seats: Mapping[int, Sequence[int]],
-    offered: Mapping[int, Mapping[int, Spans]],
+    offered: Mapping[int, SumsAt],
     losses: Spans,
     *,
-    speeds: tuple[float, ...] = (),
-    stages: int = 1,
+    ends_of: EndsOf | None = None,
 ) -> Remainder | None:
     """What of a broken step has to run; None: everything, so that no sum is worth keeping.
 
@@ -206,14 +224,13 @@ def remainder(
         micro_batches: of the step.
         replicas: of the new plan; each gets at least one micro-batch, if need be one that nobody lacks.
         seats: by section: the ranks that run it by the new plan.
-        offered: by section that has gradients: by rank, what is in its sum; of ranks without that seat, if it may move.
+        offered: by section that has gradients: the sums that there are; of ranks without that seat, if they may move.
         losses: micro-batches whose losses are known.
-        speeds: of the new plan's replicas, if they differ.
-        stages: of the new plan.
+        ends_of: how the new plan deals so many micro-batches, ``Plan.ends_of``; None: all replicas get as many.
     """
     everything: Spans = ((0, micro_batches),)
-    chosen = {section: choose(by_rank, seats[section]) for section, by_rank in sorted(offered.items())}
-    lacking = union([without(everything, union(by_rank.values())) for by_rank in chosen.values()])
+    chosen = {section: choose(sums, seats[section]) for section, sums in sorted(offered.items())}
+    lacking = union([without(everything, union(sums.values())) for sums in chosen.values()])
     again = union([lacking, without(everything, losses)])
     if count(again) < replicas:
         spare = numbers_of(without(everything, again))[: replicas - count(again)]
@@ -221,22 +238,22 @@ def remainder(
     if count(again) >= micro_batches:
         return None
     taken = _seated(chosen, seats, without(everything, again))
-    return Remainder(micro_batches=micro_batches, taken=taken, work=deal(again, replicas, speeds, stages))
+    return Remainder(micro_batches=micro_batches, taken=taken, work=deal(again, replicas, ends_of))
 
 
 def _seated(
-    chosen: Mapping[int, Mapping[int, Spans]], seats: Mapping[int, Sequence[int]], spared: Spans
+    chosen: Mapping[int, SumsAt], seats: Mapping[int, Sequence[int]], spared: Spans
 ) -> tuple[tuple[TakenSum, ...], ...]:
     """By rank, the sums that it goes on from. One moves only if it spares something, to who has got fewest so far."""
     taken: list[list[TakenSum]] = [[] for _ in range(1 + max(rank for ranks in seats.values() for rank in ranks))]
     arrivals = [0] * len(taken)
-    for section, by_rank in chosen.items():
-        for source, spans in by_rank.items():
+    for section, sums in chosen.items():
+        for (source, copied), spans in sums.items():
             target = source
             if source not in seats[section]:
                 if not overlap(spans, spared):
                     continue
                 target = min(seats[section], key=lambda rank: (arrivals[rank], rank))
                 arrivals[target] += 1
-            taken[target].append(TakenSum(section=section, micro_batches=spans, source_rank=source))
+            taken[target].append(TakenSum(section=section, micro_batches=spans, source_rank=source, copied=copied))
     return tuple(map(tuple, taken))

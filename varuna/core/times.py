@@ -35,8 +35,9 @@ class RankTimes(Value):
     waited_s: float = Field(description="of it, for activations, gradients and samples")
     reduced_s: float = Field(description="of it, after the last action, for all-reduces and tied gradients")
     actions: dict[str, Typical] = Field(description="F, R, B, I, W on the training thread")
-    messages: Carried | None = Field(default=None, description="until the transport was through with one")
+    messages: Carried | None = Field(default=None, description="one way, until it was there; it waited for no other")
     reductions: Carried | None = Field(default=None, description="all-reduce of one section; waits for peers included")
+    vote_s: float | None = Field(default=None, description="of the shortest votes: whoever comes last waits for nobody")
 
     @property
     def compute_s(self) -> float:
@@ -72,7 +73,20 @@ def merged(times: Iterable[RankTimes]) -> RankTimes:
         actions={kind: _typical([each.actions[kind] for each in found if kind in each.actions]) for kind in kinds},
         messages=_carried([each.messages for each in found if each.messages is not None]),
         reductions=_carried([each.reductions for each in found if each.reductions is not None]),
+        vote_s=min((each.vote_s for each in found if each.vote_s is not None), default=None),
     )
+
+
+def of_stage(replicas: Iterable[RankTimes]) -> RankTimes:
+    """Times of a stage, from those of its replicas; all-reduces are of the replica that waited least for others.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = list(replicas)
+    reductions = [each.reductions for each in found if each.reductions is not None]
+    fastest = min(reductions, key=lambda each: each.seconds, default=None)
+    return merged(found).model_copy(update={"reductions": fastest})
 
 
 def _typical(values: list[Typical]) -> Typical:

@@ -39,7 +39,7 @@ export const canAct = (run) => run.known && !run.status.read_only && !run.ended;
 export function drawActions(run) {
   state.run = run;
   byId("actions").hidden = !canAct(run);
-  byId("act-checkpoint").hidden = !run.status.checkpoint_dir;
+  byId("act-checkpoint").hidden = !run.status.checkpoint_dir || Boolean(run.status.rescues);
   byId("act-drain").hidden = !(run.status.nodes ?? []).length;
 }
 

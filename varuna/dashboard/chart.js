@@ -6,8 +6,8 @@ import { clock, number, span, tally, ticks, timeTicks } from "./format.js";
 import { points } from "./model.js";
 
 const LEFT = 58, RIGHT = 12, LOSS = [10, 168], RATE = [190, 266], BANDS = [292, 316], FOOT = 338, HEIGHT = 344, MOST_LINES = 30;
-const GLYPHS = { lost: "✕", warning: "!", checkpoint: "◆" };
-const LANES = { lost: RATE[1] + 11, warning: RATE[1] + 11, checkpoint: RATE[1] + 23 };
+const GLYPHS = { lost: "✕", warning: "!", leaving: "▾", checkpoint: "◆" };
+const LANES = { lost: RATE[1] + 11, warning: RATE[1] + 11, leaving: RATE[1] + 11, checkpoint: RATE[1] + 23 };
 const LEAST_BAND = 4, SIGN = 9, MORPHS = [172, 184]; // pixels: of a band and of a sign, and where many morphs are counted
 const view = { axis: "time", share: 1, reading: null };
 const shapes = [];
@@ -44,7 +44,7 @@ export function prepareChart(again, showNear) {
   });
   new ResizeObserver(again).observe(chart);
   legend(byId("marks-legend"), [["line loss", "loss"], ["line rate", "examples per second"], ["line morph", "morph"],
-    ["glyph-lost", "worker lost"], ["glyph-checkpoint", "checkpoint"], ["glyph-warning", "warning"]]);
+    ["glyph-lost", "worker lost"], ["glyph-leaving", "notice that a machine leaves"], ["glyph-checkpoint", "checkpoint"], ["glyph-warning", "warning"]]);
 }
 
 export function drawChart(run) {
@@ -91,7 +91,7 @@ function panel(svg, found, name, title, [top, bottom], x, width) {
 function bands(svg, run, range, x, inner) {
   const [top, bottom] = BANDS, least = (LEAST_BAND * (range[1] - range[0])) / inner;
   for (const { from, to, band } of spans(run.bands, view.axis, range, least)) {
-    const shape = `${band.stages}x${band.replicas}`, width = Math.max(1, x(to) - x(from));
+    const shape = band.shape, width = Math.max(1, x(to) - x(from));
     if (!shapes.includes(shape)) shapes.push(shape);
     const title = draw("title", {}, `generation ${band.generation}: plan ${shape} from step ${band.step}`);
     svg.append(draw("rect", { class: `band band${shapes.indexOf(shape) % 6}${width > 2 * LEAST_BAND ? " wide" : ""}`, x: x(from), y: top, width, height: bottom - top }, title));
@@ -128,7 +128,7 @@ function marks(svg, run, range, x) {
       const height = Math.max(2, ((MORPHS[1] - MORPHS[0]) * counts.morph) / highest);
       svg.append(draw("rect", { class: "morphs", x: left + 1, y: MORPHS[1] - height, width: SIGN - 2, height }, title()));
     }
-    const worst = counts.lost || counts.failed ? "lost" : counts.warning ? "warning" : "";
+    const worst = counts.lost || counts.failed ? "lost" : counts.warning ? "warning" : counts.leaving ? "leaving" : "";
     for (const kind of [worst, counts.checkpoint ? "checkpoint" : ""].filter(Boolean)) {
       svg.append(draw("text", { class: `glyph glyph-${kind}`, x: left + SIGN / 2, y: LANES[kind], "text-anchor": "middle" }, title(), GLYPHS[kind]));
     }
@@ -149,7 +149,7 @@ function read(index) {
   drawn.line.classList.add("shown");
   const many = column.loss[0] !== column.loss[2], band = drawn.run.bands.findLast((each) => each.step <= point.last);
   const between = many ? ` (${number(column.loss[0])} to ${number(column.loss[2])})` : "";
-  const plan = band ? `, plan ${band.stages}x${band.replicas}` : "";
+  const plan = band ? `, plan ${band.shape}` : "";
   say(byId("reading"), `step ${point.last.toLocaleString("en")}, ${clock(point.ended_s)}: loss ${number(column.loss[1], 5)}${between}, `
     + `${number(column.rate[1], 3)} examples/s${plan}`);
 }

@@ -64,7 +64,7 @@ export function spans(bands, axis, [from, to], size) {
     while (at + 1 < bands.length && place(bands[at + 1]) <= begin + size / 2) at++;
     const band = bands[at], end = Math.min(to, begin + size), before = found.at(-1);
     if (!band) continue;
-    if (before?.band.stages === band.stages && before.band.replicas === band.replicas) before.to = end;
+    if (before?.band.shape === band.shape) before.to = end;
     else found.push({ from: begin, to: end, band });
   }
   return found;

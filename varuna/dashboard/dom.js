@@ -29,6 +29,16 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** Text of which what stands between backticks is a command or a name. */
+export const prose = (text) => text.split(/`([^`]+)`/).map((part, at) => (at % 2 ? make("code", {}, part) : part));
+
+/** The same for an element that is there, changed only if its text differs. */
+export function tell(element, text) {
+  if (element.dataset.told === text) return;
+  element.dataset.told = text;
+  element.replaceChildren(...prose(text));
+}
+
 /** A term and what it is, for a `dl`. */
 export function term(name, value, note = "") {
   return make("div", {}, make("dt", {}, name), make("dd", {}, make("b", {}, value), note ? make("small", {}, note) : null));

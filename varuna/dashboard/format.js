@@ -24,6 +24,9 @@ export function span(seconds) {
   return "";
 }
 
+/** A plan's "4x1+3x2" as "4 x 1 + 3 x 2", or with its parts alone together where there is little room. */
+export const spaced = (shape, roomy = true) => (roomy || !shape.includes("+") ? shape.replaceAll("x", " x ").replaceAll("+", " + ") : shape);
+
 /** A moment in seconds since 1970, as a clock; with the day if it is not today. */
 export function clock(time_s) {
   const moment = new Date(time_s * 1000);
@@ -42,7 +45,7 @@ export function bytes(value) {
 
 export const counted = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
 
-const SENTENCES = { lost: "lost worker", morph: "morph", warning: "warning", checkpoint: "checkpoint", verified: "verification", notice: "notice", joined: "newcomer", left: "departure", asked: "request", failed: "failure" };
+const SENTENCES = { lost: "lost worker", morph: "morph", warning: "warning", checkpoint: "checkpoint", verified: "verification", notice: "notice", joined: "newcomer", left: "departure", leaving: "leaving machine", asked: "request", failed: "failure" };
 
 /** How many sentences of each kind: "3 lost workers, 1 morph". */
 export const tally = (counts) => Object.entries(SENTENCES).filter(([kind]) => counts[kind])
@@ -64,4 +67,10 @@ export function timeTicks(low, high, most = 6) {
   const found = [];
   for (let at = Math.ceil(low / step); at * step <= high; at++) found.push(Number((at * step).toFixed(3)));
   return found;
+}
+
+/** Devices that a plan is for, by class: "8 A100 + 16 V100"; empty where it names none. */
+export function classesOf(plan) {
+  const found = Array.isArray(plan.classes) ? plan.classes.map(({ name, gpus }) => [name, gpus]) : Object.entries(plan.classes ?? {});
+  return found.map(([name, gpus]) => `${gpus} ${name || "others"}`).join(" + ");
 }

@@ -1,7 +1,7 @@
 /** The workers of a run: stages across and replicas down (or the other way round if they are many). */
 
 import { byId, legend, make, say } from "./dom.js";
-import { counted, span } from "./format.js";
+import { classesOf, counted, span } from "./format.js";
 
 const MANY = 60, CROWDED = 24, FEW = 12;
 const state = { built: "", chosen: null, cells: new Map(), focused: 0 };
@@ -15,23 +15,31 @@ export function prepareGrid(actions) {
   byId("grid").addEventListener("keydown", move);
 }
 
+/** In words: "2 stages x 3 replicas", or "3 pipelines of 4, 4 and 3 stages, on 8 A100 + 3 T4". */
+function shapeOf(plan) {
+  const classes = classesOf(plan), on = classes ? `, on ${classes}` : "";
+  if (new Set(plan.depths).size < 2) return `${counted(plan.stages, "stage")} x ${counted(plan.replicas, "replica")}${on}`;
+  const sizes = plan.depths.map(String), last = sizes.pop();
+  return `${plan.replicas} pipelines of ${sizes.join(", ")} and ${last} stages${on}`;
+}
+
 /** How a worker is, by its manager: a class, and words. */
 const condition = (worker) => (worker ? [`cell-${worker.condition}`, worker.words] : ["cell-lost", "not there"]);
 
 export function drawGrid(run) {
   const { plan, members = [] } = run.status;
-  const count = plan ? plan.stages * plan.replicas : 0, many = count > MANY;
+  const count = plan ? plan.depths.reduce((sum, depth) => sum + depth, 0) : 0, many = count > MANY;
   const over = [...run.workers.values()].filter((worker) => !members.slice(0, count).includes(worker.name));
-  const isOver = Boolean(run.status.read_only || run.ended), shape = plan && `${counted(plan.stages, "stage")} x ${counted(plan.replicas, "replica")}`;
+  const isOver = Boolean(run.status.read_only || run.ended), shape = plan && shapeOf(plan);
   say(byId("fleet-note"), !plan ? "no plan yet" : isOver ? `${shape} at the end` : `${shape}${hosts(run)}`);
-  const others = over.map((worker) => `${worker.name} (${worker.state === "joined" ? "spare" : worker.state})`);
-  say(byId("spares"), others.length && !isOver ? `Also here: ${others.length > FEW ? summed(over) : others.join(", ")}` : "");
-  const key = plan ? `${plan.stages}x${plan.replicas} ${members.slice(0, count).join(" ")} ${many}` : "";
+  const others = over.map((worker) => `${worker.name} (${worker.state === "joined" ? `spare: ${worker.words}` : worker.state})`);
+  say(byId("spares"), others.length && !isOver ? `${plan ? "Also here: " : ""}${others.length > FEW ? summed(over) : others.join(", ")}` : "");
+  const key = plan ? `${plan.shape} ${members.slice(0, count).join(" ")} ${many}` : "";
   if (key !== state.built) build(plan, members, many);
   state.built = key;
   byId("grid-legend").hidden = isOver || !plan;
   for (const [name, { cell, note, speed }] of state.cells) {
-    const worker = run.workers.get(name), [kind, words] = isOver ? ["cell-wait", "had this seat at last"] : condition(worker);
+    const worker = run.workers.get(name), [kind, words] = isOver ? ["cell-wait", "sat here last"] : condition(worker);
     const chosen = state.chosen === name ? " chosen" : "";
     if (cell.className !== `cell ${kind}${chosen}`) cell.className = `cell ${kind}${chosen}`;
     const label = `${cell.dataset.seat}: ${name}, ${words}`; // where there is no text
@@ -62,7 +70,8 @@ function build(plan, members, many) {
   if (!plan) return;
   grid.className = many ? "many" : "";
   const across = plan.replicas > 12 ? "replica" : "stage";
-  const [columns, rows] = across === "stage" ? [plan.stages, plan.replicas] : [plan.replicas, plan.stages];
+  const deepest = Math.max(...plan.depths), firsts = plan.depths.map((_, at) => plan.depths.slice(0, at).reduce((sum, depth) => sum + depth, 0));
+  const [columns, rows] = across === "stage" ? [deepest, plan.replicas] : [plan.replicas, deepest];
   grid.style.gridTemplateColumns = `max-content repeat(${columns}, minmax(${columns > CROWDED ? ".6rem" : many ? "1.35rem" : "6.6rem"}, 1fr))`;
   const down = across === "stage" ? "replica" : "stage", heads = [make("span", { class: "head" })];
   for (let at = 0; at < columns; at++) heads.push(make("span", { class: "head" }, columns > CROWDED && at % 5 ? "" : many ? String(at) : `${across} ${at}`));
@@ -71,17 +80,18 @@ function build(plan, members, many) {
     grid.append(make("span", { class: "head" }, `${down} ${row}`));
     for (let column = 0; column < columns; column++) {
       const [stage, replica] = across === "stage" ? [column, row] : [row, column];
-      grid.append(cellOf(members[replica * plan.stages + stage] ?? "?", stage, replica, many, columns));
+      if (stage >= plan.depths[replica]) grid.append(make("span"));
+      else grid.append(cellOf(members[firsts[replica] + stage] ?? "?", stage, replica, many, columns, row * columns + column));
     }
   }
   const first = grid.querySelector("button");
   if (first) first.tabIndex = 0;
 }
 
-function cellOf(name, stage, replica, many, columns) {
+function cellOf(name, stage, replica, many, columns, at) {
   const note = make("small"), speed = make("small");
   const cell = make("button", {
-    type: "button", class: "cell", tabindex: "-1", "data-seat": `stage ${stage}, replica ${replica}`, "data-columns": columns,
+    type: "button", class: "cell", tabindex: "-1", "data-seat": `stage ${stage}, replica ${replica}`, "data-columns": columns, "data-at": at,
     on: { click: () => { state.chosen = state.chosen === name ? null : name; act.again(); } },
   }, ...(many ? [] : [make("span", { class: "hide" }, `stage ${stage}, replica ${replica}: `), make("b", {}, name), note, speed]));
   state.cells.set(name, { cell, note, speed });
@@ -94,7 +104,7 @@ function move(event) {
   if (at < 0) return;
   const columns = Number(cells[at].dataset.columns);
   const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
-  const next = step && cells[at + step];
+  const next = step && cells.find((cell) => Number(cell.dataset.at) === Number(cells[at].dataset.at) + step);
   if (!next) return;
   event.preventDefault();
   cells[at].tabIndex = -1;
@@ -110,7 +120,7 @@ function card(run) {
   const words = isOver ? "the run is over" : condition(worker)[1];
   const facts = [["state", words]];
   if (worker) {
-    facts.push(["rank", `${worker.rank} (${seat.cell.dataset.seat})`], ["machine", worker.node], ["GPU", worker.device ?? "none: it computes on the CPU"]);
+    facts.push(["rank", `${worker.rank} (${seat.cell.dataset.seat})`], ["machine", worker.node], ["device", [worker.device_class, worker.device].filter(Boolean).join(", ") || "none of its own: it computes on the CPU"]);
     facts.push(["process", String(worker.pid ?? "not known")], ["does", worker.activity || "nothing yet"]);
     facts.push(["heard", worker.silent_s === null ? "not yet" : `${span(worker.silent_s)} ago; lost after ${span(run.status.lease_s)}`]);
     if (worker.compute_s) facts.push(["a micro-batch", `${span(worker.compute_s)} of compute`]);

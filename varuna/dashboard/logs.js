@@ -47,7 +47,7 @@ async function more() {
     const next = Number(answer.headers.get("x-varuna-next-offset")), text = (await answer.text()).replace(ESCAPES, "").replace(/\r(?!\n)/g, "\n");
     if (worker !== state.worker || next === state.offset) return;
     const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 30;
-    log.textContent = ((state.offset === null ? "" : log.textContent) + text).slice(-MOST_CHARACTERS) || "This worker has written nothing.";
+    log.textContent = ((state.offset ? log.textContent : "") + text).slice(-MOST_CHARACTERS) || "This worker has written nothing.";
     state.offset = next;
     if (atEnd || next === 0) log.scrollTop = log.scrollHeight;
   } catch { /* the stream says that the manager does not answer */ }

@@ -2,7 +2,7 @@
 
 import { ask, canAct, drawActions, prepareActions } from "./actions.js";
 import { drawChart, prepareChart } from "./chart.js";
-import { byId, say } from "./dom.js";
+import { byId, say, tell } from "./dom.js";
 import { clock } from "./format.js";
 import { drawGrid, prepareGrid } from "./grid.js";
 import { drawLogs, prepareLogs, showLog } from "./logs.js";
@@ -58,36 +58,41 @@ function drawState() {
   const [title, text] = banner(view);
   byId("banner").hidden = !title;
   say(byId("banner-title"), title);
-  say(byId("banner-text"), text);
+  tell(byId("banner-text"), text);
   document.title = `${run.recent.length ? `step ${run.recent.at(-1)[0] + 1} · ` : ""}${view} · Varuna`;
 }
 
-const stateText = (word) => (run.ended ? `ended with exit code ${run.ended.exit_code}` : word === "without" ? "without a manager" : (run.status.state ?? word).split(":")[0]);
+const stateText = (word) => (run.ended ? (run.ended.exit_code ? `ended with exit code ${run.ended.exit_code}` : isShort() ? "ended early" : "ended well") : word === "without" ? "without a manager" : (run.status.state ?? word).split(":")[0]);
 
 function banner(view) {
   const rest = (run.status.state ?? "").split(": ").slice(1).join(": ");
   switch (view) {
     case "loading": return ["Loading", "Asking the manager for the run."];
-    case "closed": return ["This page may not read the run", "Its link was used already, or has expired. `varuna open` gives a new one."];
+    case "closed": return ["This page may not read the run", "Its link was used already, or has expired. In a terminal on the manager's machine, `varuna open` gives a new one."];
     case "lost": return ["Disconnected", `${connection.text}. Trying again; ${run.known ? `what is shown is from ${clock(connection.since_s)}` : "nothing has been read yet"}. Training does not need this page.`];
-    case "ended": return ["The run has ended well", run.ended.text];
+    case "ended": return isShort() ? ["The run has ended before its last step", `${run.ended.text} of ${run.status.steps.toLocaleString("en")}`] : ["The run has ended well", run.ended.text];
     case "failed": return [`The run ended with exit code ${run.ended.exit_code}`, run.ended.text];
     case "without": return ["This run has no manager", "It has not ended: start the same command again to continue it. What is shown is what its folder keeps."];
-    case "starting": return run.recent.length ? ["", ""] : ["The run is starting", rest || "Workers load torch and capture the model; the first step follows."];
-    default: return rest ? ["Waiting", rest] : ["", ""];
+    case "starting": return run.recent.length ? ["", ""] : ["The run is starting", sentence(rest) || "Workers load torch and capture the model; the first step follows."];
+    default: return rest ? ["Waiting", sentence(rest)] : ["", ""];
   }
 }
+
+/** It was stopped, or its script had enough; of a run without a last step nobody can say so. */
+const isShort = () => run.status.steps > 0 && run.status.steps < 1e8 && run.recent.length > 0 && run.recent.at(-1)[0] + 1 < run.status.steps;
+
+const sentence = (text) => text && `${text[0].toUpperCase()}${text.slice(1)}.`.replace(/\.\.$/, ".");
 
 function prepareTheme() {
   const button = byId("theme"), set = (theme) => {
     if (theme === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
-    say(button, theme);
-    button.setAttribute("aria-label", `Theme: ${theme}`);
+    button.dataset.next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+    say(button, `theme: ${theme}`);
     sessionStorage.setItem("varuna-theme", theme);
   };
   set(sessionStorage.getItem("varuna-theme") ?? "auto");
-  button.addEventListener("click", () => set(THEMES[(THEMES.indexOf(button.textContent) + 1) % THEMES.length]));
+  button.addEventListener("click", () => set(button.dataset.next));
 }
 
 prepareTheme();

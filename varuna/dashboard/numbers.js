@@ -1,17 +1,17 @@
 /** The figures at the top, checkpoints, and what a run has cost so far where prices are known. */
 
 import { byId, make, say, term } from "./dom.js";
-import { bytes, clock, counted, number, percent, span } from "./format.js";
+import { bytes, clock, counted, number, percent, spaced, span } from "./format.js";
 import { newest } from "./model.js";
 
 export function drawNumbers(run) {
-  const { status } = run, step = newest(run), total = status.steps && status.steps < 1e8 ? status.steps : 0, left = status.left_s ?? null;
+  const { status } = run, step = newest(run), total = status.steps && status.steps < 1e8 ? status.steps : 0, left = status.read_only ? null : status.left_s ?? null;
   const done = step ? step[0] + 1 : 0, plan = status.plan, row = run.bands.at(-1);
   const shown = [
     ["step", step ? done.toLocaleString("en") : "–", total ? `of ${total.toLocaleString("en")} (${percent(done / total)})` : ""],
     ["loss", step ? number(step[2], 5) : "–", ""],
     ["examples/s", step ? number(step[3], 3) : "–", status.step_s ? `a step takes ${span(status.step_s)}` : ""],
-    ["plan", plan ? `${plan.stages} x ${plan.replicas}` : "–", plan ? `stages x replicas; micro-batches of ${plan.micro_batch}` : ""],
+    ["plan", plan ? spaced(plan.shape, false) : "–", plan ? `stages x replicas; micro-batches of ${plan.micro_batch}` : ""],
     ["workers", String(run.workers.size), status.lost_workers ? `${status.lost_workers} lost so far` : "none lost"],
     ["last morph", row?.generation > 0 && row.recovery_s !== null ? span(row.recovery_s) : "–", row?.generation > 0 ? `${counted(row.redone, "step")} redone; generation ${row.generation}` : ""],
     ["time left", left === null ? "–" : span(left), ""],
@@ -31,7 +31,7 @@ function fill(list, shown) {
 }
 
 export function drawCheckpoints(run) {
-  const { status, checkpoint, verified } = run, { saving } = status, folder = status.checkpoint_dir, box = byId("checkpoints-body");
+  const { status, checkpoint, verified } = run, { saving } = status, folder = status.rescues ? null : status.checkpoint_dir, box = byId("checkpoints-body");
   const durable = Math.max(status.durable_step ?? 0, checkpoint?.step ?? 0);
   const key = JSON.stringify([folder, durable, saving, checkpoint, verified, status.steps]);
   if (box.dataset.key === key) return;
@@ -61,6 +61,7 @@ function uploaded(saving, durable, complete) {
 
 function committed(checkpoint) {
   if (!checkpoint) return ["committed", "", "none yet", ""];
+  if (checkpoint.resumed) return ["committed", "good", `step ${checkpoint.step}`, "the run goes on from it"];
   if (!checkpoint.damage) return ["committed", "good", `step ${checkpoint.step}`, `complete since ${clock(checkpoint.time_s)}`];
   const then = checkpoint.instead === null ? "no other is whole" : `step ${checkpoint.instead} counts until the next one`;
   return ["committed", "bad", `step ${checkpoint.step} is damaged`, then];

@@ -1,7 +1,7 @@
 /** Where a step's time goes, predicted and measured, and what other plans for the same workers would bring. */
 
 import { byId, legend, make, say } from "./dom.js";
-import { bytes, counted, number, percent, span } from "./format.js";
+import { bytes, classesOf, counted, number, percent, spaced, span } from "./format.js";
 import { newest, splitWaits } from "./model.js";
 import { read } from "./stream.js";
 
@@ -92,10 +92,12 @@ function bar(name, parts, values, whole, longest) {
     make("span", { class: "sum" }, span(whole)), main ? make("p", { class: "soft words" }, words) : null);
 }
 
+const keyOf = (plan) => `${plan.shape} ${plan.micro_batch} ${classesOf(plan)}`;
+
 export function drawPlans(run) {
   const box = byId("plans-table"), section = byId("plans");
   section.hidden = Boolean(run.status.read_only || run.ended);
-  const runs = run.status.plan ? `${run.status.plan.stages}x${run.status.plan.replicas} ${run.status.plan.micro_batch}` : "";
+  const runs = run.status.plan ? keyOf(run.status.plan) : "";
   byId("plans-scroll").hidden = !table?.plans?.length;
   say(byId("plans-note"), plansNote());
   const key = JSON.stringify([table?.plans, runs]);
@@ -103,16 +105,16 @@ export function drawPlans(run) {
   box.dataset.key = key;
   const priced = table.plans.some((plan) => plan.dollars_per_hour !== null);
   const heads = ["P x D", "m", "step", "examples/s", "compute", "transfer", "all-reduce", "idle", "memory", "workers", ...(priced ? ["$ per hour"] : []), "what it would bring"];
-  const base = table.plans.find((plan) => `${plan.stages}x${plan.replicas} ${plan.micro_batch}` === runs) ?? table.running;
+  const base = table.plans.find((plan) => keyOf(plan) === runs) ?? table.running;
   const base_s = base?.step_time_s ?? base?.step_s;
   box.replaceChildren(
     make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { scope: "col" }, head)))),
     make("tbody", {}, ...table.plans.map((plan) => {
-      const isRunning = `${plan.stages}x${plan.replicas} ${plan.micro_batch}` === runs, parts = plan.breakdown, whole = plan.step_time_s;
+      const isRunning = keyOf(plan) === runs, parts = plan.breakdown, whole = plan.step_time_s;
       const cells = [String(plan.micro_batch), span(whole), number(plan.examples_per_s, 3), percent(parts.compute_s / whole), percent(parts.transfer_s / whole),
         percent(parts.reduce_s / whole), percent(parts.idle_s / whole), bytes(Math.max(...plan.memory_bytes)), String(plan.gpus_used),
         ...(priced ? [plan.dollars_per_hour?.toFixed(2) ?? ""] : []), brings(plan, isRunning, base_s)];
-      return make("tr", { class: isRunning ? "running" : "" }, make("th", { scope: "row" }, `${plan.stages} x ${plan.replicas}`), ...cells.map((cell) => make("td", {}, cell)));
+      return make("tr", { class: isRunning ? "running" : "" }, make("th", { scope: "row" }, spaced(plan.shape), classesOf(plan) ? make("small", {}, ` ${classesOf(plan)}`) : ""), ...cells.map((cell) => make("td", {}, cell)));
     })),
   );
 }
@@ -128,8 +130,9 @@ function plansNote() {
   if (!table) return "The planner is asked after the first step.";
   if (!table.plans) return `There is no table: ${table.why ?? "the manager has none"}.`;
   const said = [`For ${counted(table.workers, "worker")}; ${table.measured ? "from measured times" : "from operation counts and nominal hardware, until times are measured"}.`];
+  for (const why of table.idle ?? []) said.push(`${why}.`);
   const nearest = table.outpaced?.[0], misfit = table.rejected?.at(-1);
   if (nearest) said.push(`Slower: ${nearest.stages} x ${nearest.replicas} takes at least ${span(nearest.at_least_s)}.`);
-  if (misfit) said.push(`Does not fit: ${misfit.reason}.`);
+  if (misfit && !misfit.device_class) said.push(`Does not fit: ${misfit.reason}.`);
   return said.join(" ");
 }

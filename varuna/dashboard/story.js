@@ -1,10 +1,10 @@
 /** What happened, in sentences, the newest first. */
 
-import { byId, make } from "./dom.js";
+import { byId, make, prose } from "./dom.js";
 import { clock, tally } from "./format.js";
 
 const FEW = 30;
-const NAMES = { lost: "lost", warning: "warning", checkpoint: "saved", verified: "verified", morph: "morph", joined: "joined", left: "left", failed: "failed", ended: "ended", begin: "start", asked: "asked", notice: "note" };
+const NAMES = { lost: "lost", warning: "warning", checkpoint: "saved", verified: "verified", morph: "morph", joined: "joined", left: "left", leaving: "leaving", failed: "failed", ended: "ended", begin: "start", asked: "asked", notice: "note" };
 const state = { all: false, key: "" };
 
 /** `showNear(step)` shows a step's picture. */
@@ -28,10 +28,13 @@ export function drawStory(run) {
   const list = byId("story-list");
   list.replaceChildren(...together(shown).toReversed().map((mark) => make("li", { class: mark.kind },
     make("time", { datetime: new Date(mark.time_s * 1000).toISOString() }, clock(mark.time_s)), " ",
-    make("span", { class: "kind" }, NAMES[mark.kind] ?? mark.kind), " ", make("span", { class: "text" }, mark.text),
+    make("span", { class: "kind" }, NAMES[mark.kind] ?? mark.kind), " ", make("span", { class: "text" }, ...prose(words(mark))),
     mark.kind === "morph" && mark.step !== null ? make("button", { type: "button", class: "look", "data-step": String(mark.step), title: "what each rank did there" }, `step ${mark.step}`) : null)));
   if (shown.length === run.marks.length && run.older.rows.length) list.append(make("li", { class: "older" }, `Before these: ${tally(total(run.older.rows))}.`));
 }
+
+/** Whatever follows the first line of a failure, such as a traceback, is on top of the logs. */
+const words = ({ kind, text }) => (kind === "failed" || kind === "lost" ? text.split("\n")[0] : text);
 
 /** A checkpoint and its verification, where nothing happened between them, are one sentence. */
 function together(marks) {

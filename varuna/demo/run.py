@@ -99,7 +99,7 @@ def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
     """Run the example with the disturbances; returns the run's exit code."""
 
     def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        return plan_run(job, workers=workers, memory_bytes=MEMORY_BYTES, micro_batch=micro_batch)
+        return plan_run(job, workers=workers, memory_bytes=MEMORY_BYTES, micro_batch=micro_batch, copies=True)
 
     director = _Director(view, steps)
     checkpoints = ("--checkpoint-dir", str(work / "checkpoints"), "--checkpoint-every", str(CHECKPOINT_EVERY))

@@ -12,6 +12,7 @@ from varuna.core.errors import UsageError
 from varuna.engine.aside.evaluate import EvaluationWork
 from varuna.engine.aside.generate import Continuation
 from varuna.job.arguments import check_whole
+from varuna.job.shared_capture import captured_once
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.job.text import capture_text, check_vocabulary, choice_of, length_for, texts_of, trained_length
 from varuna.partition.capture.outputs import OutputsFunction
@@ -114,7 +115,9 @@ class Aside:
     def _for_evaluation(self) -> _Graphs:
         spec = self._spec
         if self._evaluating is None:
-            model = for_evaluation(spec.partitioned, spec.recipe, spec.batch(CAPTURED_SAMPLES))
+            batch = spec.batch(CAPTURED_SAMPLES)
+            given = "evaluation", spec.partitioned, batch
+            model = captured_once(given, spec.built, lambda: for_evaluation(spec.partitioned, spec.recipe, batch))
             self._evaluating = self._beside(model)
         return self._evaluating
 

@@ -10,6 +10,7 @@ from varuna.calibration.format import Calibration
 from varuna.calibration.timing.quick import LIMIT_S, quick_calibration
 from varuna.core.errors import VarunaError
 from varuna.core.model import JobFacts
+from varuna.engine.device.capacity import device_class
 from varuna.engine.stage.job import Job
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.partition.initial.initial_values import InitialParameters
@@ -46,12 +47,13 @@ def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: Initi
         calibration = read_calibration(Path(given))
         check_matches(calibration, facts.model)
         return calibration
-    file = cache_file(facts)
+    own = device_class(spec.device)
+    file = cache_file(facts, own)
     if spec.micro_batch is not None or facts.global_batch == 1:
-        return remembered(facts, file)
+        return remembered(facts, file, own)
     key = sha256(f"times of {facts.model.digest}".encode()).hexdigest()
     with turn(key, _TURN_BOUND_S, "measuring micro-batch sizes"):
-        known = remembered(facts, file)
+        known = remembered(facts, file, own)
         if known is None or not knows_sizes(known, facts.global_batch):
             measured = _measured(spec, job, beginning, facts, LIMIT_S if known is None else _AGAIN * LIMIT_S)
             if measured is not None:  # the second time is the last, whatever it found

@@ -23,6 +23,7 @@ from varuna.job.built import GivenModel, loss_of
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.shared_capture import captured_once
+from varuna.membership.launched import here
 from varuna.partition.capture.capture import MetricsFunction, Recipe
 from varuna.partition.capture.signature import input_names
 from varuna.partition.cut_at import chooser
@@ -184,12 +185,14 @@ class JobSpec:
         return source
 
     def _reader_of(self, dataset: Any, *, in_order: bool = False) -> SampleSource:
+        # Unasked, nothing is forked from threads among which other workers run: it would keep what is theirs open.
+        processes = 0 if self.num_workers is None and here.get() is not None else self.num_workers
         return SampleSource(
             dataset,
             seed=self.seed,
             collate=self.collate.function,
             names=lambda: input_names(self.recipe, is_weighed=self.loss.weight is not None),
-            processes=self.num_workers,
+            processes=processes,
             shuffles=not in_order,
         )
 

@@ -16,6 +16,7 @@ from varuna.core.membership import Membership
 from varuna.core.model import JobFacts
 from varuna.engine.base.compute_process import settle
 from varuna.engine.base.wait_bounds import Patience
+from varuna.engine.device.capacity import device_class
 from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import unit_near
@@ -118,6 +119,7 @@ def open_session(
         loop=LoopState(spec.state),
         left_out=_in_files(model, first),
         patience=_patience(),
+        device_class=device_class(spec.device),
     )
 
 

@@ -125,6 +125,7 @@ class ManagedMembership:
         job: JobFacts,
         *,
         device: DeviceFacts | None = None,
+        device_class: str = "",
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
         on_flag: Callable[[int, Flag], None],
@@ -149,6 +150,7 @@ class ManagedMembership:
                 version=__version__,
                 job=job,
                 device=device,
+                device_class=device_class,
                 measured=self._calibration,
             )
         )

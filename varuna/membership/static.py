@@ -23,6 +23,7 @@ from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, S
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
+from varuna.core.units import counted
 from varuna.engine.base.transport import connect_store, local_store, prefixed
 from varuna.planner.micro_batch import describe_sizes
 from varuna.process.console import say, warn
@@ -139,6 +140,7 @@ class StaticMembership:
         job: JobFacts,
         *,
         device: DeviceFacts | None = None,
+        device_class: str = "",
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
         on_flag: Callable[[int, Flag], None],
@@ -241,11 +243,8 @@ class StaticMembership:
             self.world.store.set(key, f"!{error}")
             raise
         self.world.store.set(key, plan.model_dump_json())
-        workers = f"{self.world.size} worker{'s' * (self.world.size > 1)}"
-        say(
-            f"plan {plan.shape} (stages x replicas) on {workers}: {plan.micro_batches} micro-batches of "
-            f"{plan.micro_batch}"
-        )
+        parts = f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch}"
+        say(f"plan {plan.shape} (stages x replicas) on {counted(self.world.size, 'worker')}: {parts}")
         if micro_batch is None and self._calibration is not None and len(self._calibration.sizes) > 1:
             say(describe_sizes(self._calibration, plan.micro_batch))
         return plan

@@ -23,6 +23,7 @@ _KINDS = {
     "morph": "yellow",
     "asked": "cyan",
     "notice": "dim",
+    "leaving": "yellow",
     "begin": "green",
     "left": "dim",
     "joined": "dim",
@@ -123,9 +124,13 @@ def numbers(status: Mapping[str, Any], width: int, *, plain: bool = False) -> li
 def plan_words(plan: Mapping[str, Any], generation: int) -> list[str]:
     """``plan 2x3: 2 stages x 3 replicas``, ``12 micro-batches of 2``, ``generation 1``."""
     micro_batches = -(-plan["global_batch"] // plan["micro_batch"])
+    shape = f"{counted(plan['stages'], 'stage')} x {counted(plan['replicas'], 'replica')}"
+    if len({*plan["depths"]}) > 1:
+        shape = f"{plan['replicas']} pipelines of {', '.join(map(str, plan['depths']))} stages"
+    classes = plan.get("classes", {})  # a record of an older version says nothing of them
     return [
-        f"plan {plan['stages']}x{plan['replicas']}: {counted(plan['stages'], 'stage')} x "
-        f"{counted(plan['replicas'], 'replica')}",
+        f"plan {plan['shape']}: {shape}",
+        *([f"on {' and '.join(f'{count} {name}' for name, count in classes.items())}"] if classes else []),
         f"{counted(micro_batches, 'micro-batch')} of {plan['micro_batch']}",
         f"generation {generation}",
     ]
@@ -141,7 +146,7 @@ def _step_time(status: Mapping[str, Any]) -> list[str]:
 
 
 def _kept(status: Mapping[str, Any]) -> list[str]:
-    if not status["checkpoint_dir"]:
+    if not status["checkpoint_dir"] or status.get("rescues"):  # those go with the run
         return ["no checkpoints"] if status["steps"] else []
     return [_newest_checkpoint(status), *_saving(status)]
 
@@ -154,6 +159,8 @@ def _newest_checkpoint(status: Mapping[str, Any]) -> str:
         instead = checkpoint["instead"]
         left = "no other is whole" if instead is None else f"step {instead} counts"
         return f"checkpoint step {checkpoint['step']} is damaged: {left}"
+    if checkpoint.get("resumed"):
+        return f"resumed from the checkpoint of step {checkpoint['step']}"
     is_verified = verified is not None and verified["step"] == checkpoint["step"]
     return f"checkpoint step {checkpoint['step']}, {clock(checkpoint['time_s'])}{', verified' * is_verified}"
 

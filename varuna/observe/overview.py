@@ -31,14 +31,18 @@ def overview(status: Mapping[str, Any], width: int, *, plain: bool = False) -> R
 
 def _workers(status: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
-    for name in ("rank", "worker", "node", "state"):
+    classes = {worker.get("device_class", "") for worker in status["workers"]}
+    shows_class = len(classes) > 1
+    for name in ("rank", "worker", "node", *(["device"] if shows_class else []), "state"):
         table.add_column(name, justify="right" if name == "rank" else "left", no_wrap=True)
     table.add_column("activity", overflow="ellipsis", no_wrap=True, ratio=1)  # what is left of the line
     by_rank = sorted(status["workers"], key=lambda worker: (worker["rank"] is None, worker["rank"] or 0))
     for worker in by_rank:
         rank = worker["rank"]
         node = worker["node"] + (" (leaving)" if worker["node"] in status["departing"] else "")
-        table.add_row("" if rank is None else str(rank), worker["name"], node, worker["state"], worker["activity"])
+        device = [worker.get("device_class", "")] if shows_class else []
+        doing = worker["words"] if worker["condition"] == "wait" and worker["state"] == "joined" else worker["activity"]
+        table.add_row("" if rank is None else str(rank), worker["name"], node, *device, worker["state"], doing)
     return table
 
 
@@ -53,7 +57,7 @@ def _generations(generations: list[Mapping[str, Any]]) -> Table:
         recovery_s = record["recovery_s"]
         table.add_row(
             str(record["generation"]),
-            f"{record['plan']['stages']}x{record['plan']['replicas']}",
+            record["plan"]["shape"],
             str(record["first_step"]),
             "" if recovery_s is None else format_duration(recovery_s),
             str(record["steps_redone"]),

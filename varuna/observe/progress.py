@@ -42,7 +42,7 @@ def progress_line(
 def plan_line(row: GenerationRow) -> str:
     """One line for the plan that a run starts with."""
     plan = row.plan
-    spares = row.workers - plan.stages * plan.replicas
+    spares = row.workers - plan.ranks
     idle = f", {spares} of them idle" if spares else ""
     parts = f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch} (m={plan.micro_batch})"
     return f"plan   {plan} (stages x replicas) on {counted(row.workers, 'worker')}{idle}   {parts}"
@@ -58,7 +58,7 @@ def risk_line(row: GenerationRow, job: JobFacts | None) -> str:
         back = f"the newest checkpoint in {job.checkpoint_dir}"
     else:
         back = "step 0, because the script gives no checkpoints="
-    if row.copies is Copies.KEPT:
+    if row.copies is Copies.STATE:
         return (
             "each section has a copy in another worker's memory: if a worker is lost, the step in flight runs again. "
             f"Just after an update, before there is a new copy, the run goes back to {back}"

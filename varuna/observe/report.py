@@ -23,6 +23,8 @@ class PlanShape(Value):
     replicas: int
     micro_batch: int
     micro_batches: int
+    shape: str = Field(description="``2x3``, or ``4x1+3x2``")
+    ranks: int = Field(description="workers with a seat")
 
     @classmethod
     def of(cls, plan: Plan) -> "PlanShape":
@@ -32,10 +34,12 @@ class PlanShape(Value):
             replicas=plan.replicas,
             micro_batch=plan.micro_batch,
             micro_batches=plan.micro_batches,
+            shape=plan.shape,
+            ranks=plan.workers,
         )
 
     def __str__(self) -> str:
-        return f"{self.stages}x{self.replicas}"
+        return self.shape
 
 
 class GenerationRow(Value):
@@ -43,7 +47,7 @@ class GenerationRow(Value):
 
     generation: int
     plan: PlanShape
-    copies: Copies = Field(default=Copies.NONE, description="of each stage's state, in another worker's memory")
+    copies: Copies = Field(default=Copies.NONE, description="of each stage's state or sums, in another worker's memory")
     cause: str
     workers: int = Field(description="members when it began, spares included")
     first_step: int

@@ -9,7 +9,8 @@ from typing import Any
 from varuna.fleet.page.pace import StepPace
 from varuna.fleet.page.phases import phase_of
 from varuna.fleet.page.story import Mark, told
-from varuna.fleet.state.fleet import Ended, Fleet
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
 from varuna.observe.live_view import clock, live_view, rule
 from varuna.observe.progress import closing_line, morph_line, plan_line, progress_line, risk_line

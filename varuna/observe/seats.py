@@ -1,6 +1,7 @@
 """The grid of stages x replicas on a terminal: a name for each seat, else a sign, else a sentence. Pure."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from rich.console import RenderableType
@@ -13,8 +14,16 @@ from varuna.fleet.page.conditions import PEERS
 _LABEL = 12
 """Columns of ``replica 12``, and some room."""
 _WIDEST_CELL = 28
-_STYLES = {"ok": "green", "slow": "yellow", "silent": "magenta", "leaving": "blue", "wait": "dim", "lost": "red"}
-_SIGNS = {"ok": "●", "slow": "s", "silent": "?", "leaving": ">", "wait": ".", "lost": "x"}
+_STYLES = {
+    "": "",
+    "ok": "green",
+    "slow": "yellow",
+    "silent": "magenta",
+    "leaving": "blue",
+    "wait": "dim",
+    "lost": "red",
+}
+_SIGNS = {"": " ", "ok": "●", "slow": "s", "silent": "?", "leaving": ">", "wait": ".", "lost": "x"}
 _MOST_NAMED = 8
 
 
@@ -28,9 +37,13 @@ class SeatView(NamedTuple):
     @property
     def text(self) -> str:
         """Its worker, and what is special about it."""
-        if self.kind == "ok":
+        if self.kind in ("", "ok"):
             return self.name
         return f"{self.name} {'slow, ' * (self.kind == 'slow')}{self.words.removesuffix(PEERS)}"
+
+
+_NO_SEAT = SeatView("", "", "")
+"""Where a pipeline has fewer stages than others."""
 
 
 def seats(status: Mapping[str, Any]) -> list[list[SeatView]]:
@@ -39,24 +52,24 @@ def seats(status: Mapping[str, Any]) -> list[list[SeatView]]:
     if plan is None:
         return []
     workers = {worker["name"]: worker for worker in status["workers"]}
-    stages = plan["stages"]
     taken = []
-    for name in members[: stages * plan["replicas"]]:
+    for name in members[: sum(plan["depths"])]:
         worker = workers.get(name)
         taken.append(SeatView(name, worker["condition"], worker["words"]) if worker else SeatView(name, "lost", "lost"))
-    return [taken[first : first + stages] for first in range(0, len(taken), stages)]
+    ends = list(accumulate(plan["depths"], initial=0))
+    return [taken[first:end] for first, end in pairwise(ends)]
 
 
 def without_seat(status: Mapping[str, Any]) -> str:
     """Workers that are here and have no seat, in words; empty if there are none."""
     plan = status["plan"]
-    seated = set(status["members"][: plan["stages"] * plan["replicas"]]) if plan is not None else set()
-    by_state: dict[str, list[str]] = {}
+    seated = set(status["members"][: sum(plan["depths"])]) if plan is not None else set()
+    by_state: dict[tuple[str, str], list[str]] = {}
     for worker in status["workers"]:
         if worker["name"] not in seated:
-            state = "spare" if worker["state"] == "joined" else worker["state"]
+            state = ("spare", f" ({worker['words']})") if worker["state"] == "joined" else (worker["state"], "")
             by_state.setdefault(state, []).append(worker["name"])
-    return "   ".join(f"{state}: {_named(names)}" for state, names in by_state.items())
+    return "   ".join(f"{state}: {_named(names)}{why}" for (state, why), names in by_state.items())
 
 
 def grid(status: Mapping[str, Any], width: int, rows: int, *, plain: bool) -> list[RenderableType]:
@@ -71,11 +84,13 @@ def grid(status: Mapping[str, Any], width: int, rows: int, *, plain: bool) -> li
     by_replica = seats(status)
     if not by_replica or rows < 1:
         return []
-    by_stage = [list(column) for column in zip(*by_replica, strict=True)]
-    for table, down, across in ((by_replica, "replica", "stage"), (by_stage, "stage", "replica")):
+    deepest = max(map(len, by_replica))
+    even = [[*row, *[_NO_SEAT] * (deepest - len(row))] for row in by_replica]
+    by_stage = [list(column) for column in zip(*even, strict=True)]
+    for table, down, across in ((even, "replica", "stage"), (by_stage, "stage", "replica")):
         if len(table) + 1 <= rows and len(table[0]) * _cell_width(table, across) + _LABEL <= width:
             return _names(table, down, across)
-    for table, down, across in ((by_replica, "replica", "stages"), (by_stage, "stage", "replicas")):
+    for table, down, across in ((even, "replica", "stages"), (by_stage, "stage", "replicas")):
         if len(table) + 2 <= rows and len(table[0]) + _LABEL <= width:
             return [*_signs(table, down, plain=plain), _line(f"{'':{_LABEL}}{across} from left to right", "dim"),
                     summary(by_replica)]  # fmt: skip

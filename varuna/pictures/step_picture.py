@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from statistics import median
 
 from varuna.core.errors import FleetError
+from varuna.core.plan import Plan
 from varuna.core.times import Did, RankTimeline, StepTimeline
-from varuna.core.units import format_duration
+from varuna.core.units import counted, format_duration
 from varuna.pictures.clock_alignment import Alignment, align, in_words
 from varuna.pictures.gantt import Bar, Panel, draw, simulated
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts
@@ -35,25 +37,33 @@ def picture(timeline: StepTimeline, trace: StepTrace | None) -> str:
     alignment, plan = align(timeline), timeline.plan
     zero_s = begin_s(timeline, alignment)
     by_rank = {rank.rank: rank for rank in timeline.ranks}
-    shown = max(1, min(plan.replicas, MOST_ROWS // plan.stages))
+    rows_by = list(accumulate(plan.depths))
+    shown = max(1, sum(rows <= MOST_ROWS for rows in rows_by))
     panels = []
     for replica in range(shown):
-        numbers = [plan.rank_of(replica, stage) for stage in range(plan.stages)]
+        numbers = plan.ranks_of(replica)
         rows = [by_rank.get(number) for number in numbers]
         bars = tuple(tuple(_bars(rank, alignment, zero_s)) for rank in rows)
         strips = tuple(tuple(_strips(rank, alignment, zero_s)) for rank in rows)
-        ranks = f"rank {numbers[0]}" if plan.stages == 1 else f"ranks {numbers[0]} to {numbers[-1]}"
+        ranks = f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {numbers[0]} to {numbers[-1]}"
         name = "Measured" if plan.replicas == 1 else f"Replica {replica}, measured"
         panels.append(Panel(name, f"{ranks}; {_busy(bars)}", bars, strips))
     if trace is not None:
         below = simulated("Simulated", "", trace)
         panels.append(Panel("Simulated", f"{_CLAIM}; {_busy(below.rows)}", below.rows, _sends(trace)))
-    title = f"Step {timeline.step}: {plan.stages} stages x {plan.replicas} replicas, "
-    title += f"{len(plan.micro_batches_of(0))} micro-batches of {plan.micro_batch} each"
+    title = f"Step {timeline.step}: {_sizes(plan)}, "
+    title += f"{counted(len(plan.micro_batches_of(0)), 'micro-batch')} of {plan.micro_batch} each"
     is_short = max(panel.end_s for panel in panels) < 1
     if is_short:
         panels = [_in_ms(panel) for panel in panels]
     return draw(title, panels, notes=list(_notes(timeline, alignment, shown)), unit="ms" if is_short else "s")
+
+
+def _sizes(plan: Plan) -> str:
+    """``2 stages x 3 replicas``, or ``pipelines of 4, 3 stages``."""
+    if plan.more:
+        return f"pipelines of {', '.join(map(str, plan.depths))} stages"
+    return f"{counted(plan.stages, 'stage')} x {counted(plan.replicas, 'replica')}"
 
 
 def _in_ms(panel: Panel) -> Panel:
@@ -151,7 +161,7 @@ def simulation_of(timeline: StepTimeline) -> StepTrace:
 
 def _costs(timeline: StepTimeline) -> PipelineCosts:
     plan = timeline.plan
-    by_stage = [[rank for rank in timeline.ranks if plan.place_of(rank.rank).stage == k] for k in range(plan.stages)]
+    by_stage = [[rank for rank in timeline.ranks if plan.slot_of(rank.rank) == k] for k in range(plan.stages)]
     for stage, ranks in enumerate(by_stage):
         if not ranks:
             raise FleetError(
@@ -167,7 +177,7 @@ def _costs(timeline: StepTimeline) -> PipelineCosts:
             LinkCosts(latency_s=latency_s, activation_s=activation_s - latency_s, gradient_s=gradient_s - latency_s)
         )
     ending_s = min((_after(rank, "reduce") for rank in timeline.ranks), default=0.0)
-    stages = tuple(_stage(ranks, keeps_all=plan.keeps_all(stage)) for stage, ranks in enumerate(by_stage))
+    stages = tuple(_stage(ranks, keeps_all=plan.first_cut.keeps_all(stage)) for stage, ranks in enumerate(by_stage))
     return PipelineCosts(stages=stages, links=tuple(links), optimizer_s=ending_s)
 
 

@@ -33,12 +33,14 @@ def split_waits(timeline: StepTimeline) -> WaitSplit | None:
     if len(timeline.ranks) < plan.workers or not math.isfinite(alignment.uncertain_s):
         return None
     made_s = _made(timeline, alignment)
-    transfer_s, idle_s = [0.0] * plan.stages, [0.0] * plan.stages
+    transfer_s, idle_s, alike = [0.0] * plan.stages, [0.0] * plan.stages, plan.cuts[0][0]
     for rank in timeline.ranks:
-        stage = plan.place_of(rank.rank).stage
+        replica, stage = plan.place_of(rank.rank)
+        if replica not in alike:
+            continue
         moved_s, waited_s = _waits(rank, made_s, rank.zero_s + alignment.added_s[rank.clock])
-        transfer_s[stage] += moved_s / plan.replicas
-        idle_s[stage] += (waited_s - moved_s) / plan.replicas
+        transfer_s[stage] += moved_s / len(alike)
+        idle_s[stage] += (waited_s - moved_s) / len(alike)
     return WaitSplit(tuple(transfer_s), tuple(idle_s), alignment.uncertain_s)
 
 

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.balance import Weigh, balance_stages
 from varuna.planner.estimate import Guess, Shape, is_short, longest_run
 from varuna.planner.pricing.costs import Pricer
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.spans import Spans
 from varuna.planner.pricing.stage_size import Size, Sizer, entry_bytes
-from varuna.planner.request import PlanRequest
 from varuna.schedule.policy import stash_limit
 from varuna.simulator.bounds import lower_bounds_s
 from varuna.simulator.costs import PipelineCosts

@@ -7,11 +7,12 @@ from varuna.calibration.nominal import ETHERNET, nominal_calibration
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.planner.asking.ranking import Ranking
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.copies import with_copies
 from varuna.planner.goodput import Expected, expected
 from varuna.planner.pricing.predict import Prediction
-from varuna.planner.request import PlanRequest
-from varuna.planner.sweep import Ranking, rank_plans
+from varuna.planner.sweep import equal_pipelines, rank_plans
 
 INSURANCE = 0.1
 """So much longer a step may take if every section is held twice, where workers would idle otherwise."""
@@ -72,7 +73,7 @@ def plan_run(
         calibration: of the hardware; nominal if None. Compiled sections run B whole, whatever it says of halves.
         policy: schedule policy.
         flags: for advice.
-        copies: the run outlives the loss of a worker, so that copies of stages' states may be worth their price.
+        copies: the run outlives the loss of a worker, so that copies of its state and sums may be worth their price.
         apart: they would lie in the memory of hosts, beside that of devices.
 
     Raises:
@@ -110,13 +111,16 @@ def run_request(
 ) -> PlanRequest:
     """What ``plan_run`` asks for."""
     known = with_options(calibration or nominal_calibration(job.model), job)
+    classes = job.classes if sum(each.workers for each in job.classes) == workers else ()
+    if memory_bytes is None and known.hardware.memory_bytes is None and not classes:
+        memory_bytes = job.memory_bytes
     return PlanRequest(
         calibration=known,
         workers=workers,
         global_batch=job.global_batch,
         micro_batch=job.micro_batch if micro_batch is None else micro_batch,
         lowers_micro_batch=job.micro_batch is None,
-        memory_bytes=job.memory_bytes if memory_bytes is None and known.hardware.memory_bytes is None else memory_bytes,
+        memory_bytes=memory_bytes,
         stages=stages,
         tentative=job.combines,
         stash_moves=job.memory_apart,
@@ -124,7 +128,9 @@ def run_request(
         policy=policy,
         losses_per_hour=job.losses_per_hour,
         speeds=job.speeds if len(job.speeds) == workers else (),
+        classes=classes,
         keeps_sums=not job.memory_apart,
+        mixes=job.network.links == "host",  # from GPU to GPU, the sums of a stage go to one set of others
     )
 
 
@@ -157,20 +163,11 @@ def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool, apart: b
 
 def _double(plan: Plan, request: PlanRequest) -> dict[Plan, Prediction]:
     """The same depth with two replicas, if the plan has one and the workers are enough."""
-    if plan.replicas > 1 or not request.leaves_idle or request.workers < 2 * plan.stages:
+    asked = request.for_class(plan.device_class)
+    if plan.replicas > 1 or asked.classes or not asked.leaves_idle or asked.workers < 2 * plan.stages:
         return {}
-    fixed = {
-        "workers": 2 * plan.stages,
-        "speeds": request.speeds[: 2 * plan.stages],
-        "stages": plan.stages,
-        "micro_batch": plan.micro_batch,
-        "lowers_micro_batch": False,
-        "leaves_idle": False,
-        "wanted": 1,
-    }
-    ranking = rank_plans(request.model_copy(update=fixed))
-    pairs = zip(ranking.plans[:1], ranking.predictions[:1], strict=True)
-    return {double: prediction for double, prediction in pairs if double.replicas > 1}
+    double = equal_pipelines(asked, plan.stages, 2, plan.micro_batch)
+    return {} if double is None else {double.plan.on_class(plan.device_class): double.prediction}
 
 
 def _safer(best: Plan, request: PlanRequest) -> Plan:
@@ -184,13 +181,17 @@ def _safer(best: Plan, request: PlanRequest) -> Plan:
 
 def with_options(known: Calibration, job: JobFacts) -> Calibration:
     """A calibration, with what a job's options change in it."""
-    if job.memory.shard_optimizer:
-        known = known.with_sharded_optimizer()
-    if job.memory.offload_optimizer:
-        known = known.offloaded(apart=job.memory_apart)
-    if job.network.reduction == "bf16":
-        known = known.rounded()
-    return known.without_halves() if job.compiled else known
+
+    def changed(known: Calibration) -> Calibration:
+        if job.memory.shard_optimizer:
+            known = known.with_sharded_optimizer()
+        if job.memory.offload_optimizer:
+            known = known.offloaded(apart=job.memory_apart)
+        if job.network.reduction == "bf16":
+            known = known.rounded()
+        return known.without_halves() if job.compiled else known
+
+    return known.each(changed)
 
 
 def explain(ranking: Ranking, request: PlanRequest, flags: Flags) -> str:

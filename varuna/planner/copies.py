@@ -1,14 +1,18 @@
-"""Whether a run keeps a copy of each stage's state in the memory of another worker. Pure.
+"""Whether a run keeps copies of what a stage has in the memory of another worker. Pure.
 
-It is worth that where each section has one holder, whose loss would send the run back to a checkpoint. A copy is made
-during every step, beside the computation, and the next step makes it worthless.
+Of its state, where each section has one holder, whose loss would send the run back to a checkpoint: a copy is made
+during every step, beside the computation, and the next step makes it worthless. Of its sums of gradients in any case:
+what a worker has added to them is nowhere else until the step's end.
 """
 
+from collections.abc import Sequence
+from itertools import islice
+
 from varuna.core.plan import Copies, Plan
-from varuna.planner.copy_costs import largest_stage
+from varuna.planner.asking.request import PlanRequest
+from varuna.planner.copy_costs import copied_rounds, largest_stage
 from varuna.planner.goodput import expected
 from varuna.planner.pricing.profile import profile
-from varuna.planner.request import PlanRequest
 from varuna.schedule.copy_pace import LONGEST, copying_s
 
 MOST_BUSY = 0.01
@@ -26,38 +30,67 @@ def with_copies(plan: Plan, request: PlanRequest, *, measured: bool, apart: bool
             take too long.
         apart: copies would lie in the memory of hosts, beside that of devices.
     """
-    if plan.replicas > 1 or plan.stages == 1:
+    if plan.workers == 1:
         return plan.model_copy(update={"copies": Copies.NONE})
     if not request.keeps_sums:
         return plan.model_copy(update={"copies": Copies.DEVICE})
-    figures = profile(request.calibration, plan.micro_batch)
-    spans = [plan.sections_of(stage) for stage in range(plan.stages)]
-    whole_bytes = [int(figures.state_bytes.over(span) + figures.gradient_bytes.over(span)) for span in spans]
-    most_bytes = int(max(figures.gradient_bytes.values))
-    # Who keeps whose copy is decided with the seats. Sums are sent and received section by section.
-    kept_bytes = [max(whole_bytes[:stage] + whole_bytes[stage + 1 :]) + 2 * most_bytes for stage in range(plan.stages)]
-    own_bytes, limit_bytes = plan.memory_bytes, request.limit_bytes
-    if apart:
-        own_bytes, limit_bytes = plan.host_bytes or (0,) * plan.stages, request.host_limit_bytes
-    all_bytes = tuple(own + kept for own, kept in zip(own_bytes, kept_bytes, strict=True))
-    if limit_bytes is not None and max(all_bytes) > limit_bytes:
+    copied = plan.model_copy(update={"copies": Copies.STATE if plan.replicas == 1 else Copies.SUMS})
+    promised = _with_memory(copied, _kept_bytes(copied, request), apart=apart)
+    if not _fits(promised, request, apart=apart):
         return plan.model_copy(update={"copies": Copies.MEMORY})
-    if measured and not are_worth_it(plan, request):
+    if measured and not are_worth_it(copied, request):
         return plan.model_copy(update={"copies": Copies.TIME})
-    return plan.model_copy(update={"copies": Copies.KEPT, "host_bytes" if apart else "memory_bytes": all_bytes})
+    return promised
+
+
+def _kept_bytes(plan: Plan, request: PlanRequest) -> list[int]:
+    """By slot of the plan: bytes that copies take there, at most."""
+    figures = profile(request.calibration, plan.micro_batch)
+    spans = [slot.sections for slot in plan.slots]
+    most_bytes = int(max(figures.gradient_bytes.values))  # sums are sent and received section by section
+    sums_bytes = [int(figures.gradient_bytes.over(span)) for span in spans]
+    # Who keeps whose is decided with the seats.
+    if plan.copies is Copies.SUMS:
+        return [max(sums_bytes) + 2 * most_bytes] * len(spans)
+    whole_bytes = [int(figures.state_bytes.over(span)) + sums for span, sums in zip(spans, sums_bytes, strict=True)]
+    return [max(whole_bytes[:stage] + whole_bytes[stage + 1 :]) + 2 * most_bytes for stage in range(plan.stages)]
+
+
+def _fits(plan: Plan, request: PlanRequest, *, apart: bool) -> bool:
+    """Whether every worker has the memory of hosts (``apart``) or devices that is promised."""
+    for _, cut in plan.cuts:
+        asked = request.for_class(cut.device_class)
+        limit_bytes = asked.host_limit_bytes if apart else asked.limit_bytes
+        if limit_bytes is not None and max(cut.host_bytes if apart else cut.memory_bytes) > limit_bytes:
+            return False
+    return True
+
+
+def _with_memory(plan: Plan, kept_bytes: Sequence[int], *, apart: bool) -> Plan:
+    """The plan with what copies take there by slot."""
+    name, left = "host_bytes" if apart else "memory_bytes", iter(kept_bytes)
+
+    def more(own_bytes: tuple[int, ...], stages: int) -> tuple[int, ...]:
+        return tuple(own + kept for own, kept in zip(own_bytes or (0,) * stages, islice(left, stages), strict=True))
+
+    promised = [more(getattr(cut, name), cut.stages) for _, cut in plan.cuts]
+    pipelines = tuple(each.model_copy(update={name: own}) for each, own in zip(plan.more, promised[1:], strict=True))
+    return plan.model_copy(update={name: promised[0], "more": pipelines})
 
 
 def are_worth_it(plan: Plan, request: PlanRequest) -> bool:
-    """Whether copies of a plan with one replica cost less than they save.
+    """Whether the copies of a plan cost less than they save.
 
     Without a rate of losses, they may keep a link busy for a small part of a step; with one they are weighed.
     """
-    link, state_bytes = request.calibration.across_vms.link.bytes_per_s, largest_stage(plan, request).state_bytes
+    link, largest = request.calibration.across_vms.link.bytes_per_s, largest_stage(plan, request)
+    rounds = copied_rounds(plan, request)
+    sends_bytes = largest.state_bytes if plan.copies is Copies.STATE else rounds.number * largest.sums_bytes
+    if plan.copies is Copies.SUMS and not rounds.number:
+        return False  # a step is over before
     if not request.losses_per_hour:
-        return state_bytes / link <= MOST_BUSY * plan.step_s
-    if copying_s(state_bytes, link) > LONGEST * plan.step_s:
+        return sends_bytes / link <= MOST_BUSY * plan.step_s
+    if plan.copies is Copies.STATE and copying_s(largest.state_bytes, link) > LONGEST * plan.step_s:
         return False  # ranks would make them less and less often
-    kept, without = (
-        expected(plan.model_copy(update={"copies": copies}), request) for copies in (Copies.KEPT, Copies.NONE)
-    )
-    return kept.examples_per_s > without.examples_per_s
+    without = expected(plan.model_copy(update={"copies": Copies.NONE}), request)
+    return expected(plan, request).examples_per_s > without.examples_per_s

@@ -3,34 +3,47 @@
 from typing import NamedTuple
 
 from varuna.core.plan import Plan
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.profile import profile
-from varuna.planner.request import PlanRequest
-from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, copying_s, sums_pause_s
+from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, copying_s, sums_pace
 
 
 class Rounds(NamedTuple):
     """Copies of a stage's sums of gradients in a step."""
 
-    number: float
-    first_s: float
-    """since the step's begin"""
+    number: int
+    begin_s: float
+    """since the step's begin, when the state has been copied, if it is"""
     every_s: float
+    """from then to the first, and to each further one"""
+    takes_s: float
+    """each"""
+
+    def lost_s(self, step_s: float) -> float:
+        """Seconds of the step's work that are in no copy, on average over what comes after ``begin_s``."""
+        ends_s, sum_s2 = self.begin_s, 0.0
+        for number in range(self.number + 1):
+            newest_s = self.begin_s + number * self.every_s if number else 0.0  # what was added by then is there
+            begins_s = ends_s
+            ends_s = step_s if number == self.number else self.begin_s + (number + 1) * self.every_s + self.takes_s
+            sum_s2 += (ends_s - newest_s) ** 2 - (begins_s - newest_s) ** 2
+        return sum_s2 / 2 / (step_s - self.begin_s) if step_s > self.begin_s else step_s
 
 
 class Largest(NamedTuple):
-    """Bytes of the largest stage."""
+    """Bytes of the largest stage that are copied."""
 
     state_bytes: int
+    """none, where other replicas hold it"""
     sums_bytes: int
 
 
 def copied_rounds(plan: Plan, request: PlanRequest) -> Rounds:
     """Rounds of copies of sums that the largest stage makes in a step."""
     link, largest = request.calibration.across_vms.link.bytes_per_s, largest_stage(plan, request)
-    round_s = copying_s(largest.sums_bytes, link)
-    first_s = copying_s(largest.state_bytes, link) + sums_pause_s(0.0, 0) + round_s
-    every_s = round_s + sums_pause_s(round_s, largest.sums_bytes)
-    return Rounds(max(0.0, 1 + (plan.step_s - first_s) // every_s), first_s, every_s)
+    round_s, begin_s = copying_s(largest.sums_bytes, link), copying_s(largest.state_bytes, link)
+    pace = sums_pace(plan.step_s - begin_s, largest.sums_bytes, round_s)
+    return Rounds(pace.rounds, begin_s, pace.every_s, round_s)
 
 
 def copies_take_s(plan: Plan, request: PlanRequest) -> float:
@@ -41,7 +54,8 @@ def copies_take_s(plan: Plan, request: PlanRequest) -> float:
 
 
 def largest_stage(plan: Plan, request: PlanRequest) -> Largest:
-    """Bytes of the largest stage."""
+    """Bytes of the largest stage, if copies were made as far as the number of replicas asks for them."""
     figures = profile(request.calibration, plan.micro_batch)
-    spans = [plan.sections_of(stage) for stage in range(plan.stages)]
-    return Largest(int(max(map(figures.state_bytes.over, spans))), int(max(map(figures.gradient_bytes.over, spans))))
+    spans = [slot.sections for slot in plan.slots]
+    state_bytes = int(max(map(figures.state_bytes.over, spans))) if plan.replicas == 1 else 0
+    return Largest(state_bytes, int(max(map(figures.gradient_bytes.over, spans))))

@@ -6,10 +6,10 @@ from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.effort import EFFORT
 from varuna.planner.pricing.network import link_of, reduce_s
 from varuna.planner.pricing.profile import Profile
-from varuna.planner.request import PlanRequest
 
 _VOTE_BYTES = 1024  # about: its latency is what counts
 _DEPTH_FACTOR = 2  # micro-batches in flight per stage, where memory has a use for keeping

@@ -1,17 +1,17 @@
 """What a loss of a worker costs under a plan, and the examples per second that are left at a rate of losses. Pure.
 
 A loss is noticed, groups are formed, state moves, and what nobody has of the step runs again. How much that is depends
-on the plan: with D replicas it is about the lost one's share, with copies of state what came after the newest copy of
-sums, without either the steps since the newest checkpoint.
+on the plan: with D replicas it is about the lost one's share, with copies of its sums what came after the newest of
+them, with one replica and no copies the steps since the newest checkpoint.
 """
 
 from math import sqrt
 from typing import NamedTuple
 
 from varuna.core.plan import Copies, Plan
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.copy_costs import copied_rounds, copies_take_s
 from varuna.planner.pricing.profile import profile
-from varuna.planner.request import PlanRequest
 from varuna.schedule.copy_pace import copying_s
 
 NOTICED_S = 6.0
@@ -44,7 +44,7 @@ class Expected(NamedTuple):
 
 def expected(plan: Plan, request: PlanRequest) -> Expected:
     """What a plan is worth at the request's rate of losses."""
-    step_s = plan.step_s + (copies_take_s(plan, request) if plan.copies is Copies.KEPT else 0.0)
+    step_s = plan.step_s + (copies_take_s(plan, request) if plan.copies.are_made else 0.0)
     rate = request.losses_per_hour * min(1.0, plan.workers / request.workers)
     loss_s = loss_cost_s(plan, request)
     each_s = step_s * (1 + rate / 3600 * loss_s)
@@ -54,30 +54,29 @@ def expected(plan: Plan, request: PlanRequest) -> Expected:
 def loss_cost_s(plan: Plan, request: PlanRequest) -> float:
     """Seconds of training that the loss of a worker costs, on average over the moments of a step."""
     state = profile(request.calibration, plan.micro_batch).state_bytes
-    state_bytes = max(state.over(plan.sections_of(stage)) for stage in range(plan.stages))
+    state_bytes = max(state.over(slot.sections) for slot in plan.slots)
     link = request.calibration.across_vms.link.bytes_per_s
     # State moves where the number of stages changes, as it mostly does if no spare is there.
-    base_s = NOTICED_S + REGROUPED_S + (state_bytes / link if plan.stages > 1 else 0.0)
+    base_s = NOTICED_S + REGROUPED_S + (state_bytes / link if plan.is_cut else 0.0)
     return base_s + _again_s(plan, request, state_bytes, link)
 
 
 def _again_s(plan: Plan, request: PlanRequest, state_bytes: float, link: float) -> float:
     """Seconds of the step, or of steps, that run again."""
-    step_s, fill = plan.step_s, plan.stages - 1
+    step_s, fill = plan.step_s, max(plan.depths) - 1
     flight_s = step_s * fill / (len(plan.micro_batches_of(0)) + fill)
     if plan.replicas > 1:
-        return step_s / 2 / plan.replicas + flight_s if request.keeps_sums else step_s / 2
+        if not request.keeps_sums:
+            return step_s / 2
+        since_s = copied_rounds(plan, request).lost_s(step_s) if plan.copies is Copies.SUMS else step_s / 2
+        return since_s / plan.replicas + flight_s
     undone_s = step_s / 2 + _checkpoint_age_s(plan, request, state_bytes)
-    if plan.copies is not Copies.KEPT:
+    if plan.copies is not Copies.STATE:
         return undone_s
     complete_s = min(step_s, copying_s(int(state_bytes), link))
     bare = complete_s / step_s if step_s else 0.0
-    left_s = step_s - complete_s
-    rounds = copied_rounds(plan, request)
-    every_s = min(rounds.every_s, left_s) if rounds.number else left_s
-    since_s = rounds.first_s - complete_s + every_s / 2 if rounds.number else complete_s + left_s / 2
     early_s = complete_s / 2 + _checkpoint_age_s(plan, request, state_bytes)
-    return bare * early_s + (1 - bare) * (min(since_s, complete_s + left_s / 2) + flight_s)
+    return bare * early_s + (1 - bare) * (copied_rounds(plan, request).lost_s(step_s) + flight_s)
 
 
 def _checkpoint_age_s(plan: Plan, request: PlanRequest, state_bytes: float) -> float:

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from varuna.calibration.format import Calibration
 from varuna.core.errors import UsageError
-from varuna.planner.pricing.profile import compute_s
-from varuna.planner.request import PlanRequest
+from varuna.planner.asking.request import PlanRequest
 
 _MICRO_BATCHES = 32  # wanted per step: fills pipelines of up to about 8 stages, and feeds 32 replicas
 _WORTH = 0.99  # the lowest m is chosen whose examples take no longer than the best m's over this
@@ -76,7 +75,7 @@ def _where_it_stops_improving(calibration: Calibration, sizes: list[int]) -> int
 
 
 def _per_example_s(calibration: Calibration, micro_batch: int) -> float:
-    return (compute_s(calibration, micro_batch) + 2 * calibration.action_s) / micro_batch
+    return (calibration.compute_s(micro_batch) + 2 * calibration.action_s) / micro_batch
 
 
 def knows_sizes(calibration: Calibration, global_batch: int) -> bool:

@@ -1,18 +1,20 @@
 """A ranking as people and programs read it: what each plan takes, holds and costs, and why the others lost."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from operator import attrgetter
 
 from pydantic import Field
 
-from varuna.core.plan import Copies, Plan, shares_text
+from varuna.core.dealing import shares_text
+from varuna.core.plan import Copies, Plan
 from varuna.core.times import StepParts
 from varuna.core.value import Value
+from varuna.planner.asking.ranking import Outpaced, Ranking, Rejection
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.goodput import expected
 from varuna.planner.pricing.predict import Breakdown
 from varuna.planner.pricing.profile import profile
-from varuna.planner.request import PlanRequest
-from varuna.planner.sweep import Outpaced, Ranking, Rejection
 
 _NAMES = {
     "compute_s": "compute",
@@ -28,18 +30,20 @@ class PlanReport(Value):
 
     stages: int = Field(description="P")
     replicas: int = Field(description="D")
+    shape: str = Field(description="P x D; of pipelines of different depth, each with their number")
     micro_batch: int = Field(description="m, examples")
     micro_batches: int = Field(description="N_m of the replica with the most")
     step_time_s: float
     examples_per_s: float
     loss_s: float | None = Field(default=None, description="of training, that the loss of a worker costs")
     examples_per_s_left: float | None = Field(default=None, description="at the given rate of losses")
-    copies: Copies = Field(default=Copies.NONE, description="of each stage's state and sums, in other workers' memory")
+    copies: Copies = Field(default=Copies.NONE, description="of each stage's state or sums, in other workers' memory")
     bubble: float = Field(description="share of the pipeline's time in which the average GPU does not compute")
-    memory_bytes: tuple[int, ...] = Field(description="peak, by stage")
+    memory_bytes: tuple[int, ...] = Field(description="peak, by stage; of unlike pipelines, one kind after the other")
     host_bytes: tuple[int, ...] = Field(description="of state and inputs in host memory, by stage; empty: none")
     breakdown: StepParts
     gpus_used: int
+    classes: tuple["ClassReport", ...] = Field(default=(), description="of GPUs; empty where all are of one")
     gpus_idle: int
     slower: float = Field(description="step time over that of the first plan, minus 1")
     why: str = Field(description="what makes it slower than the first plan")
@@ -55,6 +59,15 @@ class PlanReport(Value):
     snapshot_s: float | None = Field(description="copying the largest stage out for a checkpoint")
 
 
+class ClassReport(Value):
+    """What the GPUs of one class do in a plan."""
+
+    name: str
+    shape: str = Field(description="P x D of its pipelines")
+    gpus: int
+    micro_batches: int = Field(description="of a step, that they run")
+
+
 class RankingReport(Value):
     """Everything that ``varuna plan`` prints."""
 
@@ -64,12 +77,13 @@ class RankingReport(Value):
     gpus: int
     gpus_per_vm: int
     global_batch: int
-    memory_bytes: int | None = Field(description="of a GPU; null: unlimited")
+    memory_bytes: int | None = Field(description="of a GPU; null: unlimited, or by class")
     objective: str
     losses_per_hour: float = Field(default=0.0, description="of workers; if there are any, the plans are ranked by it")
     plans: tuple[PlanReport, ...] = Field(description="best first")
     outpaced: tuple[Outpaced, ...]
     rejected: tuple[Rejection, ...]
+    idle: tuple[str, ...] = Field(default=(), description="why GPUs of a class are left out, if any are")
 
 
 def report(request: PlanRequest, ranking: Ranking, *, price_per_hour: float | None) -> RankingReport:
@@ -78,7 +92,7 @@ def report(request: PlanRequest, ranking: Ranking, *, price_per_hour: float | No
     Args:
         request: what was asked for.
         ranking: the answer.
-        price_per_hour: of a GPU, in dollars.
+        price_per_hour: of a GPU, in dollars; None: what the calibration says.
     """
     shown = ranking.plans[: request.wanted]
     breakdowns = [prediction.breakdown for prediction in ranking.predictions[: request.wanted]]
@@ -89,18 +103,44 @@ def report(request: PlanRequest, ranking: Ranking, *, price_per_hour: float | No
     calibration = request.calibration
     return RankingReport(
         model=calibration.model.name,
-        hardware=calibration.hardware.name,
+        hardware=_hardware(request),
         calibrated=calibration.created,
         gpus=request.workers,
         gpus_per_vm=request.vm_size,
         global_batch=request.global_batch,
-        memory_bytes=request.limit_bytes,
+        memory_bytes=request.limit_bytes if len(request.classes) < 2 else request.memory_bytes,
         objective=request.objective,
         losses_per_hour=request.losses_per_hour,
         plans=tuple(plans),
         outpaced=_outpaced(request, ranking),
         rejected=ranking.rejected,
+        idle=tuple(_idle(request, ranking)),
     )
+
+
+def _hardware(request: PlanRequest) -> str:
+    """The GPUs, with how many there are of each class."""
+    if not request.classes:
+        return request.calibration.hardware.name
+    named = {each.name: request.calibration.of(each.name).hardware.name for each in request.classes}
+    return " + ".join(f"{each.workers} x {named[each.name]}" for each in request.classes)
+
+
+def _idle(request: PlanRequest, ranking: Ranking) -> Iterator[str]:
+    """Why GPUs of a class are left out of the best plan: what the best plan with them would take."""
+    for size in request.classes if ranking.plans else ():
+        best, rejected = ranking.plans[0], [each for each in ranking.rejected if each.device_class == size.name]
+        left = size.workers - best.classes.get(size.name, 0)
+        if not best.is_by_class or left <= 0:
+            continue
+        more = [plan for plan in ranking.plans if plan.classes.get(size.name, 0) > size.workers - left]
+        if rejected:
+            why = rejected[0].reason.split(": ", 1)[1]
+        elif more:
+            why = f"with more of them a step takes {more[0].step_s / best.step_s - 1:.1%} longer ({more[0].shape})"
+        else:
+            why = "no plan with more of them was found"
+        yield f"{left} of {size.workers} {size.name} idle: {why}"
 
 
 def _outpaced(request: PlanRequest, ranking: Ranking) -> tuple[Outpaced, ...]:
@@ -126,11 +166,12 @@ def _plan_report(
     price_per_hour: float | None,
 ) -> PlanReport:
     examples_per_s = plan.global_batch / plan.step_s if plan.step_s else float("inf")
-    hourly = None if price_per_hour is None else price_per_hour * request.paid(plan.workers)
+    hourly = request.hourly(plan.classes) if price_per_hour is None else price_per_hour * request.paid(plan.workers)
     worth = expected(plan, request) if request.losses_per_hour else None
     return PlanReport(
         stages=plan.stages,
         replicas=plan.replicas,
+        shape=plan.shape,
         micro_batch=plan.micro_batch,
         micro_batches=len(plan.micro_batches_of(0)),
         step_time_s=plan.step_s,
@@ -139,10 +180,11 @@ def _plan_report(
         examples_per_s_left=worth.examples_per_s if worth is not None else None,
         copies=plan.copies,
         bubble=parts.bubble,
-        memory_bytes=plan.memory_bytes,
-        host_bytes=plan.host_bytes,
+        memory_bytes=tuple(size for _, cut in plan.cuts for size in cut.memory_bytes),
+        host_bytes=tuple(size for _, cut in plan.cuts for size in cut.host_bytes),
         breakdown=StepParts(**asdict(parts)),
         gpus_used=plan.workers,
+        classes=_classes(plan),
         gpus_idle=request.workers - plan.workers,
         slower=plan.step_s / best.step_s - 1 if best.step_s else 0.0,
         why="" if plan is best else _why(request, plan, parts, best, best_parts),
@@ -157,6 +199,17 @@ def _plan_report(
         split_last=plan.split_last,
         snapshot_s=_snapshot_s(request, plan),
     )
+
+
+def _classes(plan: Plan) -> tuple[ClassReport, ...]:
+    """What each class does; nothing where a plan names none."""
+    found = []
+    for name, gpus in plan.classes.items() if plan.is_by_class else ():
+        cuts = [(replicas, cut) for replicas, cut in plan.cuts if cut.device_class == name]
+        shape = "+".join(f"{cut.stages}x{len(replicas)}" for replicas, cut in cuts)
+        shares = sum(plan.shares[replica] for replicas, _ in cuts for replica in replicas)
+        found.append(ClassReport(name=name, shape=shape, gpus=gpus, micro_batches=shares))
+    return tuple(found)
 
 
 def _why(request: PlanRequest, plan: Plan, parts: Breakdown, best: Plan, best_parts: Breakdown) -> str:
@@ -181,7 +234,9 @@ def _gpus(count: int) -> str:
 def _sharing(plan: Plan) -> str:
     """How many micro-batches each replica runs, and how M stays exact."""
     base, more = divmod(plan.micro_batches, plan.replicas)
-    if plan.speeds:
+    if plan.more:
+        text = f"dealt so that all end together: {shares_text(plan.shares)} micro-batches of {plan.micro_batch}"
+    elif plan.speeds:
         text = f"dealt by speed: {shares_text(plan.shares)} micro-batches of {plan.micro_batch}"
     elif not more:
         text = f"each replica runs {base} micro-batches of {plan.micro_batch}"
@@ -197,4 +252,4 @@ def _snapshot_s(request: PlanRequest, plan: Plan) -> float | None:
     if rate is None:
         return None
     state = profile(request.calibration, plan.micro_batch).state_bytes
-    return max(state.over(plan.sections_of(k)) for k in range(plan.stages)) / plan.replicas / rate
+    return max(state.over(slot.sections) for slot in plan.slots) / plan.replicas / rate

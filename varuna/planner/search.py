@@ -6,12 +6,12 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 from varuna.core.plan import Plan
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.build import Builder, BuiltPlan, Misfit
 from varuna.planner.effort import EFFORT
 from varuna.planner.estimate import Depth, Guess, Guesser, Shape
 from varuna.planner.polish import polished
 from varuna.planner.pricing.predict import Simulated, simulated
-from varuna.planner.request import PlanRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,56 +1,29 @@
 """The sweep: every depth P that the workers allow, every m worth trying, ranked (paper §"Parametrized Simulation")."""
 
-from dataclasses import dataclass, replace
-
-from pydantic import Field
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
-from varuna.core.value import Value
+from varuna.planner.asking.ranking import Outpaced, Ranking, Rejection
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.build import Builder, Misfit
 from varuna.planner.estimate import Depth, Guesser
 from varuna.planner.micro_batch import candidate_sizes
-from varuna.planner.pricing.predict import Prediction, Simulated
+from varuna.planner.pricing.predict import Simulated
 from varuna.planner.pricing.profile import profile
-from varuna.planner.request import PlanRequest
 from varuna.planner.search import search
 from varuna.planner.split_last import with_best_split
-from varuna.planner.unequal import with_speeds
+from varuna.planner.unlike.classes import by_class
+from varuna.planner.unlike.left_over import CLEARLY, may_mix, of_depths, without_idle
+from varuna.planner.unlike.speeds import with_speeds
 from varuna.schedule.policy import check_policy
 
 _WEIGHED = 8
 """Depths that are looked at for workers of different speed."""
-
-
-class Rejection(Value):
-    """A depth that cannot run."""
-
-    stages: int = Field(description="P")
-    replicas: int = Field(description="D that the workers would allow")
-    micro_batch: int | None = Field(default=None, description="smallest m tried; None if memory is not why")
-    reason: str
-    missing_bytes: int | None = Field(default=None, description="at the worst stage; None if memory is not why")
-
-
-class Outpaced(Value):
-    """A plan that was not simulated: its bound cannot win."""
-
-    stages: int
-    replicas: int
-    micro_batch: int
-    at_least_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
-    """The result of ranking plans: those found, those outpaced, those rejected."""
-
-    plans: tuple[Plan, ...]
-    """Simulated, best first."""
-    predictions: tuple[Prediction, ...]
-    """Predictions of these plans, in their order."""
-    outpaced: tuple[Outpaced, ...]
-    rejected: tuple[Rejection, ...]
+_MIXED = 4
+"""Plans for whose numbers of pipelines two depths are looked at."""
 
 
 def rank_plans(request: PlanRequest) -> Ranking:
@@ -60,6 +33,8 @@ def rank_plans(request: PlanRequest) -> Ranking:
         UsageError: no such policy, no stages, or an m outside the global batch.
     """
     check_policy(request.policy)
+    if request.classes:
+        return by_class(request, rank_plans)
     depths, rejected = _depths(request)
     if not depths:
         return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)
@@ -68,7 +43,7 @@ def rank_plans(request: PlanRequest) -> Ranking:
         ranking = _sweep(asked, depths, sizes)
         if ranking.plans:
             break
-    return _by_speed(ranking, request) if request.are_unequal else ranking
+    return _by_speed(ranking, request) if request.are_unequal else _nobody_idle(ranking, request)
 
 
 def _by_speed(ranking: Ranking, request: PlanRequest) -> Ranking:
@@ -79,6 +54,66 @@ def _by_speed(ranking: Ranking, request: PlanRequest) -> Ranking:
         plans=tuple(each.plan for each in ranked),
         predictions=tuple(each.prediction for each in ranked),
         outpaced=(),  # their bounds are for equal workers
+    )
+
+
+def _nobody_idle(ranking: Ranking, request: PlanRequest) -> Ranking:
+    """The ranking with a plan more, in which all workers have a seat, if that makes steps clearly shorter.
+
+    Pipelines of two depths are looked at for as many pipelines as the best plans have: what is best for 48 of 51
+    workers is a good beginning for all of them.
+    """
+    if not may_mix(request) or not ranking.plans:
+        return ranking
+    found = dict(zip(ranking.plans, ranking.predictions, strict=True))
+    least = CLEARLY * request.score(ranking.plans[0].workers, ranking.plans[0].step_s)
+    numbers = {plan.replicas: plan for plan in reversed(ranking.plans[:_MIXED])}
+    for plan in numbers.values():
+        at_best_s = plan.step_s * plan.workers / request.workers
+        if request.score(request.workers, at_best_s) < least:
+            mix = without_idle(plan, request, partial(_at_depth, request))
+            if mix is not None and request.score(mix.plan.workers, mix.step_s) < least:
+                found[mix.plan] = mix.prediction
+    ranked = _best_first(request, [Simulated(*each) for each in found.items()])
+    return replace(
+        ranking,
+        plans=tuple(each.plan for each in ranked),
+        predictions=tuple(each.prediction for each in ranked),
+    )
+
+
+def equal_pipelines(request: PlanRequest, stages: int, replicas: int, micro_batch: int) -> Simulated | None:
+    """The best equal pipelines, so many and so deep, by the fastest workers; None: they do not fit."""
+    workers = stages * replicas
+    fixed = {
+        "workers": workers,
+        "speeds": request.speeds[:workers],
+        "stages": stages,
+        "micro_batch": micro_batch,
+        "lowers_micro_batch": False,
+        "leaves_idle": False,
+        "wanted": 1,
+    }
+    ranking = rank_plans(request.model_copy(update=fixed))
+    found = map(Simulated, ranking.plans, ranking.predictions)
+    return next((each for each in found if each.plan.replicas == replicas), None)
+
+
+def _at_depth(request: PlanRequest, stages: int, replicas: int, micro_batch: int) -> Plan | None:
+    found = equal_pipelines(request, stages, replicas, micro_batch)
+    return None if found is None else found.plan
+
+
+def rank_depths(request: PlanRequest, depths: Sequence[int]) -> Ranking:
+    """The plan of pipelines of these depths, deepest first, with the m that is best for the first; or none."""
+    at_first = {"workers": depths[0] * len(depths), "stages": depths[0], "leaves_idle": False}
+    ranking = rank_plans(request.model_copy(update=at_first))
+    if not ranking.plans:
+        return ranking
+    mix = of_depths(depths, ranking.plans[0].micro_batch, request, partial(_at_depth, request))
+    found = [] if mix is None else [mix]
+    return replace(
+        ranking, plans=tuple(each.plan for each in found), predictions=tuple(each.prediction for each in found)
     )
 
 

@@ -1,6 +1,6 @@
 """How far each rank is at any moment of a step, so that a loss costs what the survivors' sums lack.
 
-One simulated pipeline stands for all replicas of a plan. What survivors then say they hold is judged by the state
+One simulated pipeline stands for all that are cut alike. What survivors then say they hold is judged by the state
 machine of a run, which chooses sums and deals out the rest.
 """
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from varuna.calibration.format import Calibration
 from varuna.core.model import JobFacts
-from varuna.core.plan import Copies, Plan
+from varuna.core.plan import Plan
 from varuna.core.sums import (
     HeldSums,
     MicroBatchLoss,
@@ -22,11 +22,11 @@ from varuna.core.sums import (
     spans_of,
     union,
 )
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import run_request
 from varuna.planner.copy_costs import copies_take_s
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.profile import profile
-from varuna.planner.request import PlanRequest
 from varuna.replay.copied import CopiedSum, copied_sums
 from varuna.schedule.actions import Kind
 from varuna.simulator.costs import PipelineCosts
@@ -58,6 +58,11 @@ class _Course(NamedTuple):
     """what the plan predicts, over what is simulated"""
 
 
+def _kind_of(plan: Plan, replica: int) -> int:
+    """Which of the plan's cuts a replica has."""
+    return next(kind for kind, (replicas, _) in enumerate(plan.cuts) if replica in replicas)
+
+
 class BrokenSteps:
     """Steps of one job's plans, from begin to end; each is simulated once."""
 
@@ -65,17 +70,21 @@ class BrokenSteps:
         self._job, self._calibration = job, calibration
         self._costs: dict[Plan, PipelineCosts] = {}
         self._longer: dict[Plan, float] = {}
-        self._courses: dict[tuple[Plan, int], _Course] = {}
+        self._courses: dict[tuple[Plan, int, int], _Course] = {}
 
     def seconds(self, plan: Plan, work: Sequence[Spans]) -> float:
         """How long a step takes of which each replica runs some micro-batches."""
-        return self._course(plan, max(map(count, work))).step_s * self.longer(plan)
+        longest: dict[int, int] = {}
+        for each, spans in enumerate(work):
+            kind = _kind_of(plan, each)
+            longest[kind] = max(longest.get(kind, 0), count(spans))
+        return max(self._course(plan, number, kind).step_s for kind, number in longest.items()) * self.longer(plan)
 
     def longer(self, plan: Plan) -> float:
         """How many times as long a step takes with the copies that are made in it, if any are, as without."""
         known = self._longer.get(plan)
         if known is None:
-            cost_s = copies_take_s(plan, self._request(plan)) if plan.copies is Copies.KEPT else 0.0
+            cost_s = copies_take_s(plan, self._request(plan)) if plan.copies.are_made else 0.0
             known = self._longer[plan] = 1 + cost_s / plan.step_s if plan.step_s else 1.0
         return known
 
@@ -89,42 +98,45 @@ class BrokenSteps:
             stopped_s: by replica, how far into the step it came.
         """
         replica, stage = plan.place_of(rank)
+        sections = plan.sections_at(rank)
         mine = plan.micro_batches_of(replica) if rest is None else numbers_of(rest.work)
-        course, until_s = self._course(plan, len(mine)), stopped_s[replica] / self.longer(plan)
+        course, until_s = self._course(plan, len(mine), _kind_of(plan, replica)), stopped_s[replica] / self.longer(plan)
         everything: Spans = ((0, plan.micro_batches),)
         done = spans_of(mine[each.micro_batch] for each in course.added[stage] if each.ends_s <= until_s)
         if min(stopped_s) / self.longer(plan) >= course.reduced_s[stage]:
-            sums: Mapping[int, Spans] = dict.fromkeys(plan.sections_of(stage), everything)
+            sums: Mapping[int, Spans] = dict.fromkeys(sections, everything)
         else:
-            sums = self._with_inherited(plan.sections_of(stage), done, rest)
-        losses = self._losses(plan, stage, mine, rest, course, until_s)
-        sections = tuple(SectionSum(section=section, micro_batches=spans) for section, spans in sums.items() if spans)
-        return HeldSums(micro_batch=plan.micro_batch, sections=sections, losses=losses) if sections else None
+            sums = self._with_inherited(sections, done, rest)
+        losses = self._losses(plan, rank, mine, rest, course, until_s)
+        held = tuple(SectionSum(section=section, micro_batches=spans) for section, spans in sums.items() if spans)
+        return HeldSums(micro_batch=plan.micro_batch, sections=held, losses=losses) if held else None
 
     def copied(
         self, plan: Plan, rank: int, rest: RestOfStep | None, *, state_complete_s: float, until_s: float
     ) -> HeldSums | None:
-        """What a rank's keeper has of its sums, in a plan with one replica; None: nothing.
+        """What a rank's keeper has of its sums; None: nothing.
 
         Args:
             plan: of the generation.
             rank: whose sums they are.
             rest: what the rank had to do of the step, if not all.
-            state_complete_s: when the copy of the rank's state was, in seconds since the step's begin.
-            until_s: likewise, when the rank or its keeper stopped.
+            state_complete_s: when the copy of the rank's state was, if there is one, in seconds since the step's begin.
+            until_s: likewise, when the rank, its keeper or its pipeline stopped.
         """
-        stage = plan.place_of(rank).stage
-        mine = plan.micro_batches_of(0) if rest is None else numbers_of(rest.work)
-        course = self._course(plan, len(mine))
+        replica, stage = plan.place_of(rank)
+        mine = plan.micro_batches_of(replica) if rest is None else numbers_of(rest.work)
+        course = self._course(plan, len(mine), _kind_of(plan, replica))
         longer = self.longer(plan)
         added_s = [each.ends_s * longer for each in course.added[stage]]
-        sizes = {section: self._job.model.sections[section].summed_bytes for section in plan.sections_of(stage)}
+        sizes = {section: self._job.model.sections[section].summed_bytes for section in plan.sections_at(rank)}
         newest: dict[int, CopiedSum] = {}
         for copy in copied_sums(
             added_s,
             sizes,
             state_complete_s=state_complete_s,
             link_bytes_per_s=self._calibration.across_vms.link.bytes_per_s,
+            step_s=plan.step_s * longer,
+            goes_on=rest is not None and bool(rest.taken),
             until_s=until_s,
         ):
             newest[copy.section] = copy
@@ -133,22 +145,23 @@ class BrokenSteps:
             taken_s = copy.taken_s / longer
             done = spans_of(mine[each.micro_batch] for each in course.added[stage] if each.ends_s <= taken_s)
             spans = self._with_inherited(range(section, section + 1), done, rest)[section]
-            losses = self._losses(plan, stage, mine, rest, course, taken_s)
+            losses = self._losses(plan, rank, mine, rest, course, taken_s)
             held = SectionSum(section=section, micro_batches=spans)
-            parts.append(HeldSums(micro_batch=plan.micro_batch, sections=(held,), losses=losses))
+            if spans:
+                parts.append(HeldSums(micro_batch=plan.micro_batch, sections=(), copies=(held,), losses=losses))
         return joined(parts)
 
     def _losses(
         self,
         plan: Plan,
-        stage: int,
+        rank: int,
         mine: Sequence[int],
         rest: RestOfStep | None,
         course: _Course,
         until_s: float,
     ) -> tuple[MicroBatchLoss, ...]:
         """Losses that a rank knows: none but those of the last stage does."""
-        if stage != plan.stages - 1:
+        if plan.sections_at(rank).stop != plan.sections:
             return ()
         known = (mine[number] for number, at_s in enumerate(course.loss_s) if at_s <= until_s)
         inherited = () if rest is None else rest.losses
@@ -163,13 +176,14 @@ class BrokenSteps:
         new = {section: spans_of(j for j in numbers_of(done) if j not in kept[section]) for section in sections}
         return {section: union([new[section], taken[section]]) for section in sections}
 
-    def _course(self, plan: Plan, micro_batches: int) -> _Course:
-        """A replica's step of so many micro-batches; a whole one takes as long as the plan says."""
-        known = self._courses.get((plan, micro_batches))
+    def _course(self, plan: Plan, micro_batches: int, kind: int = 0) -> _Course:
+        """A replica's step of so many micro-batches, by how it is cut; a whole one takes as long as the plan says."""
+        known = self._courses.get((plan, micro_batches, kind))
         if known is None:
             whole = len(plan.micro_batches_of(0))
-            scale = None if micro_batches == whole else self._course(plan, whole).scale
-            known = self._courses[plan, micro_batches] = self._simulated(plan, micro_batches, scale)
+            scale = None if (micro_batches, kind) == (whole, 0) else self._course(plan, whole).scale
+            alike = plan.as_if_all(plan.cuts[kind][1])
+            known = self._courses[plan, micro_batches, kind] = self._simulated(alike, micro_batches, scale)
         return known
 
     def _simulated(self, plan: Plan, micro_batches: int, scale: float | None) -> _Course:

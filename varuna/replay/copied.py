@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from varuna.schedule.copy_pace import CopyPace, copying_s, sums_pause_s
+from varuna.schedule.copy_pace import CopyPace, copying_s, sums_pace, sums_pause_s
 
 
 class StateCopies:
@@ -49,21 +49,26 @@ def copied_sums(
     *,
     state_complete_s: float,
     link_bytes_per_s: float,
+    step_s: float,
+    goes_on: bool,
     until_s: float,
 ) -> Iterator[CopiedSum]:
     """Copies of a stage's sums that are complete by ``until_s``, as ``engine.copies.sending`` makes them.
 
-    The first round begins after a pause, once the state's copy is complete. A section's sum is taken when something was
-    just added to it.
+    A section's sum is taken when something was just added to it.
 
     Args:
         added_s: when micro-batches were added, ascending.
         sizes: bytes of each section's sums.
         state_complete_s: when the state's copy was.
         link_bytes_per_s: of the link to the keeper.
+        step_s: how long the step takes.
+        goes_on: something is in the sums from the beginning, so that the first round begins at once.
         until_s: when the owner or its keeper stopped.
     """
-    now_s, position = state_complete_s + sums_pause_s(0.0, 0), 0
+    size_bytes = sum(sizes.values())
+    pace = sums_pace(step_s - state_complete_s, size_bytes, copying_s(size_bytes, link_bytes_per_s))
+    now_s, position = state_complete_s + (0.0 if goes_on else pace.every_s), 0
     while now_s <= until_s:
         began_s = now_s
         for section, size in sizes.items():
@@ -76,5 +81,4 @@ def copied_sums(
             if now_s > until_s:
                 return
             yield CopiedSum(section, taken_s, now_s)
-        round_s = now_s - began_s
-        now_s += sums_pause_s(round_s, sum(sizes.values()))
+        now_s += sums_pause_s(pace, now_s - began_s)

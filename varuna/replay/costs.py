@@ -22,9 +22,9 @@ class MorphCosts:
     keeps_sums: bool = True
     """Whether survivors go on from the sums of gradients that they have of a step that a loss breaks off."""
     copies: bool = True
-    """Whether workers keep copies of each other's state and sums where D is 1 and the planner finds them worth it: in
-    the memory of hosts, whose size is not known unless the calibration says it. What they cost was measured where
-    processors train."""
+    """Whether workers keep copies of each other's sums, and where D is 1 of their state, if the planner finds them
+    worth it: in the memory of hosts, whose size is not known unless the calibration says it. What they cost was
+    measured where processors train."""
     checkpoints: bool = True
     """Whether to save at Young's interval, from the losses so far and the run's own snapshot times."""
     snapshot_bytes_per_s: float = 5e9

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from varuna.core.messages import Assignment
+from varuna.core.plan import Copies
 from varuna.core.sums import HeldSums, joined
 from varuna.replay.broken_steps import BrokenSteps
 from varuna.replay.life import Life, SimulatedWorker
@@ -31,16 +32,16 @@ def held_sums(
     plan, began_s, held_s = assignment.plan, life.began_s, life.held_s
     stopped_s = []
     for replica in range(plan.replicas):
-        ranks = range(plan.rank_of(replica, 0), plan.rank_of(replica, 0) + plan.stages)
+        ranks = plan.ranks_of(replica)
         stopped_s.append(min(life.gone_s.get(members[rank].name, held_s) for rank in ranks) - began_s)
     is_first = life.step == assignment.next_step
     found = [broken_steps.held(plan, assignment.rank, assignment.rest if is_first else None, stopped_s)]
     owner = assignment.copy_from
     if life.copies is not None and owner is not None:
-        until_s = life.gone_s.get(members[owner].name, held_s) - began_s
+        until_s = stopped_s[plan.place_of(owner).replica]
         complete_s = life.copies.complete_s(owner)
-        if complete_s <= until_s:
-            worker.copied = frozenset(plan.sections_of(plan.place_of(owner).stage))
+        if complete_s <= life.gone_s.get(members[owner].name, held_s) - began_s:
+            worker.copied = frozenset(plan.sections_at(owner)) if plan.copies is Copies.STATE else frozenset()
             its = members[owner].assignment
             rest = its.rest if its is not None and is_first else None
             found.append(broken_steps.copied(plan, owner, rest, state_complete_s=complete_s, until_s=until_s))

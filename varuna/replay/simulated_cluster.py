@@ -24,11 +24,12 @@ from varuna.core.messages import (
     WorkerPhase,
 )
 from varuna.core.model import JobFacts
+from varuna.core.plan import Copies, Plan
 from varuna.core.sums import HeldSums
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Fleet, Idle, Running
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AnswerReceived,
     Event,
@@ -39,6 +40,7 @@ from varuna.fleet.state.inputs import (
     WorkerSpawned,
 )
 from varuna.fleet.state.outputs import Ask, Instruction, Kill, Publish, Send
+from varuna.fleet.state.phases import Idle, Running
 from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, Planner, WhichCheckpoint, plan_answer
 from varuna.fleet.state.run_events import RunEvent
 from varuna.planner.goodput import young_s
@@ -283,8 +285,7 @@ class SimulatedCluster:
     def _copy_s(self, assignment: Assignment) -> float:
         """Seconds that copies of state take; they run in parallel, so the busiest sender or receiver decides."""
         if assignment.checkpoint is not None:
-            stages = range(assignment.plan.stages)
-            return max(self._stage_bytes(assignment, stage) for stage in stages) / self._costs.load_bytes_per_s
+            return max(self._bytes_by_slot(assignment.plan)) / self._costs.load_bytes_per_s
         moved = (*self._life.sent.values(), *self._life.received.values())
         return max(moved, default=0) / self._link_bytes_per_s
 
@@ -292,8 +293,8 @@ class SimulatedCluster:
         """The worker of each rank."""
         return self.fleet.history[assignment.generation].members
 
-    def _stage_bytes(self, assignment: Assignment, stage: int) -> int:
-        return sum(self._bytes[section] for section in assignment.plan.sections_of(stage))
+    def _bytes_by_slot(self, plan: Plan) -> list[int]:
+        return [sum(self._bytes[section] for section in slot.sections) for slot in plan.slots]
 
     def _is_stuck(self, generation: int, assignment: Assignment, *, forming: bool) -> bool:
         """Whether the generation was ended, or waits for someone who is gone."""
@@ -312,12 +313,13 @@ class SimulatedCluster:
             worker = self._workers[name]
             worker.sums, worker.copied = None, frozenset()
             in_grid = rank < plan.workers
-            worker.sections = frozenset(plan.sections_of(plan.place_of(rank).stage)) if in_grid else frozenset()
+            worker.sections = frozenset(plan.sections_at(rank)) if in_grid else frozenset()
             worker.next_step = assignment.next_step if in_grid else None
         self._grid = frozenset(self._members(assignment)[: plan.workers])
-        if self.fleet.history[generation].copy_shift and self._costs.copies:
-            stages = [self._stage_bytes(assignment, plan.place_of(rank).stage) for rank in range(plan.workers)]
-            self._life.copies = StateCopies(stages, self._link_bytes_per_s)
+        if self.fleet.history[generation].keepers and self._costs.copies:
+            by_slot = self._bytes_by_slot(plan) if plan.copies is Copies.STATE else [0] * len(plan.slots)
+            held_bytes = [by_slot[plan.slot_of(rank)] for rank in range(plan.workers)]
+            self._life.copies = StateCopies(held_bytes, self._link_bytes_per_s)
         self._begin_step(generation, assignment, assignment.next_step, 0.0)
         for name in self._members(assignment)[: plan.workers]:  # from now on nobody else is needed as a source
             step = assignment.next_step
@@ -373,7 +375,7 @@ class SimulatedCluster:
     def _maybe_save(self, assignment: Assignment, step: int) -> float:
         """Seconds that a checkpoint stops training, if one is due."""
         plan = assignment.plan
-        share_bytes = max(self._stage_bytes(assignment, stage) for stage in range(plan.stages)) / plan.replicas
+        share_bytes = max(self._bytes_by_slot(plan)) / plan.replicas
         stall_s = share_bytes / self._costs.snapshot_bytes_per_s
         # Half of all changes are losses.
         every_s = young_s(stall_s, 2 * self.fleet.experience.gap_s(self.now_s))

@@ -1,1 +1,1 @@
-"""Which action a stage runs next: actions, static orders, the validator, and the policies that decide."""
+"""Which action a stage runs next, and how much may wait: actions, orders, the validator, the policies that decide."""

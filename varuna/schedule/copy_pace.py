@@ -5,6 +5,8 @@ ready in time makes them less often. The engine makes them by these rules, the p
 them.
 """
 
+from typing import NamedTuple
+
 LINK_SHARE = 0.5
 """Of a link's time, at most, goes to copies."""
 LONGEST = 0.1
@@ -13,7 +15,7 @@ PROCESSOR_S_PER_BYTE = 1.9e-9
 """Of a worker that sends copies and keeps as many of another's (``benchmarks.copy_cost``, 24 November 2026). Where
 processors do not train, as beside GPUs, it is more than a copy can cost."""
 _SUMS_EVERY_S, _SUMS_SHARE = 5.0, 0.02
-"""Seconds between copies of a step's sums of gradients, and the share of time that making them may take."""
+"""Seconds between copies of a step's sums of gradients, at least, and the share of time that making them may take."""
 LONGEST_PAUSE_S = 1.0
 SHORT_S = 0.25
 """A copy may take so long, however short a step is."""
@@ -30,14 +32,40 @@ def copying_s(size_bytes: int, link_bytes_per_s: float) -> float:
     return size_bytes / (link_bytes_per_s * LINK_SHARE)
 
 
-def sums_pause_s(round_s: float, size_bytes: int) -> float:
-    """How long to wait after copies of all sums, of ``size_bytes``, that took ``round_s``.
+class SumsPace(NamedTuple):
+    """When a step's sums are copied: all of them, one section after another, in each of some rounds."""
 
-    What they cost is their processor time, and no more than all of the time that they took: on a slow link, that is
-    mostly waiting.
+    rounds: int
+    """none: the step is too short"""
+    every_s: float
+    """from the begin of one to that of the next, and before the first"""
+
+
+def sums_pace(left_s: float, size_bytes: int, round_s: float) -> SumsPace:
+    """The pace for what is left of a step.
+
+    What they cost is their processor time, and no more than all of the time that they take: on a slow link, that is
+    mostly waiting. As many as their share of the time allows divide the step equally: copied early, there is little in
+    the sums, and copied late, little is left that could be lost.
+
+    Args:
+        left_s: how long it takes from now on.
+        size_bytes: of all sums.
+        round_s: how long one round takes.
     """
     cost_s = min(round_s, PROCESSOR_S_PER_BYTE * size_bytes)
-    return max(_SUMS_EVERY_S, round_s, cost_s / _SUMS_SHARE - round_s)
+    least_s = max(_SUMS_EVERY_S, 2 * round_s)
+    rounds = int(left_s / least_s) - 1
+    if cost_s:
+        rounds = min(rounds, int(left_s * _SUMS_SHARE / cost_s))
+    if rounds < 1:
+        return SumsPace(0, max(least_s, cost_s / _SUMS_SHARE))
+    return SumsPace(rounds, left_s / (rounds + 1))
+
+
+def sums_pause_s(pace: SumsPace, round_s: float) -> float:
+    """How long to wait after a round that took ``round_s``: links are not busy with copies all the time."""
+    return max(round_s, pace.every_s - round_s)
 
 
 class CopyPace:

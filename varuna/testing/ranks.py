@@ -6,7 +6,6 @@ script ──Trainer──> ManagedMembership ──frames──> _Workers ─�
 """
 
 import queue
-import sys
 import tempfile
 import threading
 import time
@@ -18,8 +17,10 @@ from typing import Any, Self
 
 import torch
 
-from varuna.core.errors import UsageError, VarunaError, WorkerError
+from varuna.core.errors import NoPlanError, UsageError, VarunaError, WorkerError
 from varuna.core.messages import ToWorker, from_worker
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.loop import Manager
 from varuna.fleet.manager.mailbox import Mailbox
@@ -29,7 +30,10 @@ from varuna.fleet.state.inputs import Event, MessageReceived, NoticeReceived, St
 from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded
 from varuna.membership.launched import WorkerThread, here
 from varuna.membership.managed import ManagedMembership
-from varuna.planner.choose import plan_run
+from varuna.planner.choose import plan_run, run_request
+from varuna.planner.copies import with_copies
+from varuna.planner.sweep import rank_depths
+from varuna.process.frames import stacks_of
 from varuna.testing.faults import Fault, Killed, Warned, watching
 
 _END_S = 30.0
@@ -52,13 +56,18 @@ class RunResult:
     """what the manager and the workers warned of"""
 
 
+Stages = int | tuple[int, ...]
+"""P, or the depth of each pipeline."""
+
+
 def run(
     script: Callable[[], Any],
     *,
     workers: int = 1,
-    stages: int | Mapping[int, int] | None = None,
+    stages: Stages | Mapping[int, Stages] | None = None,
     faults: Sequence[Fault] = (),
     bound_s: float = 100.0,
+    captures: list[Any] | None = None,
 ) -> RunResult:
     """Run a training script on several workers, each a thread of this process.
 
@@ -69,9 +78,12 @@ def run(
     Args:
         script: what each worker runs: makes a ``Trainer`` and loops over its steps.
         workers: P x D, or more: those that fit no plan wait as spares. A killed worker is not replaced.
-        stages: P, or P by the number of workers that are left, such as ``{4: 2, 3: 3}``. Default: the planner's choice.
+        stages: P, or the depth of each pipeline, such as ``(3, 2)``; or either by the number of workers that are left,
+            such as ``{5: (3, 2), 4: 2, 3: 3}``. Default: the planner's choice.
         faults: what goes wrong, see ``fail_at`` and ``notice_at``.
         bound_s: how long the run may take.
+        captures: at first an empty list. Runs that are given the same one capture the same model once; what functions
+            find in variables of modules must then be the same, too.
 
     Raises:
         VarunaError: the run failed, with the text that ``varuna run`` would end with; or the error of this kind that
@@ -81,7 +93,7 @@ def run(
     """
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="varuna-testing-") as folder, watching(faults):
-        crew = _Workers(script, Path(folder), workers, stages, bound_s)
+        crew = _Workers(script, Path(folder), workers, stages, bound_s, [] if captures is None else captures)
         for fault in faults:
             fault.lose = crew.lose
             if isinstance(fault, Warned):
@@ -97,6 +109,23 @@ def run(
             "rank, a step and a phase that this run has"
         )
     return outcome
+
+
+def _plan(job: JobFacts, workers: int, micro_batch: int | None, stages: Stages | None) -> Plan:
+    if not isinstance(stages, tuple):
+        return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch, copies=True)
+    depths = sorted(stages, reverse=True)
+    if sum(depths) > workers:
+        raise NoPlanError(f"stages={stages} needs {sum(depths)} workers, and there are {workers}")
+    request = run_request(job, workers=workers, micro_batch=micro_batch)
+    ranking = rank_depths(request, depths)
+    if not ranking.plans:
+        raise NoPlanError(
+            f"stages={stages} does not fit: the model has {len(job.model.sections)} sections, and a pipeline needs a "
+            f"micro-batch of the {job.global_batch} examples. Pass fewer stages, or cut= or a smaller micro_batch= to "
+            "Trainer."
+        )
+    return with_copies(ranking.plans[0], request, measured=False)
 
 
 class _Line:
@@ -146,11 +175,12 @@ class _Workers:
         script: Callable[[], Any],
         folder: Path,
         workers: int,
-        stages: int | Mapping[int, int] | None,
+        stages: Stages | Mapping[int, Stages] | None,
         bound_s: float,
+        captures: list[Any],
     ) -> None:
         self._script, self._bound_s = script, bound_s
-        self._capturing, self._captures = threading.Lock(), list[Any]()
+        self._capturing, self._captures = threading.Lock(), captures
         self._turns: dict[str, _Turn] = {}
         self._lines: dict[str, _Line] = {}
         self._threads: dict[str, threading.Thread] = {}
@@ -171,12 +201,8 @@ class _Workers:
                 lease_s=bound_s,  # a thread that ends is always heard of, and silence is a busy machine's
                 suspect_lease_s=bound_s,
             ),
-            lambda job, count, micro_batch: plan_run(
-                job,
-                workers=count,
-                stages=stages.get(count) if isinstance(stages, Mapping) else stages,
-                micro_batch=micro_batch,
-                copies=True,
+            lambda job, count, micro_batch: _plan(
+                job, count, micro_batch, stages.get(count) if isinstance(stages, Mapping) else stages
             ),
             hands=self,
             mailbox=self._mailbox,
@@ -237,8 +263,8 @@ class _Workers:
         for worker, thread in self._threads.items():
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
-                frame = sys._current_frames().get(thread.ident or 0)
-                where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
+                stacks = stacks_of([thread.ident or 0])
+                where = "".join(traceback.format_stack(stacks[0][0])[-3:]) if stacks else ""
                 raise WorkerError(f"worker {worker} does not end {_END_S:g} s after the run has. It is here:\n{where}")
 
     # -- what the manager asks for ---------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def save_parts(
     with Crew(1, "checksums") as beside:
         for stage in range(plan.stages):
             for replica in range(plan.replicas) if replicas is None else replicas:
-                held = {section: states[section] for section in plan.sections_of(stage)}
+                held = {section: states[section] for section in plan.first_cut.sections_of(stage)}
                 planned = parts_of(
                     list(held.values()),
                     replica=replica,

@@ -40,6 +40,8 @@ def test_complete_steps_are_committed_and_old_ones_go(place: str) -> None:
             keep.collect(shard)
     assert keep.wait_for(9, 10)
     assert keep.settle()
+    assert keep.verifier.wait(10)
+    assert keep.settle()
     assert [folder.step for folder in survey(keep.store)] == [9, 6]
     found = keep.newest()
     assert found is not None

@@ -33,16 +33,33 @@ def test_multiples_stay_for_good_if_they_are_complete() -> None:
     assert superfluous(folders, 70, Kept(last=2, every=20)) == [50, 30, 20, 10]
 
 
-@given(st.dictionaries(st.integers(0, 50), st.booleans(), min_size=1), st.integers(1, 5), st.none() | st.integers(1, 9))
-def test_whatever_goes_enough_complete_ones_stay(found: dict[int, bool], last: int, every: int | None) -> None:
+def test_the_one_that_was_read_back_stays_as_one_more() -> None:
+    folders = [(step, step != 30) for step in range(10, 80, 10)]
+    assert superfluous(folders, 70, Kept(last=1), proven=50) == [60, 40, 30, 20, 10]
+    assert superfluous(folders, 70, Kept(last=2), proven=10) == [50, 40, 30, 20]
+    assert superfluous(folders, 70, Kept(last=3), proven=60) == [40, 30, 20, 10]
+    assert superfluous(folders, 70, Kept(last=1), proven=30) == [60, 50, 40, 30, 20, 10]  # damaged since
+
+
+@given(
+    st.dictionaries(st.integers(0, 50), st.booleans(), min_size=1),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 9),
+    st.none() | st.integers(0, 50),
+)
+def test_whatever_goes_enough_complete_ones_stay(
+    found: dict[int, bool], last: int, every: int | None, proven: int | None
+) -> None:
     complete = sorted((step for step, is_complete in found.items() if is_complete), reverse=True)
     if not complete:
         return
-    going = superfluous(list(found.items()), complete[0], Kept(last, every))
-    assert not set(going) & set(complete[:last])
+    going = superfluous(list(found.items()), complete[0], Kept(last, every), proven)
+    assert not set(going) & {*complete[:last], *(step for step in complete if step == proven)}
     assert all(step < complete[0] for step in going)
     if every is not None:
         assert not [step for step in going if found[step] and step % every == 0]
+    else:
+        assert len(found) - len(going) - sum(step > complete[0] for step in found) <= last + 1
 
 
 def test_a_damaged_checkpoint_does_not_count(store: Store) -> None:
@@ -53,6 +70,15 @@ def test_a_damaged_checkpoint_does_not_count(store: Store) -> None:
     save_parts(store, 5, make_plan())
     assert retain(store, 4, Kept(last=2)) == [3, 2]
     assert steps(store) == [5, 4, 1]
+
+
+def test_one_that_was_read_back_and_is_damaged_since_does_not_stay(store: Store) -> None:
+    for step in (1, 2, 3, 4):
+        save(store, step)
+    mark_damaged(store, 2, "x")
+    assert retain(store, 3, Kept(last=1), proven=2) == [2, 1]
+    assert retain(store, 4, Kept(last=1), proven=3) == []
+    assert steps(store) == [4, 3]
 
 
 def test_a_run_that_fell_back_keeps_what_it_runs_from(store: Store) -> None:

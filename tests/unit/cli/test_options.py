@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from tests.unit.fleet.support import make_job
 from varuna.calibration.nominal import nominal_calibration
 from varuna.cli import main as cli
-from varuna.cli.options import price_of
+from varuna.cli.shared.options import price_of
 from varuna.core.errors import UsageError
 from varuna.fleet.state.run_events import Priced
 

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,8 @@ from varuna.cli.main import main
 from varuna.cli.plan import show
 from varuna.core.devices import DeviceFacts, reserved_bytes
 from varuna.engine.device import streams as device
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.report import report
-from varuna.planner.request import PlanRequest
 from varuna.planner.sweep import rank_plans
 
 FOLDER = Path(__file__).parents[3] / "examples" / "calibrations"
@@ -265,3 +266,53 @@ def test_at_a_rate_of_losses_plans_are_ranked_by_what_is_left_and_both_figures_a
     assert quiet["plans"][0]["loss_s"] is None
     assert quiet["plans"][0]["step_time_s"] <= found["plans"][0]["step_time_s"]
     assert "left" not in run(*args).out
+
+
+def test_gpus_of_two_kinds_share_a_step(run: Any) -> None:
+    fast = str(FOLDER / "gpt2-2.5b-h100.json")
+    both = ("--calibration", fast, "--gpus", "8", "--calibration", SMALL, "--gpus", "16")
+    ran = run(*both, "--json")
+    assert ran.exit_code == 0
+    found = json.loads(ran.out)
+    first, alone = found["plans"][0], json.loads(run("--calibration", fast, "--gpus", "8", "--json").out)["plans"][0]
+    assert first["gpus_used"] == 24
+    assert [each["gpus"] for each in first["classes"]] == [8, 16]
+    assert first["step_time_s"] < 0.95 * alone["step_time_s"]
+    assert first["dollars_per_hour"] > alone["dollars_per_hour"]
+    shown = " ".join(run(*both).out.split())
+    assert "8 x H100-80GB, 40 Gb/s + 16 x V100-16GB, 10 Gb/s" in shown
+    assert re.search(r"on V100-16GB, 10 Gb/s: \d+ x \d+, \d+ micro-batches in all", shown)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--calibration", SMALL, "--gpus", "8", "--gpus", "4"), "--gpus was given 2 times"),
+        (("--calibration", SMALL, "--gpus", "8", "--calibration", SMALL, "--gpus", "4"), "classes of their own"),
+        (
+            ("--calibration", SMALL, "--calibration", str(FOLDER / "gpt2-2.5b-h100.json"), "--gpus", "8"),
+            "given 1 times",
+        ),
+        (
+            (
+                "--calibration",
+                SMALL,
+                "--gpus",
+                "8",
+                "--calibration",
+                str(FOLDER / "gpt2-8.3b-h100.json"),
+                "--gpus",
+                "4",
+            ),
+            "different models",
+        ),
+        (
+            (*("--calibration", SMALL, "--gpus", "8") * 2, "--slower", "1x0.5"),
+            "classes of their own",
+        ),
+    ],
+)
+def test_kinds_of_gpus_that_do_not_add_up_are_refused(run: Any, args: tuple[str, ...], words: str) -> None:
+    ran = run(*args)
+    assert ran.exit_code == 2
+    assert words in " ".join(ran.err.split())

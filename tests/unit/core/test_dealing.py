@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.core.plan import ends_of_shares, pipeline_speeds
+from varuna.core.dealing import ends_of_shares, pipeline_speeds
 
 SPEEDS = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4).map(lambda found: tuple(sorted(found, reverse=True)))
 
@@ -36,6 +36,23 @@ def test_two_fast_and_four_slow_ones() -> None:
     assert shares(64, (1.0, 0.5), 4) == [44, 20]  # (44 + 3) / 1 = 47 and (20 + 3) / 0.5 = 46
 
 
+@given(st.lists(st.tuples(st.floats(0.3, 1.0), st.integers(1, 6)), min_size=1, max_size=4), st.integers(0, 10))
+def test_pipelines_of_different_depth_end_together_as_well_as_whole_micro_batches_can(
+    kinds: list[tuple[float, int]], more: int
+) -> None:
+    rates, depths = tuple(rate for rate, _ in kinds), tuple(depth for _, depth in kinds)
+
+    def ends(dealt: list[int] | tuple[int, ...]) -> float:
+        return max((count + depth - 1) / rate for count, rate, depth in zip(dealt, rates, depths, strict=True))
+
+    micro_batches = len(kinds) + more
+    dealt = [b - a for a, b in pairwise(ends_of_shares(micro_batches, len(kinds), rates, depths))]
+    assert sum(dealt) == micro_batches
+    assert min(dealt) >= 1
+    others = (each for each in product(range(1, micro_batches + 1), repeat=len(kinds)) if sum(each) == micro_batches)
+    assert ends(dealt) == pytest.approx(min(map(ends, others)))
+
+
 @given(SPEEDS, st.integers(0, 3))
 def test_with_fewer_micro_batches_than_replicas_the_fastest_run_them(speeds: tuple[float, ...], count: int) -> None:
     count = min(count, len(speeds) - 1)
@@ -49,6 +66,7 @@ def test_equal_replicas_differ_by_one_at_most() -> None:
 
 
 def test_a_pipeline_is_as_fast_as_its_slowest_worker() -> None:
-    assert pipeline_speeds((1.0, 1.0, 0.8, 0.5, 0.5), stages=2, replicas=2) == (1.0, 0.5)
-    assert pipeline_speeds((1.0, 1.0, 1.0, 0.5), stages=3, replicas=1) == ()
-    assert pipeline_speeds((), stages=3, replicas=2) == ()
+    assert pipeline_speeds((1.0, 1.0, 0.8, 0.5, 0.5), (2, 2)) == (1.0, 0.5)
+    assert pipeline_speeds((1.0, 1.0, 1.0, 0.5), (3,)) == ()
+    assert pipeline_speeds((), (3, 3)) == ()
+    assert pipeline_speeds((1.0, 1.0, 0.9, 0.5), (3, 1)) == (0.9, 0.5)

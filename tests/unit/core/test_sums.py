@@ -1,12 +1,14 @@
 """Sums that survive a loss: sets of micro-batches, and the proof by brute force that each is added exactly once."""
 
 import random
+from collections.abc import Mapping
 from itertools import combinations, product
 
 import pytest
 
 from varuna.core.sums import (
     Spans,
+    SumAt,
     choose,
     count,
     deal,
@@ -43,14 +45,38 @@ def test_spans_from_outside_are_looked_at(spans: Spans) -> None:
     assert not is_within(spans, 9)
 
 
+def own(sums: Mapping[int, Spans]) -> dict[SumAt, Spans]:
+    """Each rank's own sums."""
+    return {SumAt(rank): spans for rank, spans in sums.items()}
+
+
 def test_a_reduced_sum_is_chosen_alone() -> None:
     full: Spans = ((0, 9),)
-    assert choose({3: full, 1: full, 2: ((0, 4),)}, seats=(1, 2, 3)) == {1: full}
-    assert choose({3: full, 1: full, 2: ((0, 4),)}, seats=(2, 3)) == {3: full}, "it need not move"
+    sums = own({3: full, 1: full, 2: ((0, 4),)})
+    assert choose(sums, seats=(1, 2, 3)) == own({1: full})
+    assert choose(sums, seats=(2, 3)) == own({3: full}), "it need not move"
 
 
 def test_of_overlapping_sums_the_smaller_is_dropped() -> None:
-    assert choose({0: ((0, 2),), 1: ((1, 4),), 2: ((5, 6),), 3: ()}, seats=()) == {1: ((1, 4),), 2: ((5, 6),)}
+    sums = own({0: ((0, 2),), 1: ((1, 4),), 2: ((5, 6),), 3: ()})
+    assert choose(sums, seats=()) == own({1: ((1, 4),), 2: ((5, 6),)})
+
+
+def test_a_copy_counts_where_the_sum_is_lost_that_it_is_of() -> None:
+    """Rank 1 keeps a copy of what rank 0 had, which runs the same section."""
+    copy, mine = SumAt(1, copied=True), SumAt(1)
+    alive: dict[SumAt, Spans] = {SumAt(0): ((0, 4),), mine: ((9, 12),), copy: ((0, 3),)}
+    assert choose(alive, seats=(0, 1)) == {SumAt(0): ((0, 4),), mine: ((9, 12),)}
+    dead = {at: spans for at, spans in alive.items() if at.rank}
+    assert choose(dead, seats=(1,)) == {mine: ((9, 12),), copy: ((0, 3),)}
+    assert choose({SumAt(0): ((0, 4),), copy: ((0, 4),)}, seats=(0, 1)) == {SumAt(0): ((0, 4),)}, "as old as its own"
+    found = remainder(12, 1, {0: [1]}, {0: dead}, losses=((0, 12),))
+    assert found is not None
+    assert found.work == (((3, 9),),)
+    assert [(each.source_rank, each.copied, each.micro_batches) for each in found.taken[1]] == [
+        (1, False, ((9, 12),)),
+        (1, True, ((0, 3),)),
+    ]
 
 
 def test_shares_are_even_and_ascending() -> None:
@@ -59,20 +85,20 @@ def test_shares_are_even_and_ascending() -> None:
 
 
 def test_a_micro_batch_whose_loss_is_lost_runs_again() -> None:
-    found = remainder(6, 1, {0: [0]}, {0: {0: ((0, 6),)}}, losses=((0, 4),))
+    found = remainder(6, 1, {0: [0]}, {0: own({0: ((0, 6),)})}, losses=((0, 4),))
     assert found is not None
     assert found.work == (((4, 6),),)
     assert found.kept == 4
 
 
 def test_every_replica_gets_something_to_do() -> None:
-    found = remainder(6, 3, {0: range(3)}, {0: {1: ((0, 6),)}}, losses=((0, 6),))
+    found = remainder(6, 3, {0: range(3)}, {0: own({1: ((0, 6),)})}, losses=((0, 6),))
     assert found is not None
     assert found.work == (((0, 1),), ((1, 2),), ((2, 3),))
 
 
 def test_nothing_is_kept_if_every_micro_batch_lacks_somewhere() -> None:
-    assert remainder(4, 1, {0: [0], 1: [1]}, {0: {0: ((0, 4),)}, 1: {}}, losses=((0, 4),)) is None
+    assert remainder(4, 1, {0: [0], 1: [1]}, {0: own({0: ((0, 4),)}), 1: {}}, losses=((0, 4),)) is None
 
 
 _GRIDS = {"2x2": [[0, 2], [1, 3]], "2x1": [[0], [1]], "1x2": [[0, 1], [0, 1]], "1x1": [[0], [0]]}
@@ -96,7 +122,7 @@ def test_each_micro_batch_is_added_exactly_once_whatever_is_held(shape: str) -> 
                 }
                 for section in (0, 1)
             }
-            found = remainder(3, replicas, seats, by_section, losses)
+            found = remainder(3, replicas, seats, {each: own(sums) for each, sums in by_section.items()}, losses)
             common = set(range(3)) & set(numbers_of(losses))
             for by_rank in by_section.values():
                 common &= {number for spans in by_rank.values() for number in numbers_of(spans)}
@@ -129,15 +155,18 @@ class Worker:
 
     def __init__(self, sections: range) -> None:
         self.sums: dict[int, list[int]] = {section: [] for section in sections}
+        self.sent: dict[int, list[int]] = {section: [] for section in sections}
+        """what its keeper has of them"""
 
-    def spans(self, section: int) -> Spans:
-        return spans_of(self.sums[section])
+    def held(self, at: SumAt, section: int, owners: Mapping["Worker", "Worker"]) -> list[int]:
+        """A sum that it has: its own, or what the one that it keeps copies of has sent."""
+        return owners[self].sent[section] if at.copied else self.sums[section]
 
 
 def test_each_micro_batch_is_added_exactly_once_whatever_dies() -> None:
     """Histories with up to three losses, each at a random point, under plans of changing depth and width."""
     choices = random.Random(1)
-    kept_at_all = moved = 0
+    kept_at_all = moved = copied = 0
     for _ in range(300):
         micro_batches, sections = choices.randrange(6, 14), 4
         replicas, stages = choices.choice([2, 3]), choices.choice([1, 2, 4])
@@ -152,16 +181,21 @@ def test_each_micro_batch_is_added_exactly_once_whatever_dies() -> None:
                 stages if choices.random() < 0.7 else choices.choice([1, 2, 4]),
             )
             old, grid = grid, _grid(replicas, stages, sections)
-            offered: dict[int, dict[int, Spans]] = {section: {} for section in range(sections)}
+            offered: dict[int, dict[SumAt, Spans]] = {section: {} for section in range(sections)}
+            shift = choices.randrange(len(old))
+            owners = {keeper: old[number - shift] for number, keeper in enumerate(old)} if shift else {}
             survivors = choices.sample(old, max(1, len(old) - 1))
             ranks = choices.sample(range(len(grid)), min(len(grid), len(survivors)))
             ranks += range(len(grid), len(grid) + len(survivors) - len(ranks))  # spares, which leave the grid
             sources = dict(zip(ranks, survivors, strict=True))
             moves = choices.random() < 0.5
             for rank, source in sources.items():
-                for section in source.sums:
+                here = {SumAt(rank): source.sums}
+                if source in owners:
+                    here[SumAt(rank, copied=True)] = owners[source].sent
+                for at, section in ((at, section) for at, sums in here.items() for section in sums):
                     if moves or (rank < len(grid) and section in grid[rank].sums):
-                        offered[section][rank] = source.spans(section)
+                        offered[section][at] = spans_of(here[at][section])
             seats = {
                 section: [rank for rank, worker in enumerate(grid) if section in worker.sums]
                 for section in range(sections)
@@ -177,9 +211,12 @@ def test_each_micro_batch_is_added_exactly_once_whatever_dies() -> None:
             work, kept = found.work, [found.kept_of(section) for section in range(sections)]
             for rank, sums in enumerate(found.taken):
                 for each in sums:
+                    source = sources[each.source_rank]
+                    held = source.held(SumAt(rank, each.copied), each.section, owners)
                     assert each.source_rank == rank or rank in seats[each.section]
-                    assert each.micro_batches == sources[each.source_rank].spans(each.section)
-                    grid[rank].sums[each.section] += sources[each.source_rank].sums[each.section]
+                    assert each.micro_batches == spans_of(held)
+                    grid[rank].sums[each.section] += held
+                    copied += each.copied
         _run(choices, grid, work, kept, losses, part=1.0)
         for section in range(sections):
             added = [j for worker in grid for j in worker.sums.get(section, [])]
@@ -187,6 +224,7 @@ def test_each_micro_batch_is_added_exactly_once_whatever_dies() -> None:
         assert losses == set(range(micro_batches))
     assert kept_at_all > 200
     assert moved > 100
+    assert copied > 50
 
 
 def _grid(replicas: int, stages: int, sections: int) -> list[Worker]:
@@ -209,7 +247,9 @@ def _run(
         mine = numbers_of(work[rank // stages])
         for section, sums in worker.sums.items():
             through = mine if part == 1.0 else mine[: choices.randrange(len(mine) + 1)]
+            inherited = len(sums)
             sums += [j for j in through if not overlap(((j, j + 1),), kept[section])]
+            worker.sent[section] = sums[: choices.randint(inherited, len(sums))]
             if section == len(kept) - 1:
                 losses.update(through)
     for section in range(len(kept)):

@@ -54,8 +54,8 @@ def test_ranks_and_sections_map_both_ways(plan: Plan) -> None:
     for rank in range(plan.workers):
         assert plan.rank_of(*plan.place_of(rank)) == rank
     for stage in range(plan.stages):
-        assert all(plan.stage_of(section) == stage for section in plan.sections_of(stage))
-    assert sum(len(plan.sections_of(stage)) for stage in range(plan.stages)) == plan.sections
+        assert all(plan.first_cut.stage_of(section) == stage for section in plan.first_cut.sections_of(stage))
+    assert sum(len(plan.first_cut.sections_of(stage)) for stage in range(plan.stages)) == plan.sections
 
 
 def test_a_plan_that_contradicts_itself_is_refused() -> None:
@@ -85,10 +85,10 @@ def test_a_stage_keeps_its_last_sections_and_has_nothing_to_recompute_if_those_a
     plan = Plan(
         stages=3, replicas=1, micro_batch=1, global_batch=4, starts=(0, 3, 5), sections=6, stash_limits=(4, 3, 1)
     )
-    assert [list(plan.kept_sections_of(k)) for k in range(3)] == [[], [], []]
+    assert [list(plan.first_cut.kept_sections_of(k)) for k in range(3)] == [[], [], []]
     plan = plan.model_copy(update={"kept": (1, 2, 0)})
-    assert [list(plan.kept_sections_of(k)) for k in range(3)] == [[2], [3, 4], []]
-    assert [plan.keeps_all(k) for k in range(3)] == [False, True, False]
+    assert [list(plan.first_cut.kept_sections_of(k)) for k in range(3)] == [[2], [3, 4], []]
+    assert [plan.first_cut.keeps_all(k) for k in range(3)] == [False, True, False]
 
 
 @pytest.mark.parametrize(

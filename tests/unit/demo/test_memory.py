@@ -9,8 +9,8 @@ from varuna.demo.example import dataset_size, example_folder
 from varuna.demo.run import GLOBAL_BATCH, LENGTH, MEMORY_BYTES, MODEL_FLAGS
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.model import partition
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
-from varuna.planner.request import PlanRequest
 
 
 def test_the_memory_limit_makes_every_loss_of_a_worker_a_change_of_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Ranks as threads of one process: real groups, links, votes and sessions, without starting processes."""
 
 import atexit
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -274,10 +273,10 @@ class Setup:
         _sessions.append((session, saver))
         return session
 
-    def run(self, stages: int, replicas: int, steps: int = 4) -> list[list[Committed]]:
-        """Train on ``stages * replicas`` threads; what each rank committed."""
+    def run(self, stages: int, replicas: int, steps: int = 4, *, size: int | None = None) -> list[list[Committed]]:
+        """Train on ``stages * replicas`` threads, or ``size`` of them; what each rank committed."""
         store = local_store()
-        size = stages * replicas
+        size = size or stages * replicas
         committed: list[list[Committed]] = [[] for _ in range(size)]
         sessions = []
 
@@ -299,9 +298,11 @@ class Setup:
         assert (shape.stages, shape.replicas) == (stages, replicas)
         return committed
 
-    def losses(self, stages: int, replicas: int, steps: int = 4) -> list[tuple[float, float]]:
+    def losses(
+        self, stages: int, replicas: int, steps: int = 4, *, size: int | None = None
+    ) -> list[tuple[float, float]]:
         """(loss, gradient norm) of each step, checked to be the same number on every rank."""
-        committed = self.run(stages, replicas, steps)
+        committed = self.run(stages, replicas, steps, size=size)
         curves = [[(each.totals.loss, each.totals.grad_norm) for each in rank] for rank in committed]
         assert len(set(map(repr, curves))) == 1  # as text: NaN differs from itself
         return curves[0]
@@ -356,27 +357,14 @@ def run_all(works: list[Callable[[], object]], bound_s: float = 60.0) -> None:
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    with _one_core():
-        for thread in threads:
-            thread.start()
+    for thread in threads:
+        thread.start()
     deadline_s = time.monotonic() + bound_s
     while any(thread.is_alive() for thread in threads) and not errors:
         assert time.monotonic() < deadline_s, "a rank hangs"
         next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.02)
     if errors:
         raise errors[0]
-
-
-@contextmanager
-def _one_core() -> Iterator[None]:
-    """What threads start here stays on a core: handing the interpreter from core to core costs as much as the work."""
-    allowed = os.sched_getaffinity(0)
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-    os.sched_setaffinity(0, {sorted(allowed)[worker % len(allowed)]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
 
 
 def reference(setup: Setup, steps: int = 4, *, whole_batch: bool = True) -> list[tuple[float, float]]:

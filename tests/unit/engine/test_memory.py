@@ -21,10 +21,10 @@ from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Left, Stage
 from varuna.engine.worker.forming import initial_states
 from varuna.partition.watching.live_bytes import Allocated
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spans import Spans
-from varuna.planner.request import PlanRequest
 from varuna.schedule.actions import Kind
 
 _MICRO_BATCH, _MICRO_BATCHES = 8, 4
@@ -215,7 +215,7 @@ def test_a_stage_that_splits_uses_what_its_plan_promised() -> None:
     setup = setup_of(_MICRO_BATCHES, build=Stack)
     plan = planned(setup, 2).model_copy(update={"split_last": _MICRO_BATCHES})
     of_sections = profile(nominal_calibration(setup.model.facts), _MICRO_BATCH)
-    sections = plan.sections_of(1)
+    sections = plan.first_cut.sections_of(1)
     live_bytes = [
         Spans(of_sections, splits=splits).live(sections.start, sections.stop, recomputes=False)
         for splits in (False, True)
@@ -228,7 +228,7 @@ def test_a_stage_that_splits_uses_what_its_plan_promised() -> None:
 def test_kept_activations_are_as_large_as_promised() -> None:
     setup = setup_of(_MICRO_BATCHES)
     plan = planned(setup, 2, memory_bytes=2**30)
-    assert plan.keeps_all(0)
+    assert plan.first_cut.keeps_all(0)
     assert plan.stash_limits[0] == _MICRO_BATCHES
     assert plan.memory_bytes[0] > 1.8 * planned(setup, 2).memory_bytes[0]
     in_flight = {"policy": "gpipe", "stash_limits": (_MICRO_BATCHES,) * 2, "split_last": 0}  # all, without luck

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
+from varuna.core.dealing import pipeline_speeds
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import (
     Assign,
@@ -21,7 +22,7 @@ from varuna.core.messages import (
     WorkerPhase,
 )
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
-from varuna.core.plan import Plan, pipeline_speeds
+from varuna.core.plan import Pipelines, Plan
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.net.protocol import Identity
@@ -69,7 +70,7 @@ def make_plan(job: JobFacts, workers: int, micro_batch: int | None, *, stages: i
     if workers < depth:
         raise NoPlanError(f"{depth} stages need {depth} workers, {workers} are there")
     replicas = workers // depth
-    speeds = pipeline_speeds(job.speeds, depth, replicas)
+    speeds = pipeline_speeds(job.speeds, (depth,) * replicas)
     return Plan(
         stages=depth,
         replicas=replicas,
@@ -85,6 +86,31 @@ def make_plan(job: JobFacts, workers: int, micro_batch: int | None, *, stages: i
 
 def two_stages(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
     return make_plan(job, workers, micro_batch, stages=2)
+
+
+def unlike_pipelines(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    """Two pipelines that use all workers, one a stage deeper if they are odd."""
+    sections = len(job.model.sections)
+    deep, shallow = min(sections, -(-workers // 2)), min(sections, workers // 2)
+    if deep == shallow or not shallow or job.speeds:
+        return make_plan(job, workers, micro_batch, stages=shallow or deep)
+    first = make_plan(job, 2 * deep, micro_batch, stages=deep)
+    starts = tuple(stage * sections // shallow for stage in range(shallow))
+    other = Pipelines(replicas=1, pace=shallow / deep, starts=starts, stash_limits=(2,) * shallow)
+    return Plan.model_validate({**dict(first), "more": (other,)})
+
+
+def by_class(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    """A pipeline on each class of devices, of at most two stages; slow workers are no reason for another one."""
+    depths = {each.name: min(2, each.workers) for each in job.classes}
+    if not depths or job.speeds:
+        return two_stages(job, workers, micro_batch)
+    plans = {name: make_plan(job, depth, micro_batch, stages=depth) for name, depth in depths.items()}
+    named = [(name, plan.first_cut) for name, plan in sorted(plans.items(), key=lambda each: -each[1].stages)]
+    more = tuple(Pipelines.of(cut._replace(device_class=name), replicas=1, pace=0.5) for name, cut in named[1:])
+    name, first = named[0][0], next(iter(plans.values())).as_if_all(named[0][1])
+    update = {"device_class": name, "replicas": len(named), "more": more, "step_s": 1.0 / sum(depths.values())}
+    return Plan.model_validate({**dict(first), **update})
 
 
 def make_vote(plan: Plan, generation: int, step: int) -> Vote:
@@ -109,6 +135,7 @@ class Driver:
     names: int = 0
     spawns: bool = True
     node_of: Callable[[str], str] = lambda worker: "local"
+    class_of: Callable[[str], str] = lambda worker: ""
     answers: Callable[[], bool] = lambda: True
     """Whether a question is answered now; if not, a later tick asks again, in the order of the questions."""
     open: list[Ask] = field(default_factory=list)
@@ -152,7 +179,7 @@ class Driver:
 
     def hello(self, worker: str, **changes: Any) -> list[Instruction]:
         job = self.job.model_copy(update=changes)
-        return self.say(worker, Hello(worker=worker, pid=1, version="1", job=job))
+        return self.say(worker, Hello(worker=worker, pid=1, version="1", job=job, device_class=self.class_of(worker)))
 
     def kill(self, worker: str, code: int = -9, stderr: str = "") -> list[Instruction]:
         return self.feed(WorkerExited(worker, code, stderr))
@@ -226,7 +253,7 @@ class Driver:
         plan, rank = self.fleet.record.plan, self.fleet.rank_of(worker)
         if rank is None or rank >= plan.workers:
             return ()
-        return tuple(plan.sections_of(plan.place_of(rank).stage))
+        return tuple(plan.sections_at(rank))
 
     def leave(self, *workers: str) -> None:
         for worker in workers:

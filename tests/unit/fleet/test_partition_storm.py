@@ -16,9 +16,9 @@ from varuna.core.messages import Beat, Hold
 from varuna.fleet.machine import advance
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended, Running
 from varuna.fleet.state.inputs import MessageReceived, NodeHeard, NodeParted, Tick, WorkerSpawned
 from varuna.fleet.state.outputs import Instruction, Kill
+from varuna.fleet.state.phases import Ended, Running
 from varuna.fleet.state.run_events import WorkerLost
 from varuna.fleet.state.worker import Standing
 

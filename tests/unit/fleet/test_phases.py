@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from varuna.fleet.state.fleet import Phase
+from varuna.fleet.state.phases import Phase
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -75,13 +75,29 @@ class Counted(SmallLanguage):
 
 
 def test_workers_capture_once_what_is_the_same_for_all() -> None:
-    def script() -> None:
-        for _ in Trainer(lambda: Counted(), Tokens(), adamw, 8, micro_batch=2).steps(1):
+    def script() -> list[float]:
+        trainer = Trainer(lambda: Counted(), Tokens(), adamw, 8, micro_batch=2)
+        return [trainer.evaluate(Tokens(size=5)).loss for _ in trainer.steps(1)]
+
+    Counted.captures = 0
+    outcome = run(script, workers=2, stages=2)
+    assert Counted.captures == 2  # to train, and to evaluate
+    first, second = outcome.returned.values()
+    assert first == second
+
+
+def test_runs_share_captures_only_if_they_are_told_to() -> None:
+    def script(build: Callable[[], torch.nn.Module]) -> None:
+        for _ in Trainer(build, Tokens(), adamw, 8, micro_batch=2).steps(1):
             pass
 
     Counted.captures = 0
-    run(script, workers=2, stages=2)
-    assert Counted.captures == 1
+    captures: list[Any] = []
+    for kept in (captures, captures, None, None):
+        run(partial(script, lambda: Counted()), captures=kept)
+    assert Counted.captures == 3
+    run(partial(script, Dropping), captures=captures)
+    assert len(captures) == 2
 
 
 def test_a_worker_with_another_model_is_still_found_out() -> None:

@@ -25,7 +25,15 @@ def status_of(stages: int = 2, replicas: int = 2, **changes: Any) -> dict[str, A
         "step_s": 0.125,
         "timed": {"generation": 3, "predicted_s": 0.1, "is_nominal": False, "stages": []},
         "generation": 3,
-        "plan": {"stages": stages, "replicas": replicas, "micro_batch": 2, "global_batch": 15},
+        "plan": {
+            "stages": stages,
+            "replicas": replicas,
+            "micro_batch": 2,
+            "global_batch": 15,
+            "shape": f"{stages}x{replicas}",
+            "depths": [stages] * replicas,
+            "more": [],
+        },
         "members": names,
         "workers": workers,
         "checkpoint_dir": "saved",
@@ -59,7 +67,7 @@ def test_a_run_is_seen_whole() -> None:
         "           stage 0  stage 1",
         "replica 0  w0       w1",
         "replica 1  w2       w3",
-        "spare: w99",
+        "spare: w99 (works)",
         f"{first}  Training begins.",
         f"{second}  worker w3 was killed",
     ]
@@ -79,6 +87,9 @@ def test_a_checkpoint_says_how_far_it_is_and_whether_it_can_be_used() -> None:
     assert kept(saving={**saving, "of": 8}).endswith("   step 95: 1 of 8 parts uploaded")
     damaged = {"step": 90, "time_s": 0.0, "damage": "a part is missing", "instead": 80}
     assert kept(checkpoint=damaged) == "checkpoint step 90 is damaged: step 80 counts"
+    assert kept(rescues=True) == "no checkpoints"
+    resumed = {"step": 90, "time_s": 0.0, "resumed": True}
+    assert kept(checkpoint=resumed) == "resumed from the checkpoint of step 90"
     assert kept(checkpoint={**damaged, "instead": None}) == "checkpoint step 90 is damaged: no other is whole"
 
 
@@ -129,7 +140,7 @@ def test_a_sentence_for_which_there_is_no_room_is_left_out_whole() -> None:
     long = {"kind": "lost", "text": "worker w1 was lost, " * 4, "time_s": 0.0, "step": 1}
     lines = drawn(status_of(marks=[long, long, long]), 60, rows=13)
     assert lines[-2].startswith(clock(0.0))  # the workers have left three lines
-    assert lines[-3] == "spare: w99"
+    assert lines[-3] == "spare: w99 (works)"
     assert drawn(status_of(marks=[long]), 60, rows=7)[-1].startswith(clock(0.0))
 
 
@@ -168,3 +179,26 @@ def test_a_loss_that_is_no_number_leaves_a_gap_in_its_curve() -> None:
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert sparkline([None, 1.0]) == ""
     assert "loss nan" in drawn(status_of(loss=None))[1]
+
+
+def test_pipelines_of_different_depth_have_a_row_each() -> None:
+    plan = {
+        "stages": 3,
+        "replicas": 2,
+        "micro_batch": 2,
+        "global_batch": 15,
+        "shape": "3x1+2x1",
+        "depths": [3, 2],
+        "more": [{}],
+        "classes": {"H100": 3, "T4": 2},
+    }
+    lines = drawn(status_of(3, 2, plan=plan, members=["w0", "w1", "w2", "w3", "w4"]))
+    assert any(line.startswith("plan 3x1+2x1: 2 pipelines of 3, 2 stages   on 3 H100 and 2 T4") for line in lines)
+    head = lines.index("           stage 0  stage 1  stage 2")
+    assert lines[head : head + 3] == [
+        "           stage 0  stage 1  stage 2",
+        "replica 0  w0       w1       w2",
+        "replica 1  w3       w4",
+    ]
+    signs = drawn(status_of(3, 2, plan=plan, members=["w0", "w1", "w2", "w3", "w4"]), width=20)
+    assert any("5 of 5" in line for line in signs)

@@ -78,7 +78,7 @@ def test_a_plan_with_one_copy_says_what_a_loss_would_cost() -> None:
     assert risk_line(row(0, (2, 1)), facts.model_copy(update=saved)).endswith("to the newest checkpoint in /saved")
     assert "a copy of its state that is some seconds old" in risk_line(row(0, (2, 1)), facts.model_copy(update=rescued))
     assert "step 0, because the script gives no checkpoints=" in risk_line(row(0, (2, 1)), facts)
-    copied = risk_line(row(0, (2, 1), copies=Copies.KEPT), facts)
+    copied = risk_line(row(0, (2, 1), copies=Copies.STATE), facts)
     assert copied.startswith("each section has a copy in another worker's memory: if a worker is lost, the step in")
     assert "no room for another" in risk_line(row(0, (2, 1), copies=Copies.MEMORY), facts)
 

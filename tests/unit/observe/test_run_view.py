@@ -8,7 +8,7 @@ from tests.unit.observe.recorded_events import generation, morphed, recorded
 from varuna.core.messages import Beat, WorkerPhase
 from varuna.fleet.page.phases import phase_of
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended
+from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import Notice
 from varuna.observe.run_view import RunView
 from varuna.observe.terminal import Progress

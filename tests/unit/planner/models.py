@@ -6,8 +6,9 @@ from typing import Any
 from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
-from varuna.planner.request import PlanRequest
-from varuna.planner.sweep import Ranking, rank_plans
+from varuna.planner.asking.ranking import Ranking
+from varuna.planner.asking.request import PlanRequest
+from varuna.planner.sweep import rank_plans
 
 MB, GB = 10**6, 10**9
 

@@ -2,6 +2,7 @@ import pytest
 
 from tests.unit.planner.models import GB, MB, model, request, section
 from varuna.calibration.nominal import nominal_calibration
+from varuna.core.devices import ClassSize
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.model import JobFacts, ModelFacts
 from varuna.planner.choose import NO_FLAGS, Flags, best_plan, plan_run, planner
@@ -111,3 +112,32 @@ def test_workers_that_would_idle_hold_a_second_copy_if_that_costs_little(slower:
     fastest = best_plan(request(FACTS, 2, 256, micro_batch=64, stages=1).model_copy(update={"calibration": known}))
     assert (fastest.replicas == 2) == (slower == 6)
     assert plan_run(job(micro_batch=64), workers=1, calibration=known).replicas == 1
+
+
+def test_where_all_are_of_one_class_the_plan_is_the_same_and_says_so() -> None:
+    for workers, memory_bytes in ((8, None), (3, None), (8, 3 * GB)):
+        for losses in (0.0, 2.0):
+            plain = job(micro_batch=8).model_copy(update={"memory_bytes": memory_bytes, "losses_per_hour": losses})
+            sizes = (ClassSize(name="V100", workers=workers, memory_bytes=memory_bytes),)
+            known = nominal_calibration(FACTS)
+            named = known.model_copy(update={"hardware": known.hardware.model_copy(update={"device_class": "V100"})})
+            found = [
+                plan_run(plain.model_copy(update={"classes": classes}), workers=workers, calibration=named, copies=True)
+                for classes in ((), sizes)
+            ]
+            assert found[1].on_class("") == found[0]
+            assert found[1].device_class == "V100"
+
+
+def test_each_class_has_its_own_memory() -> None:
+    sizes = (
+        ClassSize(name="A", workers=2, memory_bytes=100 * GB),
+        ClassSize(name="B", workers=8, memory_bytes=2 * GB),
+    )
+    asked = job(micro_batch=8).model_copy(update={"classes": sizes, "memory_bytes": 2 * GB})
+    for calibration in (None, nominal_calibration(FACTS)):
+        plan = plan_run(asked, workers=10, calibration=calibration)
+        limits = {size.name: size.memory_bytes or 0 for size in sizes}
+        assert set(plan.classes) == {"A", "B"}
+        assert all(max(cut.memory_bytes) <= limits[cut.device_class] for _, cut in plan.cuts)
+        assert any(max(cut.memory_bytes) > 2 * GB for _, cut in plan.cuts)

@@ -1,4 +1,4 @@
-"""Whether a run keeps copies of stages' states: where a loss would cost steps, and copies cost little."""
+"""Whether a run keeps copies of what stages have: where a loss would cost steps or sums, and copies cost little."""
 
 from typing import Any
 
@@ -7,7 +7,9 @@ from varuna.calibration.format import Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
-from varuna.planner.choose import plan_run
+from varuna.planner.choose import plan_run, run_request
+from varuna.planner.copies import with_copies
+from varuna.planner.sweep import rank_depths
 
 STATE_BYTES = 300 * MB  # of a section: its parameters, and twice as much of the optimizer
 SUM_BYTES = 100 * MB
@@ -24,21 +26,44 @@ def made(
 
 def test_each_stage_has_a_copy_where_it_has_one_holder() -> None:
     plan = made()
-    assert (plan.shape, plan.copies) == ("4x1", Copies.KEPT)
+    assert (plan.shape, plan.copies) == ("4x1", Copies.STATE)
     without = made(copies=False)
     assert without.copies is Copies.NONE
     assert [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)] == [
         STATE_BYTES + 3 * SUM_BYTES  # one that leaves, one that is kept, one that arrives
     ] * 4
-    assert made(stages=2).copies is Copies.NONE, "two replicas"
     assert made(stages=1, workers=1).copies is Copies.NONE, "nobody else is there"
+
+
+def test_with_replicas_sums_alone_have_a_copy() -> None:
+    """On a worker of any stage: a second replica has each."""
+    plan, without = made(stages=2), made(stages=2, copies=False)
+    assert (plan.shape, plan.copies, without.copies) == ("2x2", Copies.SUMS, Copies.NONE)
+    more = [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)]
+    assert more == [2 * SUM_BYTES + 2 * SUM_BYTES] * 2
+    assert made(stages=2, memory_apart=True).copies is Copies.DEVICE
+    assert made(stages=2, memory_bytes=max(without.memory_bytes)).copies is Copies.MEMORY
+
+
+def test_pipelines_of_other_depths_promise_the_memory_of_copies_too() -> None:
+    facts = JobFacts(model=model([section()] * 4), global_batch=64, micro_batch=1, seed=0, steps=1)
+    request = run_request(facts, workers=3)
+    [plan] = rank_depths(request, (2, 1)).plans
+    kept = with_copies(plan, request, measured=False)
+    assert (kept.shape, kept.copies) == ("2x1+1x1", Copies.SUMS)
+    more = [
+        after - before
+        for (_, cut), (_, old) in zip(kept.cuts, plan.cuts, strict=True)
+        for after, before in zip(cut.memory_bytes, old.memory_bytes, strict=True)
+    ]
+    assert more == [4 * SUM_BYTES + 2 * SUM_BYTES] * 3
 
 
 def test_an_uneven_plan_promises_memory_for_the_largest_other_stage() -> None:
     plan, without = made(stages=3, workers=3), made(stages=3, workers=3, copies=False)
-    most = max(len(plan.sections_of(stage)) for stage in range(3)) * (STATE_BYTES + SUM_BYTES)
+    most = max(len(plan.first_cut.sections_of(stage)) for stage in range(3)) * (STATE_BYTES + SUM_BYTES)
     more = [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)]
-    largest = next(stage for stage in range(3) if len(plan.sections_of(stage)) == 2)
+    largest = next(stage for stage in range(3) if len(plan.first_cut.sections_of(stage)) == 2)
     least = STATE_BYTES + SUM_BYTES
     assert more == [2 * SUM_BYTES + (least if stage == largest else most) for stage in range(3)]
 
@@ -46,7 +71,7 @@ def test_an_uneven_plan_promises_memory_for_the_largest_other_stage() -> None:
 def test_there_is_no_copy_where_it_does_not_fit_or_is_not_in_host_memory() -> None:
     needed = max(made(copies=False).memory_bytes)
     assert made(memory_bytes=needed).copies is Copies.MEMORY
-    assert made(memory_bytes=needed + GB).copies is Copies.KEPT
+    assert made(memory_bytes=needed + GB).copies is Copies.STATE
     assert made(memory_apart=True).copies is Copies.DEVICE
 
 
@@ -64,5 +89,19 @@ def test_there_is_no_copy_where_it_would_take_too_much_of_a_measured_step() -> N
 
     step_s = over(1e12).step_s
     just = STATE_BYTES / (step_s / 100)
-    assert over(1.2 * just).copies is Copies.KEPT
+    assert over(1.2 * just).copies is Copies.STATE
     assert over(0.5 * just).copies is Copies.TIME
+
+
+def test_sums_have_no_copy_where_a_measured_step_is_over_before_it_could_be_ready() -> None:
+    facts = model([section()] * 4)
+    network = NetworkCosts(link=Link(latency_s=0, bytes_per_s=1e10), rings=(Ring(latency_s=0, bytes_per_s=1e9),))
+    measured = nominal_calibration(facts).model_copy(update={"across_vms": network})
+
+    def over(global_batch: int) -> Plan:
+        job = JobFacts(model=facts, global_batch=global_batch, micro_batch=1, seed=0, steps=1)
+        return plan_run(job, workers=4, stages=2, calibration=measured, copies=True)
+
+    short, long = over(64), over(16384)
+    assert short.step_s < 5 < 60 < long.step_s
+    assert (short.copies, long.copies) == (Copies.TIME, Copies.SUMS)

@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 
 from tests.unit.planner.models import GB, MB, calibrated, model, section
 from varuna.calibration.format import Hardware
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.estimate import Guesser
 from varuna.planner.pricing.profile import profile
-from varuna.planner.request import PlanRequest
 
 
 def guesser(memory_bytes: int, boundary_bytes: int, activation_bytes: int, **rest: object) -> Guesser:

@@ -6,10 +6,10 @@ from tests.unit.planner.models import MB, calibrated, model, section
 from varuna.calibration.format import Link, NetworkCosts, Ring
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import plan_run, run_request
 from varuna.planner.copy_costs import copied_rounds, copies_take_s
 from varuna.planner.goodput import expected, loss_cost_s
-from varuna.planner.request import PlanRequest
 from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE
 
 FACTS = model([section()] * 8)
@@ -38,7 +38,7 @@ def made(stages: int, workers: int, global_batch: int = 4096) -> Plan:
 
 
 def with_copies(plan: Plan) -> Plan:
-    return plan.model_copy(update={"copies": Copies.KEPT})
+    return plan.model_copy(update={"copies": Copies.STATE})
 
 
 def test_a_loss_costs_least_with_copies_and_most_with_one_holder_alone() -> None:
@@ -87,7 +87,7 @@ def test_without_losses_plans_are_what_they_were_and_with_many_copies_are_worth_
 
     quiet, stormy = plan(0.0), plan(20.0)
     assert quiet.same_work(stormy)
-    assert (quiet.copies, stormy.copies) == (Copies.TIME, Copies.KEPT)
+    assert (quiet.copies, stormy.copies) == (Copies.TIME, Copies.STATE)
 
 
 def test_more_losses_never_make_a_plan_that_costs_more_of_them() -> None:

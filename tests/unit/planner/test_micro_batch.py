@@ -4,8 +4,8 @@ import pytest
 
 from varuna.calibration.format import Calibration, Hardware, ModelIdentity, SectionKind, SectionRun
 from varuna.calibration.nominal import ETHERNET
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.micro_batch import candidate_sizes, describe_sizes, knows_sizes
-from varuna.planner.request import PlanRequest
 
 
 def calibration(per_example_ms: dict[int, float], *, sized_for: int = 0) -> Calibration:

@@ -7,13 +7,14 @@ import pytest
 from tests.unit.planner.models import FAST, GB, MB, calibrated, model, section
 from varuna.calibration.format import Hardware, OptimizerCosts
 from varuna.core.errors import NoPlanError
-from varuna.core.plan import STASH_IN_TRANSIT, Plan
+from varuna.core.plan import Plan
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spans import Spans
 from varuna.planner.pricing.stage_size import Size, Sizer
-from varuna.planner.request import PlanRequest
+from varuna.schedule.buffers import STASH_IN_TRANSIT
 
 LARGE = model([section(boundary_bytes=200 * MB, activation_bytes=300 * MB)] * 8)  # inputs as heavy as state
 TIGHT, ROOMY = 3_600 * MB, 4_200 * MB

@@ -6,12 +6,12 @@ from tests.unit.planner.models import FAST, GB, MB, calibrated, gpt2_2_5b, model
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.errors import UsageError
 from varuna.core.model import ModelFacts
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.build import Builder, BuiltPlan
 from varuna.planner.choose import best_plan
 from varuna.planner.estimate import Guesser
 from varuna.planner.pricing.predict import simulated
 from varuna.planner.pricing.profile import profile
-from varuna.planner.request import PlanRequest
 from varuna.schedule.policy import POLICIES, stash_limit
 
 
@@ -175,7 +175,7 @@ def test_memory_is_spent_on_keeping_and_the_late_stages_keep_more() -> None:
         rank(facts, 4, 256, 1, memory_bytes=memory_bytes, stages=4).plans for memory_bytes in (GB // 2, GB, 8 * GB)
     )
     assert bare.kept == () or sum(bare.kept) < sum(some.kept) < sum(full.kept)
-    assert full.kept[:3] == tuple(len(full.sections_of(k)) for k in range(3))
+    assert full.kept[:3] == tuple(len(full.first_cut.sections_of(k)) for k in range(3))
     assert some.kept[0] < some.kept[2]
     assert bare.step_s > some.step_s > full.step_s
     assert max(some.memory_bytes) <= GB

@@ -4,8 +4,8 @@ import pytest
 
 from tests.unit.planner.models import FAST, MB, calibrated, model, request, section
 from varuna.core.plan import Plan
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
-from varuna.planner.request import PlanRequest
 
 FACTS = model([section(parameter_bytes=MB)] * 24)
 KNOWN = calibrated(FACTS, across_vms=FAST)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.replay.test_replay import CHURN, QUIET, replay, trace
-from varuna.replay.copied import copied_sums
+from varuna.replay.copied import CopiedSum, copied_sums
 from varuna.replay.costs import MorphCosts
 from varuna.replay.lost import Account, LostBy, Spell
 
@@ -43,10 +43,15 @@ def test_what_is_missing_has_one_cause_at_a_time() -> None:
 
 def test_sums_are_taken_right_after_something_was_added_and_counted_once_they_are_there() -> None:
     added_s = [float(second) for second in range(100)]
-    copies = list(copied_sums(added_s, {0: 10**9, 1: 10**9}, state_complete_s=10.5, link_bytes_per_s=1e9, until_s=30.0))
-    assert [copy.section for copy in copies] == [0, 1]
-    assert [copy.taken_s for copy in copies] == [16.0, 18.0]
-    assert [copy.complete_s for copy in copies] == [18.0, 20.0]
-    assert not list(copied_sums(added_s, {0: 10**9}, state_complete_s=10.5, link_bytes_per_s=1e9, until_s=17.0)), (
-        "the first is not complete"
-    )
+
+    def made(until_s: float, *, goes_on: bool = False) -> list[CopiedSum]:
+        pace = {"state_complete_s": 10.5, "link_bytes_per_s": 1e8, "step_s": 30.5}
+        return list(copied_sums(added_s, {0: 10**8, 1: 10**8}, **pace, goes_on=goes_on, until_s=until_s))
+
+    copies = made(30.0)
+    assert [copy.section for copy in copies] == [0, 1], "there is time for one round, in the middle"
+    assert [copy.taken_s for copy in copies] == [21.0, 23.0]
+    assert [copy.complete_s for copy in copies] == [23.0, 25.0]
+    assert not made(22.0), "the first is not complete"
+    goes_on = made(30.0, goes_on=True)
+    assert [copy.taken_s for copy in goes_on] == [11.0, 13.0, 21.0, 23.0], "what was there before is copied at once"

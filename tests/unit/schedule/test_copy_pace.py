@@ -9,8 +9,10 @@ from varuna.schedule.copy_pace import (
     PROCESSOR_S_PER_BYTE,
     SHORT_S,
     CopyPace,
+    SumsPace,
     copying_s,
     pause_s,
+    sums_pace,
     sums_pause_s,
 )
 
@@ -52,10 +54,17 @@ def test_a_copy_in_time_makes_every_step_have_one_again() -> None:
     assert [pace.begins() for _ in range(3)] == [True] * 3
 
 
-def test_sums_are_copied_every_few_seconds_for_little_of_the_time() -> None:
-    assert sums_pause_s(0.0, 10**12) == 5.0, "the first round follows the state's copy"
-    assert sums_pause_s(0.01, 10**6) == 5.0
-    assert sums_pause_s(2.0, 10**10) == pytest.approx(98.0), "processors that are slower than those measured"
+def test_copies_of_sums_divide_a_step_equally_every_few_seconds() -> None:
+    assert sums_pace(9.9, 10**6, 0.01) == SumsPace(0, 5.0), "there is less than one in its middle"
+    assert sums_pace(10.0, 10**6, 0.01) == SumsPace(1, 5.0)
+    assert sums_pace(24.0, 10**6, 0.01) == SumsPace(3, 6.0)
+    assert sums_pace(24.0, 0, 0.0) == SumsPace(3, 6.0)
+
+
+def test_copies_of_sums_take_little_of_the_time() -> None:
+    assert sums_pace(99.0, 10**10, 2.0) == SumsPace(0, 100.0)
+    assert sums_pace(300.0, 10**10, 2.0) == SumsPace(3, 75.0), "processors that are slower than those measured"
+    assert sums_pace(-1.0, 10**10, 2.0) == SumsPace(0, 100.0), "the step takes longer than was thought"
 
 
 def test_copies_over_a_slow_link_are_not_rarer_than_their_processor_time_asks_for() -> None:
@@ -63,11 +72,14 @@ def test_copies_over_a_slow_link_are_not_rarer_than_their_processor_time_asks_fo
     size_bytes = 10**9
     round_s = copying_s(size_bytes, 0.25e9)
     assert round_s == pytest.approx(8.0)
-    every_s = round_s + sums_pause_s(round_s, size_bytes)
-    assert every_s == pytest.approx(PROCESSOR_S_PER_BYTE * size_bytes / 0.02)
+    step_s = 4.5 * PROCESSOR_S_PER_BYTE * size_bytes / 0.02
+    assert sums_pace(step_s, size_bytes, round_s) == SumsPace(4, step_s / 5)
 
 
 def test_copies_of_sums_never_take_more_than_half_of_the_time() -> None:
     size_bytes = 10**9
     round_s = copying_s(size_bytes, 0.01e9)
-    assert sums_pause_s(round_s, size_bytes) >= round_s
+    pace = sums_pace(1000.0, size_bytes, round_s)
+    assert pace == SumsPace(1, 500.0)
+    assert sums_pause_s(pace, round_s) == pytest.approx(300.0)
+    assert sums_pause_s(pace, 2 * round_s) == pytest.approx(400.0), "the link is slower than it was"

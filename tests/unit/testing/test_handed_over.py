@@ -1,17 +1,21 @@
 """A node that says before it goes hands over its state and its sums: what it has computed is not computed again."""
 
-import time
+import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 
 import varuna
 from tests.unit.engine.ranks import Dropping, Tokens, adamw
-from varuna.engine.base.spans import Span, subscribe
+from tests.unit.testing.work import CAPTURES, disturbed
+from varuna.engine.base.spans import Span
 from varuna.testing import Fault, fail_at, notice_at, run
 from varuna.testing.faults import Warned
 
 STEPS, MICRO_BATCHES, SLOW_STEP = 4, 24, 2
+NOTICE, LAST = 9, 12
+"""Backwards of the first and of the last stage: at one the notice comes, the other one is not done before it counts."""
 
 
 class WarnedTogether(Warned):
@@ -19,7 +23,7 @@ class WarnedTogether(Warned):
 
     def __init__(self, *leavers: int) -> None:
         super().__init__(0, SLOW_STEP, "B", 0.1)
-        self._leavers, self._left = leavers, 8
+        self._leavers, self._left = leavers, NOTICE - 1
 
     def hear(self, span: Span) -> None:
         here = (span.phase, span.rank, span.step, span.name) == ("begin", self.rank, self.step, self.phase)
@@ -31,37 +35,39 @@ class WarnedTogether(Warned):
 
 
 class Work:
-    """Counts the backwards of one step on the last stage, by micro-batch, which take their time there."""
+    """Counts the backwards of one step on the last stage, which waits in one of them until the step is broken off."""
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, *, is_broken_off: bool = True) -> None:
         self.backwards: Counter[int] = Counter()
         self._last = stages - 1
+        self._broken_off = threading.Event()
+        if not is_broken_off:
+            self._broken_off.set()
 
     def hear(self, span: Span) -> None:
+        if (span.phase, span.name) == ("begin", "hold"):
+            self._broken_off.set()
         if (span.phase, span.step, span.name) == ("begin", SLOW_STEP, "B") and span.stage == self._last:
             self.backwards[span.index] += 1
-            time.sleep(0.05)
+            if len(self.backwards) == LAST:
+                assert self._broken_off.wait(60), "the step was not broken off"
 
 
-def script() -> list[int]:
+def script(steps: int = STEPS) -> list[int]:
     trainer = varuna.Trainer(Dropping, Tokens(padded=True), adamw, 2 * MICRO_BATCHES, micro_batch=2, clip_grad_norm=1.0)
-    return [step.index for step in trainer.steps(STEPS)]
+    return [step.index for step in trainer.steps(steps)]
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(script).losses
+    return run(script, captures=CAPTURES).losses
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("leavers", [(0,), (1,), (2,), (0, 2)])
 def test_a_notice_costs_one_pipeline_what_is_in_flight(alone: tuple[float, ...], leavers: tuple[int, ...]) -> None:
     work = Work(3)
-    undo = subscribe(work.hear)
-    try:
-        outcome = run(script, workers=3, stages={3: 3, 2: 2, 1: 1}, faults=[WarnedTogether(*leavers)])
-    finally:
-        undo()
+    outcome = disturbed(script, work.hear, {3: 3, 2: 2, 1: 1}, [WarnedTogether(*leavers)])
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert outcome.plans == ("3x1", f"{3 - len(leavers)}x1")
     assert 8 <= outcome.kept[1] < MICRO_BATCHES
@@ -72,18 +78,17 @@ def test_a_notice_costs_one_pipeline_what_is_in_flight(alone: tuple[float, ...],
 @pytest.mark.timeout(200)
 def test_a_leaver_that_dies_while_its_state_moves_is_a_loss_without_a_notice(alone: tuple[float, ...]) -> None:
     faults: list[Fault] = [WarnedTogether(1), fail_at(rank=2, step=SLOW_STEP, phase="form")]
-    outcome = run(script, workers=3, stages={3: 3, 2: 2}, faults=faults)
+    outcome = disturbed(script, Work(3).hear, {3: 3, 2: 2}, faults)
     assert outcome.plans == ("3x1", "2x1", "2x1")
     assert (outcome.kept[1] > 0, outcome.kept[2]) == (True, 0), "its sums were nowhere else"
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.timeout(200)
-def test_a_notice_with_time_enough_waits_for_the_step(alone: tuple[float, ...]) -> None:
-    undo = subscribe(Work(3).hear)
-    try:
-        outcome = run(script, workers=3, stages={3: 3, 2: 2}, faults=[notice_at(rank=1, step=SLOW_STEP, seconds=10.0)])
-    finally:
-        undo()
-    assert outcome.losses == pytest.approx(alone, rel=1e-6)
+def test_a_notice_with_time_enough_waits_for_the_step() -> None:
+    """For the end of the one in which it comes, or of a later one, if that is over before anybody knows."""
+    longer = partial(script, 2 * STEPS)
+    faults = [notice_at(rank=1, step=SLOW_STEP, seconds=10.0)]
+    outcome = disturbed(longer, Work(3, is_broken_off=False).hear, {3: 3, 2: 2}, faults)
+    assert outcome.losses == pytest.approx(run(longer, captures=CAPTURES).losses, rel=1e-6)
     assert (outcome.plans, outcome.kept) == (("3x1", "2x1"), (0, 0))

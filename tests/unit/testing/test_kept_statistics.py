@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import varuna
 from tests.unit.engine.ranks import Tokens
 from tests.unit.engine.stage.test_batch_norm import sgd
+from tests.unit.testing.work import CAPTURES, OnceOthers
 from varuna.testing import RunResult, fail_at, run
 from varuna.testing.faults import Fault
 
@@ -37,25 +38,22 @@ def script() -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone() -> RunResult:
-    return run(script)
+    return run(script, captures=CAPTURES)
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("stages", "faults"),
     [
-        ({4: 2, 3: 2}, [fail_at(rank=3, step=2, phase="B", after=2)]),
-        ({4: 2, 3: 2}, [fail_at(rank=3, step=2, phase="reduce")]),
-        ({4: 2, 3: 3}, [fail_at(rank=2, step=2, phase="B", after=3)]),
-        (
-            {5: 2, 4: 2, 3: 3},
-            [fail_at(rank=1, step=2, phase="B", after=3), fail_at(rank=3, step=2, phase="form")],
-        ),
+        ({4: 2, 3: 2}, [OnceOthers(3, 2, "B", 2)]),
+        ({4: 2, 3: 2}, [OnceOthers(3, 2, "reduce")]),
+        ({4: 2, 3: 3}, [OnceOthers(2, 2, "B", 3)]),
+        ({5: 2, 4: 2, 3: 3}, [OnceOthers(1, 2, "B", 3, others=(2,)), fail_at(rank=3, step=2, phase="form")]),
     ],
     ids=["open", "reduced", "moved", "twice"],
 )
 def test_running_statistics_outlast_a_loss(alone: RunResult, stages: dict[int, int], faults: list[Fault]) -> None:
-    outcome = run(script, workers=max(stages), stages=stages, faults=faults)
+    outcome = run(script, workers=max(stages), stages=stages, faults=faults, captures=CAPTURES)
     assert outcome.losses == pytest.approx(alone.losses, rel=1e-5)
     [expected] = alone.returned.values()
     whole = [found for found in outcome.returned.values() if len(found) == len(expected)]

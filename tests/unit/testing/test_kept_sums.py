@@ -10,6 +10,7 @@ from torch import nn
 import varuna
 import varuna.core.sums
 from tests.unit.engine.ranks import Dropping, Tokens, adamw
+from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed
 from varuna.core.sums import HeldSums, Spans, deal, numbers_of, spans_of
 from varuna.engine.base.spans import Span
 from varuna.engine.stage.stage import Stage
@@ -19,27 +20,11 @@ from varuna.testing.faults import Fault, Phase
 STEPS, MICRO_BATCHES = 4, 12
 
 
-class After(Fault):
-    """A worker is lost in a phase that it has begun before, so often."""
+class Recovering(OnceOthers):
+    """A worker of the generation that goes on with the step is lost, once another pipeline has done some of it."""
 
-    def __init__(self, rank: int, step: int, phase: Phase, often: int) -> None:
-        super().__init__(rank, step, phase, None)
-        self._left = often
-
-    def hear(self, span: Span) -> None:
-        """Let it pass at first."""
-        here = (span.phase, span.rank, span.step, span.name) == ("begin", self.rank, self.step, self.phase)
-        if here and self._left:
-            self._left -= 1
-        else:
-            super().hear(span)
-
-
-class Recovering(After):
-    """A worker of the generation that goes on with the step is lost."""
-
-    def __init__(self, rank: int, step: int, phase: Phase, often: int) -> None:
-        super().__init__(rank, step, phase, often)
+    def __init__(self, rank: int, step: int, phase: Phase) -> None:
+        super().__init__(rank, step, phase, done=0 if phase == "form" else 1)
         self._goes_on = False
 
     def hear(self, span: Span) -> None:
@@ -47,6 +32,25 @@ class Recovering(After):
         self._goes_on |= (span.phase, span.rank, span.step, span.name) == ("begin", self.rank, self.step, "form")
         if self._goes_on:
             super().hear(span)
+
+
+class Unreduced:
+    """Rank 3 does its last backward only once the step is broken off: before, nothing is a total of all replicas.
+
+    The one worker that goes on from a total would otherwise take a section's sums along.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step, self._begun, self._broken_off = step, 0, threading.Event()
+
+    def hear(self, span: Span) -> None:
+        """Let it wait."""
+        if (span.phase, span.name) == ("begin", "hold"):
+            self._broken_off.set()
+        if (span.phase, span.rank, span.step, span.name) == ("begin", 3, self._step, "B"):
+            self._begun += 1
+            if self._begun == MICRO_BATCHES // 3:
+                assert self._broken_off.wait(60), "the step was not broken off"
 
 
 class Late(Fault):
@@ -77,19 +81,19 @@ def script() -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(script).losses
+    return run(script, captures=CAPTURES).losses
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("phase", ["form", "F", "reduce"])
 def test_two_losses_in_one_step_cost_only_what_is_lacking(alone: tuple[float, ...], phase: Phase) -> None:
-    """Rank 2 is lost after 3 backwards, and rank 3 while the others go on with the step, or are about to."""
-    faults = [After(2, 2, "B", 3), Recovering(3, 2, phase, 0)]
-    outcome = run(script, workers=6, stages=2, faults=faults)
+    """Rank 2 is lost after 2 backwards, and rank 3 while the others go on with the step, or are about to."""
+    faults = [OnceOthers(2, 2, "B", 2, others=(0, 4)), Recovering(3, 2, phase)]
+    outcome = disturbed(script, Unreduced(2).hear, dict.fromkeys(range(1, 7), 2), faults)
     assert outcome.plans == ("2x3", "2x2", "2x2")
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert outcome.kept[0] == 0
-    assert all(0 < kept < MICRO_BATCHES for kept in outcome.kept[1:])
+    assert all(0 < kept < MICRO_BATCHES for kept in outcome.kept[1:]), outcome.kept
 
 
 @pytest.mark.timeout(200)
@@ -112,7 +116,7 @@ def test_the_same_loss_gives_the_same_bits() -> None:
     outcomes = []
     for _ in range(2):
         parameters.append({})
-        outcomes.append(run(watched, workers=4, stages=2, faults=[Late(3, 2, (0, 1))]))
+        outcomes.append(run(watched, captures=CAPTURES, workers=4, stages=2, faults=[Late(3, 2, (0, 1))]))
     first, second = outcomes
     assert first.plans == second.plans == ("2x2", "2x1")
     assert first.kept == second.kept == (0, MICRO_BATCHES // 2)
@@ -139,7 +143,7 @@ def test_sums_that_are_not_what_was_told_cost_time_and_not_the_run(
         return held.model_copy(update={"sections": tuple(each for each in sections if each.micro_batches)})
 
     monkeypatch.setattr(Stage, "held_sums", falsified)
-    outcome = run(script, workers=4, stages=2, faults=[Late(3, 2, (0, 1))])
+    outcome = run(script, captures=CAPTURES, workers=4, stages=2, faults=[Late(3, 2, (0, 1))])
     assert outcome.plans[:2] == ("2x2", "2x1")
     assert outcome.kept[1] == MICRO_BATCHES // 2 - 1
     assert outcome.kept[-1] == 0
@@ -153,7 +157,7 @@ def test_sums_that_are_not_what_was_told_cost_time_and_not_the_run(
 def test_sums_move_where_the_number_of_stages_changes(alone: tuple[float, ...], stages: dict[int, int]) -> None:
     """A worker of the second pipeline is lost after 3 backwards: what the others have added is not lost."""
     workers = max(stages)
-    outcome = run(script, workers=workers, stages=stages, faults=[After(2, 2, "B", 3)])
+    outcome = run(script, captures=CAPTURES, workers=workers, stages=stages, faults=[OnceOthers(2, 2, "B", 3)])
     assert outcome.plans[0] == f"2x{workers // 2}"
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert MICRO_BATCHES // 6 <= outcome.kept[1] < MICRO_BATCHES
@@ -169,7 +173,7 @@ def test_sums_that_lack_a_micro_batch_cost_time_and_not_the_run(
         return deal(spans_of(numbers_of(spans)[:-1]), *replicas)
 
     monkeypatch.setattr(varuna.core.sums, "deal", forgetful)
-    outcome = run(script, workers=4, stages=2, faults=[After(2, 2, "B", 3)])
+    outcome = run(script, captures=CAPTURES, workers=4, stages=2, faults=[OnceOthers(2, 2, "B", 3)])
     assert outcome.plans == ("2x2", "2x1", "2x1")
     assert outcome.kept[1] > 0
     assert outcome.kept[2] == 0

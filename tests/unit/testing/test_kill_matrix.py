@@ -14,9 +14,10 @@ import pytest
 
 import varuna
 from tests.unit.engine.ranks import Dropping, Tokens, adamw
-from tests.unit.testing.work import Work
-from varuna.engine.base.spans import Span, subscribe
+from tests.unit.testing.work import CAPTURES, Work, disturbed
+from varuna.engine.base.spans import Span
 from varuna.engine.copies import sending
+from varuna.schedule.copy_pace import SumsPace
 from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault, Phase
 
@@ -84,20 +85,16 @@ def script() -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(script).losses
+    return run(script, captures=CAPTURES).losses
 
 
-def disturbed(*places: Place, shapes: Mapping[int, int] = SHAPES) -> tuple[RunResult, Work, list[Death]]:
+def killed(*places: Place, shapes: Mapping[int, int] = SHAPES) -> tuple[RunResult, Work, list[Death]]:
     work = Work(STEP, MICRO_BATCHES)
     deaths: list[Death] = []
     for place in places:
         kind = LastDeath if isinstance(place, Last) else Death
         deaths.append(kind(place, work, deaths[-1] if deaths else None))
-    undo = subscribe(work.hear)
-    try:
-        return run(script, workers=max(shapes), stages=shapes, faults=deaths), work, deaths
-    finally:
-        undo()
+    return disturbed(script, work.hear, shapes, deaths), work, deaths
 
 
 def check(alone: Sequence[float], outcome: RunResult, work: Work) -> int:
@@ -143,7 +140,7 @@ COPYING = places(("copy", "kept", "copy-sum", "kept-sum"), (0,), STAGES)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("place", sampled(COMPUTING, 3), ids=str)
 def test_one_dies(alone: tuple[float, ...], place: Place) -> None:
-    outcome, work, deaths = disturbed(place)
+    outcome, work, deaths = killed(place)
     again = check(alone, outcome, work)
     assert again <= most_again(outcome, work, deaths)
     assert not went_back(outcome)
@@ -153,15 +150,15 @@ def test_one_dies(alone: tuple[float, ...], place: Place) -> None:
 @pytest.mark.parametrize("rank", [3, 5])
 def test_one_dies_when_all_have_reduced_all_sums(alone: tuple[float, ...], rank: int) -> None:
     """Neither totals of tied gradients nor losses go with it: each pipeline runs one micro-batch, as it must."""
-    outcome, work, _ = disturbed(Last("vote", rank))
-    assert check(alone, outcome, work) == REPLICAS - 1
+    outcome, work, _ = killed(Last("vote", rank))
+    assert check(alone, outcome, work) == REPLICAS - 1, (outcome.plans, outcome.kept, outcome.warnings)
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("place", sampled(HANDING_OVER, 2), ids=str)
 def test_another_dies_while_the_first_ones_work_is_handed_over(alone: tuple[float, ...], place: Place) -> None:
     """When it is told to stop, when it has said what it holds, while the next generation forms, and when that runs."""
-    outcome, work, deaths = disturbed(Place("B", 7, after=3), place)
+    outcome, work, deaths = killed(Place("B", 7, after=3), place)
     again = check(alone, outcome, work)
     assert again <= most_again(outcome, work, deaths)
     assert not went_back(outcome)
@@ -173,7 +170,7 @@ def test_another_dies_while_the_first_ones_work_is_handed_over(alone: tuple[floa
 def test_another_dies_while_state_and_sums_move(alone: tuple[float, ...], rank: int, at_end: bool) -> None:
     """3 x 2 becomes 2 x 2 with a spare, then 2 x 2."""
     shapes = {6: 3, 5: 2, 4: 2}
-    outcome, work, _ = disturbed(Place("B", 4, after=3), Place("move", rank, at_end=at_end), shapes=shapes)
+    outcome, work, _ = killed(Place("B", 4, after=3), Place("move", rank, at_end=at_end), shapes=shapes)
     check(alone, outcome, work)
     assert not went_back(outcome)
 
@@ -182,8 +179,8 @@ def test_another_dies_while_state_and_sums_move(alone: tuple[float, ...], rank: 
 @pytest.mark.parametrize("place", sampled(COPYING, 1), ids=str)
 def test_one_dies_around_a_copy(alone: tuple[float, ...], place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage has one holder. Until the first copy of a state is complete, only the beginning is left."""
-    monkeypatch.setattr(sending, "sums_pause_s", lambda round_s, size_bytes: 0.0)
-    outcome, work, _ = disturbed(place, shapes={3: 3, 2: 2, 1: 1})
+    monkeypatch.setattr(sending, "sums_pace", lambda *_: SumsPace(1, 0.0))
+    outcome, work, _ = killed(place, shapes={3: 3, 2: 2, 1: 1})
     if went_back(outcome):
         assert outcome.losses == pytest.approx(alone, rel=1e-6)
         assert place.phase in ("copy", "kept")

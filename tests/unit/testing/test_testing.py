@@ -97,6 +97,16 @@ def test_a_checkpoint_that_rots_in_the_store_is_found_out_and_the_one_before_cou
         assert run(saves, workers=2, stages=2).losses == pytest.approx(alone, rel=1e-6)
 
 
+def test_no_process_is_forked_among_the_workers_threads(
+    alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fork() -> int:
+        raise AssertionError("a fork would keep open what all workers have opened")
+
+    monkeypatch.setattr("os.fork", fork)
+    assert run(script, workers=2, stages=2).losses == pytest.approx(alone, rel=1e-6)
+
+
 def test_what_a_script_raises_comes_out_with_its_cause() -> None:
     broken = RuntimeError("CUDA out of memory")
     with pytest.raises(WorkerError, match=r"the script of worker w\d raised RuntimeError: CUDA out of memory") as ended:

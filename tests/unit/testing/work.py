@@ -1,11 +1,66 @@
 """What the ranks of a run have in their sums of one step, from what they are seen to do: nothing that they say."""
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
-from varuna.engine.base.spans import Span
+from varuna.engine.base.spans import Span, subscribe
+from varuna.testing import RunResult, run
+from varuna.testing.faults import Fault, Phase
 
 Numbers = frozenset[int]
+
+CAPTURES: list[Any] = []
+"""Of all runs of these tests: most have the same model."""
+
+
+def disturbed(
+    script: Callable[[], Any], hear: Callable[[Span], None], shapes: Mapping[int, int], faults: Sequence[Fault]
+) -> RunResult:
+    """A run that loses workers, while ``hear`` is told what its ranks do.
+
+    Args:
+        script: as for ``run``.
+        hear: is called with every span.
+        shapes: P by the number of workers; it begins with the most.
+        faults: as for ``run``.
+    """
+    undo = subscribe(hear)
+    try:
+        return run(script, workers=max(shapes), stages=shapes, faults=faults, captures=CAPTURES)
+    finally:
+        undo()
+
+
+class OnceOthers(Fault):
+    """A worker is lost as it begins a phase that it has begun before, so often, once others have done some backwards.
+
+    What is kept of the step is what the other pipelines have done by then: on a busy machine that might be nothing.
+    """
+
+    def __init__(
+        self, rank: int, step: int, phase: Phase, often: int = 0, *, others: Sequence[int] = (0,), done: int = 3
+    ) -> None:
+        super().__init__(rank, step, phase, None, after=often)
+        self._lacking, self._changed = Counter(dict.fromkeys(others, done)), threading.Condition()
+
+    def hear(self, span: Span) -> None:
+        """Count the others' backwards."""
+        if (span.phase, span.step, span.name) == ("end", self.step, "B") and span.rank in self._lacking:
+            with self._changed:
+                self._lacking[span.rank] -= 1
+                self._changed.notify_all()
+        super().hear(span)
+
+    def is_here(self, span: Span) -> bool:
+        """Wait for the others, if this is the place."""
+        if not super().is_here(span):
+            return False
+        with self._changed:
+            ready = self._changed.wait_for(lambda: all(lacking <= 0 for lacking in self._lacking.values()), 60)
+        assert ready, f"others lack backwards: {self._lacking}"
+        return True
 
 
 class Work:
@@ -39,7 +94,6 @@ class Work:
             elif (span.step, span.phase) == (self._step, "end") and span.name in ("B", "W"):
                 new = {span.index} - self._left.get(span.stage, Numbers())
                 self._done[threading.get_ident(), span.stage] |= new
-
             elif (span.step, span.phase, span.name) == (self._step, "end", "sum"):
                 self._reduced.add(span.stage)
 
@@ -53,12 +107,14 @@ class Work:
         with self._lock:
             if lost in self._alone:
                 return len(self._all)
-            survives = self._survives()
+            seats = len(self._threads) // stages * stages
+            survives = self._survives({thread for rank, thread in self._threads.items() if rank >= seats})
         return len(self._all - Numbers.intersection(*(survives.get(stage, Numbers()) for stage in range(stages))))
 
-    def _survives(self) -> dict[int, Numbers]:
+    def _survives(self, spares: Set[int] = frozenset()) -> dict[int, Numbers]:
+        """By stage. A spare has dropped its sums, and nobody took them over if they would have spared nothing."""
         found: dict[int, set[int]] = defaultdict(set)
         for (thread, stage), numbers in self._done.items():
-            if thread not in self._lost:
+            if thread not in self._lost | spares:
                 found[stage] |= numbers
         return {stage: frozenset(numbers) for stage, numbers in found.items()}

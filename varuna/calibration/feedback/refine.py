@@ -1,33 +1,45 @@
 """A run corrects the calibration that it was planned on. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
 
-from varuna.calibration.format import Calibration, NetworkCosts, OptimizerCosts, SectionKind
+from varuna.calibration.format import Calibration, Link, NetworkCosts, OptimizerCosts, Ring, SectionKind
 from varuna.core.plan import Plan
 from varuna.core.times import Carried, RankTimes
 from varuna.planner.pricing.costs import Around, around_sections, pipeline_costs
+from varuna.planner.pricing.predict import Prediction, predictions
 from varuna.planner.pricing.profile import profile
 from varuna.simulator.costs import PipelineCosts
 
 _ROUNDS = 25
 """Of spreading the stages' factors over the kinds of sections that they share."""
-_LARGEST_FACTOR = 1000.0
-"""FLOPs under a roofline may be that far off; anything beyond is a mistake."""
+_LARGEST_FACTOR = 1e6
+"""FLOPs under a roofline may be that far off, of tiny sections that wait; anything beyond is a mistake."""
 _OVERHEADS = {"action_s": ("FRBIW", 0.5), "hand_over_s": ("FBI", 0.2), "samples_s": ("F", 0.2)}
 """What actions take beyond their sections: in which, and the most that it may be of the shortest of them."""
+_CLOSE = 0.01
+"""So near to the measured step a prediction may stay."""
+_LARGEST_GAP, _HALVINGS = 8.0, 10
+"""By so much, at most, the network is corrected for a whole step; and how often the rest is halved."""
+_LONG_LATENCY_S = 0.005
+"""What a message may take beyond its bytes, unless more was measured: hosts of a region are nearer."""
+Wire = TypeVar("Wire", Link, Ring)
 _RUN_NOTE = "refined by a run"
 
 
-def refine(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]) -> Calibration:
+def refine(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes], *, is_whole: bool = True) -> Calibration:
     """The calibration under which ``plan`` takes what it took.
 
     Times of a stage's sections are scaled so that their sum is what its actions took. A kind of section that several
-    stages run gets what fits all of them best; relations between sections of a stage stay as they were.
+    stages run gets what fits all of them best; relations between sections of a stage stay as they were. What a step
+    takes beyond that is put down to the network.
 
     Args:
         calibration: that the plan was made from, or a nominal one.
         plan: that ran.
         stages: what its stages took.
+        is_whole: other pipelines than these do not make the step longer.
     """
     m = plan.micro_batch
     overheads = {
@@ -38,7 +50,7 @@ def refine(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]) ->
     known = profile(calibration, m)
     around = [
         around_sections(known, span.start, span.stop, is_one_of_many=plan.stages > 1)
-        for span in map(plan.sections_of, range(plan.stages))
+        for span in map(plan.first_cut.sections_of, range(plan.stages))
     ]
     kinds = dict(calibration.kinds)
     order = calibration.kind_names
@@ -48,7 +60,7 @@ def refine(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]) ->
         kinds = _scaled(kinds, spans, wanted, m, names)
     across = _network(calibration.across_vms, plan, stages)
     notes = tuple(note for note in calibration.notes if not note.startswith(_RUN_NOTE))
-    return calibration.model_copy(
+    found = calibration.model_copy(
         update={
             "kinds": kinds,
             "optimizer": _optimizer(calibration, plan, stages),
@@ -56,6 +68,7 @@ def refine(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]) ->
             "notes": (*notes, f"{_RUN_NOTE}: {plan.shape}, m = {m}, {min(each.steps for each in stages)} steps"),
         }
     )
+    return _with_whole_steps(found, plan, max(each.step_s for each in stages)) if is_whole else found
 
 
 _COLUMNS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
@@ -80,8 +93,8 @@ def _told(stage: RankTimes, letters: Sequence[str]) -> str | None:
 
 def _ran(plan: Plan, stage: int, times: RankTimes, letters: Sequence[str]) -> range:
     """Sections that the action told of runs: R leaves out those that the plan keeps."""
-    sections = plan.sections_of(stage)
-    kept = len(plan.kept_sections_of(stage)) if _told(times, letters) == "R" else 0
+    sections = plan.first_cut.sections_of(stage)
+    kept = len(plan.first_cut.kept_sections_of(stage)) if _told(times, letters) == "R" else 0
     return sections[: len(sections) - kept]
 
 
@@ -164,24 +177,85 @@ def _optimizer(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]
 
 
 def _network(network: NetworkCosts, plan: Plan, stages: Sequence[RankTimes]) -> NetworkCosts:
-    """Links and rings scaled to what messages and all-reduces took; a ring's fastest rank waited least for others."""
-    link, jitter = network.link, network.link.jitter.mean_s
+    """Links and rings that take what messages and all-reduces took; a ring's fastest rank waited least for others.
+
+    Where only one of the two was seen, the other is as much slower or faster: they are of the same cables.
+    """
+    link, rings = network.link, network.rings
     sent = [each.messages for each in stages if each.messages is not None]
-    if sent:
-        factor = _factor(sent, lambda size: link.latency_s + jitter + size / link.bytes_per_s)
-        link = link.model_copy(update={"latency_s": link.latency_s * factor, "bytes_per_s": link.bytes_per_s / factor})
-    rings = network.rings
+    by_link = _change(link, sent) if sent else None
     reduced = [each.reductions for each in stages if each.reductions is not None]
+    by_ring = None
     if reduced and plan.replicas > 1:
-        ranks = plan.replicas
-        ring = next((each for each in rings if each.ranks in (None, ranks)), rings[0])
-        rounds = 2 * (ranks - 1)
-        factor = _factor(reduced, lambda size: rounds * (ring.latency_s + size / ranks / ring.bytes_per_s))
-        rings = tuple(
-            each.model_copy(update={"latency_s": each.latency_s * factor, "bytes_per_s": each.bytes_per_s / factor})
-            for each in rings
+        ring = next((each for each in rings if each.ranks in (None, plan.replicas)), rings[0])
+        by_ring = _change(ring, reduced, ranks=plan.replicas)
+    known = by_link or by_ring
+    return network if known is None else _changed(network, by_link or known, by_ring or known)
+
+
+class _Change(NamedTuple):
+    """By how much a cable is slower than was known."""
+
+    latency: float
+    seconds_per_byte: float
+
+
+def _change(known: Link | Ring, seen: Sequence[Carried], *, ranks: int = 0) -> _Change:
+    """The change under which transfers take what they took; with ``ranks``, all-reduces of so many.
+
+    Transfers of one size do not tell latency from bandwidth: that latency is long is believed up to a bound, the rest
+    is put down to bandwidth.
+    """
+    rounds, part = (2 * (ranks - 1), 1 / ranks) if ranks else (1, 1.0)
+    factor = _factor(seen, lambda size: rounds * (known.latency_s + size * part / known.bytes_per_s))
+    sizes = sorted(each.size_bytes for each in seen)
+    sent_s = sizes[len(sizes) // 2] * part / known.bytes_per_s
+    latency_s = min(known.latency_s * factor, max(known.latency_s, _LONG_LATENCY_S))
+    if not known.latency_s or not sent_s or latency_s == known.latency_s * factor:
+        return _Change(factor, factor)
+    left_s = (known.latency_s + sent_s) * factor - latency_s
+    return _Change(latency_s / known.latency_s, max(left_s, sent_s) / sent_s)
+
+
+def _changed(network: NetworkCosts, by_link: _Change, by_ring: _Change) -> NetworkCosts:
+    """The network with its links and rings so changed, none with a latency that is not believed."""
+
+    def scaled(each: Wire, change: _Change) -> Wire:
+        latency_s = min(each.latency_s * change.latency, max(each.latency_s, _LONG_LATENCY_S))
+        return each.model_copy(
+            update={"latency_s": latency_s, "bytes_per_s": each.bytes_per_s / change.seconds_per_byte}
         )
-    return network.model_copy(update={"link": link, "rings": rings})
+
+    rings = tuple(scaled(ring, by_ring) for ring in network.rings)
+    return network.model_copy(update={"link": scaled(network.link, by_link), "rings": rings})
+
+
+def _with_whole_steps(calibration: Calibration, plan: Plan, measured_s: float) -> Calibration:
+    """The calibration with a network for which a step takes as long as measured, as far as a network can explain it.
+
+    What messages and all-reduces take by themselves says little about how they meet: on one cable, behind each other in
+    sockets, while a rank computes.
+    """
+    if plan.workers == 1:
+        return calibration
+
+    def network(factor: float) -> Calibration:
+        return calibration.model_copy(
+            update={"across_vms": _changed(calibration.across_vms, *[_Change(factor, factor)] * 2)}
+        )
+
+    low, high = 1 / _LARGEST_GAP, _LARGEST_GAP
+    if abs(predicted(calibration, plan).step_s / measured_s - 1) <= _CLOSE:
+        return calibration
+    if not predicted(network(low), plan).step_s <= measured_s <= predicted(network(high), plan).step_s:
+        return calibration  # no network explains that
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        if predicted(network(middle), plan).step_s < measured_s:
+            low = middle
+        else:
+            high = middle
+    return network((low * high) ** 0.5)
 
 
 def _factor(measured: Sequence[Carried], predicted_s: Callable[[float], float]) -> float:
@@ -189,6 +263,12 @@ def _factor(measured: Sequence[Carried], predicted_s: Callable[[float], float]) 
     return min(max(ratios[len(ratios) // 2], 1 / _LARGEST_FACTOR), _LARGEST_FACTOR)
 
 
+def predicted(calibration: Calibration, plan: Plan) -> Prediction:
+    """A step of the pipelines of a plan that end last."""
+    return max(predictions(plan, calibration), key=attrgetter("step_s"))
+
+
 def costs_of(calibration: Calibration, plan: Plan) -> PipelineCosts:
-    """What the simulator is told about a plan."""
-    return pipeline_costs(profile(calibration, plan.micro_batch), plan, gpus_per_vm=calibration.hardware.gpus_per_vm)
+    """What the simulator is told about a plan: about its first pipelines."""
+    known = calibration.of(plan.device_class)
+    return pipeline_costs(profile(known, plan.micro_batch), plan, gpus_per_vm=known.hardware.gpus_per_vm)

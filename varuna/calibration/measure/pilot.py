@@ -63,7 +63,7 @@ def pilot_plan(times: Sequence[PilotTimes], *, workers: int, micro_batch: int) -
 
 def pilot_steps(times: Sequence[PilotTimes], plan: Plan) -> int:
     """How many steps of ``plan`` to run, by what its slowest stage computes: more where they are short."""
-    stages = [plan.sections_of(stage) for stage in range(plan.stages)]
+    stages = [plan.first_cut.sections_of(stage) for stage in range(plan.stages)]
     step_s = len(plan.micro_batches_of(0)) * max(sum(sum(times[section]) for section in stage) for stage in stages)
     return _WARM_STEPS + max(_LEAST_STEPS, min(_MOST_STEPS, int(_BUDGET_S / max(step_s, 1e-6)) - _WARM_STEPS))
 
@@ -94,12 +94,12 @@ def run_pilot(
     taken: dict[Kind, list[Took]] = {}
     for took in (took for step in steps for took in step.actions):
         taken.setdefault(took.action.kind, []).append(took)
-    own = [facts.sections[section] for section in plan.sections_of(stage)]
+    own = [facts.sections[section] for section in plan.first_cut.sections_of(stage)]
     return PilotSamples(
         stages=plan.stages,
         state_bytes=sum(each.parameter_bytes + each.trainable_bytes + each.optimizer_bytes for each in own),
-        first=plan.sections_of(stage).start,
-        stop=plan.sections_of(stage).stop,
+        first=plan.first_cut.sections_of(stage).start,
+        stop=plan.first_cut.sections_of(stage).stop,
         micro_batch=plan.micro_batch,
         whole_s={kind.value: mean_time([took.seconds for took in rows]) for kind, rows in taken.items()},
         inside_s={kind.value: mean_time([took.inside_s for took in rows]) for kind, rows in taken.items()},

@@ -1,9 +1,10 @@
 """One measuring worker: ``python -m varuna.calibration.measure OUTPUT SCRIPT [ARGS]``; see ``varuna calibrate``.
 
-Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them, and VARUNA_INTERFACE, as workers do.
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from varuna.core.model import ModelFacts
 from varuna.core.plan import Plan
 from varuna.engine.base.compute_process import settle
 from varuna.engine.base.transport import connect_store, prefixed
-from varuna.engine.device.capacity import device_bytes, hardware_name, usable_bytes
+from varuna.engine.device.capacity import device_bytes, device_class, hardware_name, usable_bytes
 from varuna.engine.links.traffic import Traffic
 from varuna.engine.worker.session import Session
 from varuna.job.script_runner import take_job
@@ -37,7 +38,7 @@ from varuna.partition.initial.constructor import needed_buffers
 from varuna.partition.on_device import on_device
 from varuna.process.threads import join_all
 
-_HOST = "127.0.0.1"
+_HOST = os.environ.get("VARUNA_INTERFACE", "127.0.0.1")
 _MOST_MESSAGE_BYTES = 64 * 2**20
 _SMALL_BYTES = 64
 _EXIT_BOUND_S = 5.0
@@ -66,7 +67,9 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
     sizes = sizes_to_measure(spec.global_batch, spec.micro_batch)
     peers.meet()
     tell(f"timing {len(facts.sections)} sections, at micro-batches of {sizes[0]} to at most {sizes[-1]}")
-    effort = Thoroughness(_SIZE_S, deadline_s=time.monotonic() + _SIZES_S)
+    # One that was asked for is measured, however slow this machine is.
+    most_s = _SIZES_S if spec.micro_batch is None else math.inf
+    effort = Thoroughness(_SIZE_S, deadline_s=time.monotonic() + most_s)
     computed = [
         measure_window(
             job,
@@ -91,7 +94,7 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
     rings = peers.rings(_gradient_bytes(facts), job.traffic.sums)
     pilots: list[PilotSamples] = []
     if whole:
-        micro_batch, times = _best_size(sections, spec.micro_batch, peers)
+        micro_batch, times = rehearsed_size(sections, spec.micro_batch, peers.agree)
 
         def rehearse(world: World, plan: Plan) -> PilotSamples | None:
             def open_steps(n: int, membership: StaticMembership) -> Session:
@@ -105,10 +108,11 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
     return Measured(
         worker=peers.rank,
         hardware=hardware_name(spec.device),
+        device_class=device_class(spec.device),
         device_bytes=device_bytes(spec.device, peers.size),
         facts=facts,
         kinds=kinds,
-        cache=str(cache_file(job_facts(spec, 1))),
+        cache=str(cache_file(job_facts(spec, 1), device_class(spec.device))),
         sized_for=spec.global_batch if spec.micro_batch is None else 0,
         sections=tuple(sections),
         updates=tuple(sample for each in computed for sample in each.updates),
@@ -138,7 +142,7 @@ def _pilots(
     together = World(peers.rank, peers.size, prefixed("calibrate/together", store), _HOST, 0)
     for world in (alone, together)[: min(2, peers.size)]:
         plan = pilot_plan(times, workers=world.size, micro_batch=micro_batch)
-        spans = [plan.sections_of(stage) for stage in range(plan.stages)]
+        spans = [plan.first_cut.sections_of(stage) for stage in range(plan.stages)]
         need = max(window_bytes(facts, span, micro_batch) for span in spans)
         if memory_bytes is None or 2 * need <= memory_bytes:  # a copy in the first step
             peers.meet()
@@ -154,23 +158,28 @@ def _smallest(memory_bytes: int | None, peers: Peers) -> int | None:
     return int(least) if found else None
 
 
-def _best_size(sections: Sequence[SectionSamples], given: int | None, peers: Peers) -> tuple[int, list[PilotTimes]]:
+def rehearsed_size(
+    sections: Sequence[SectionSamples], given: int | None, agree: Callable[[float], float]
+) -> tuple[int, list[PilotTimes]]:
     """The size that a run would take, the one that is best per example if none is given, and its sections' times.
 
-    The times are those of the worker that took longest, so that all find the same.
+    One that is given, but does not fit into memory, is replaced by the largest that does: the planner will say so.
+
+    Args:
+        sections: what was measured, of the same sizes on all workers.
+        given: m, if the user fixed it.
+        agree: the largest of all workers' values: times are those of the slowest, so that all find the same.
     """
     times = {
         size: [
-            PilotTimes(
-                *(peers.agree(median(each)) for each in (sample.forward_s, sample.recompute_s, sample.backward_s))
-            )
+            PilotTimes(*(agree(median(each)) for each in (sample.forward_s, sample.recompute_s, sample.backward_s)))
             for sample in sections
             if sample.micro_batch == size
         ]
         for size in dict.fromkeys(sample.micro_batch for sample in sections)
     }
     best = min(times, key=lambda size: sum(map(sum, times[size])) / size)
-    size = best if given is None else given
+    size = best if given is None else given if given in times else max(times)
     return size, times[size]
 
 

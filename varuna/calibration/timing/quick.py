@@ -18,7 +18,7 @@ from varuna.calibration.timing.equal_sections import section_kinds
 from varuna.calibration.timing.stand_ins import StandIns
 from varuna.calibration.windows import choose_windows, sizes_to_measure
 from varuna.data.randomness import seeded
-from varuna.engine.device.capacity import device_bytes, hardware_name, usable_bytes
+from varuna.engine.device.capacity import device_bytes, device_class, hardware_name, usable_bytes
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.optimizer import NamedParameters
 from varuna.partition.initial.initial_values import InitialParameters
@@ -89,6 +89,7 @@ def quick_calibration(
     measured = Measured(
         worker=0,
         hardware=hardware_name(device),
+        device_class=device_class(device),
         device_bytes=device_bytes(device, 1),
         facts=model.facts,
         kinds=kinds,

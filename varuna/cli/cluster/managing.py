@@ -69,7 +69,7 @@ def manage_cluster(
         calibrator = Calibrator(
             planner(memory_bytes=run.memory_bytes, stages=run.stages),
             run_dir=place.run_dir,
-            cache=lambda job: place.run_dir / RUN_FILE,
+            cache=lambda job, device_class: place.run_dir / RUN_FILE,
             given=run.given,
             most_workers=max(run.workers, _EXPECTED_WORKERS),
         )

@@ -66,6 +66,8 @@ class Inbox:
 
         The end of a generation replaces a link's error: the manager's word counts more.
         """
+        if isinstance(failure, GenerationEnded):  # with the frames that it came through, which hold the generation
+            failure = failure.with_traceback(None)
         with self._changed:
             if self._failure is None or isinstance(failure, GenerationEnded):
                 self._failure = failure
@@ -79,7 +81,9 @@ class Inbox:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what ended the generation, if anything did."""
+        """Raise what ended the generation, if anything did: its end as an error of its own for each thread."""
+        if isinstance(self._failure, GenerationEnded):
+            raise GenerationEnded(*self._failure.args)
         if self._failure is not None:
             raise self._failure
 

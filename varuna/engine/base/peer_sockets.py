@@ -8,13 +8,14 @@ group are told from those of another also where ranks are threads of one process
 import contextlib
 import os
 import socket
+import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 _making = threading.Lock()
-_PROCESS = Path("/proc/self")
+_FDS, _INFOS = "/proc/self/fd", "/proc/self/fdinfo"
 
 
 class Watched(NamedTuple):
@@ -42,36 +43,50 @@ class DeviceEpoll(NamedTuple):
 def with_epoll(make: Callable[[], Any]) -> tuple[Any, DeviceEpoll | None]:
     """Make a device; and its epoll instance, None where it cannot be told (no Linux)."""
     with _making:
-        before = _devices()
+        before = _open()
         made = make()
-        new = [DeviceEpoll(number, pipe) for pipe, number in _devices().items() if pipe not in before]
-    return made, new[0] if len(new) == 1 else None
+        now = _open()
+    pipes = now.pipes - before.pipes
+    # To read what an instance watches takes long where many ranks are threads of a process, so new numbers come first:
+    # only where a device has just ended can another one have its number.
+    for numbers in (now.epolls - before.epolls, now.epolls):
+        new = [(number, each.inode) for number in numbers for each in _watched(number) if each.inode in pipes]
+        if len(new) == 1:
+            return made, DeviceEpoll(*new[0])
+    return made, None
 
 
-def _devices() -> dict[int, int]:
-    """Of each epoll instance of this process that watches a pipe: its number, by the pipe's inode."""
-    found = {}
-    for number, target in _descriptors():
-        if target == "anon_inode:[eventpoll]":
-            for each in _watched(number):
-                if _target(each.number) == f"pipe:[{each.inode}]":
-                    found[each.inode] = number
-    return found
+class _Open(NamedTuple):
+    """What this process has open."""
+
+    pipes: set[int]
+    """by inode"""
+    epolls: set[int]
+    """by number"""
 
 
-def _descriptors() -> Iterator[tuple[int, str]]:
+def _open() -> _Open:
+    found = _Open(set(), set())
     try:
-        numbers = os.listdir(_PROCESS / "fd")
+        numbers = map(int, os.listdir(_FDS))
     except FileNotFoundError:  # not Linux: threads stay blocked until the groups' time-out
-        return
+        return found
     for number in numbers:
-        yield int(number), _target(int(number))
+        try:
+            status = os.fstat(number)
+        except OSError:  # closed since
+            continue
+        if stat.S_ISFIFO(status.st_mode):
+            found.pipes.add(status.st_ino)
+        elif not stat.S_ISSOCK(status.st_mode) and _target(number) == "anon_inode:[eventpoll]":  # most are sockets
+            found.epolls.add(number)
+    return found
 
 
 def _target(number: int) -> str:
     """What a descriptor is; empty if it was closed since."""
     try:
-        return os.readlink(_PROCESS / "fd" / str(number))
+        return os.readlink(f"{_FDS}/{number}")
     except OSError:
         return ""
 
@@ -79,7 +94,7 @@ def _target(number: int) -> str:
 def _watched(epoll: int) -> list[Watched]:
     """Lines such as ``tfd: 6 events: 19 data: 55e5d1c4d120 pos:0 ino:5fb48 sdev:9``."""
     try:
-        lines = (_PROCESS / "fdinfo" / str(epoll)).read_text().splitlines()
+        lines = Path(_INFOS, str(epoll)).read_text().splitlines()
     except OSError:  # closed since
         return []
     words = [line.split() for line in lines if line.startswith("tfd:")]

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from varuna.engine.base.still import Still
 from varuna.engine.base.transport import Group
 from varuna.engine.copies import wire
 from varuna.engine.copies.layout import Body, SectionLayout, from_bytes
-from varuna.engine.stage.load_state import SUMS
 from varuna.process.host_memory import available_bytes
 from varuna.process.threads import start
 
@@ -22,8 +22,15 @@ _ROOM = 2
 """So many times as much as a copy takes must be free, since others ask too."""
 
 
+class CopiedSums(NamedTuple):
+    """The sums of one section, as another rank has sent them."""
+
+    held: HeldSums
+    values: Tensor
+
+
 class KeptCopy:
-    """A copy of another rank's state. Once it is sealed, what arrives for it is dropped."""
+    """Copies of another rank's state and sums, or of its sums alone. Once it is sealed, what arrives is dropped."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,15 +38,16 @@ class KeptCopy:
         self._step: int | None = None
         self._memories: dict[int, Tensor] = {}  # by section
         self._layouts: Sequence[SectionLayout] = ()
-        self._sums: dict[int, tuple[HeldSums, Tensor]] = {}  # by section
-        self._spare: Tensor | None = None  # memory of sums that were replaced
+        self._sums: dict[int, CopiedSums] = {}  # by section
+        self._spares: list[Tensor] = []  # memory of sums that were replaced, or are of a step that is over
 
     def begin(self, layouts: Sequence[SectionLayout]) -> Body | None:
         """Drop the old copy; room for a new one, or None if there is none."""
         with self._lock:
             if self._sealed:
                 return None
-            self._step, self._layouts, self._sums = None, (), {}
+            self._step, self._layouts = None, ()
+            self._drop_sums()
             sizes = {layout.section: layout.size_bytes for layout in layouts}
             kept = {section: each for section, each in self._memories.items() if sizes.get(section) == each.numel()}
             self._memories = kept
@@ -58,25 +66,35 @@ class KeptCopy:
             if not self._sealed:
                 self._step, self._layouts = step, layouts
 
+    def turn_to(self, step: int) -> None:
+        """Only sums come, and from now on those of ``step``: what is there of another one is worth nothing."""
+        with self._lock:
+            if not self._sealed and self._step != step:
+                self._step = step
+                self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        self._spares += [each.values for each in self._sums.values()]
+        self._sums = {}
+
     def begin_sum(self, step: int, size_bytes: int) -> Tensor | None:
         """Room for the sums of a section in ``step``; None if there is none, or no state that they belong to."""
         with self._lock:
             if self._sealed or self._step != step:
                 return None
-            spare, self._spare = self._spare, None
-            if spare is not None and spare.nbytes == size_bytes:
-                return spare
-            del spare
+            for index, spare in enumerate(self._spares):
+                if spare.nbytes == size_bytes:
+                    return self._spares.pop(index)
             return torch.empty(size_bytes // 4, dtype=torch.float32) if _has_room(size_bytes) else None
 
     def complete_sum(self, step: int, held: HeldSums, values: Tensor) -> None:
         """The sums of one section are there, in place of older ones."""
-        [section] = (each.section for each in held.sections)
+        [section] = (each.section for each in held.copies)
         with self._lock:
             if not self._sealed and self._step == step:
                 if section in self._sums:
-                    self._spare = self._sums[section][1]
-                self._sums[section] = held, values
+                    self._spares.append(self._sums[section].values)
+                self._sums[section] = CopiedSums(held, values)
 
     def seal(self, step: int | None) -> dict[int, SectionState]:
         """Let nothing change it any more; by section, the states that it has of ``step``, as references."""
@@ -84,16 +102,12 @@ class KeptCopy:
             self._sealed = True
             if step is None or self._step != step:
                 return {}
-            states = {layout.section: layout.state_in(self._memories[layout.section]) for layout in self._layouts}
-            for section, (held, values) in self._sums.items():
-                states[section].tensors[SUMS] = values
-                states[section].scalars[SUMS] = [list(span) for span in held.sections[0].micro_batches]
-            return states
+            return {layout.section: layout.state_in(self._memories[layout.section]) for layout in self._layouts}
 
-    def sums(self, step: int | None) -> tuple[HeldSums, ...]:
-        """What is in the sums that it has of ``step``, once it is sealed."""
+    def sums(self, step: int | None) -> dict[int, CopiedSums]:
+        """By section, the sums that it has of ``step``, once it is sealed."""
         with self._lock:
-            return tuple(held for held, _ in self._sums.values()) if step is not None and self._step == step else ()
+            return dict(self._sums) if step is not None and self._step == step else {}
 
 
 def _has_room(size_bytes: int) -> bool:
@@ -105,32 +119,42 @@ class CopyKeeper:
     """Receives the copies of rank ``owner``, as long as the generation lasts."""
 
     def __init__(
-        self, group: Group, owner: int, copy: KeptCopy, *, inbox: Inbox, still: Still, rank: int, stage: int
+        self,
+        group: Group,
+        owner: int,
+        copy: KeptCopy,
+        *,
+        sums_alone: bool,
+        inbox: Inbox,
+        still: Still,
+        rank: int,
+        stage: int,
     ) -> None:
         """Start receiving.
 
         Args:
             group: every member of the generation.
-            owner: rank that sends copies of its state.
+            owner: rank that sends copies of what it has.
             copy: takes them.
+            sums_alone: no state comes before its sums.
             inbox: of the generation, for its end.
             still: says which step this rank's own state is of.
             rank: this one.
             stage: that it runs.
         """
         self._group, self._owner, self._copy, self._inbox, self._still = group, owner, copy, inbox, still
-        self._where = {"rank": rank, "stage": stage}
+        self._sums_alone, self._where = sums_alone, {"rank": rank, "stage": stage}
         start("copy-keeper", self._run)
 
     def _run(self) -> None:
         try:
             while not self._inbox.ended:
                 opening, header = wire.next_offer(self._group, self._owner)
+                # Until this rank has the step's vote itself, its copy may be all that is left of the one before.
+                if self._still.wait_beyond(opening.step - 1) is None:
+                    return
                 if opening.kind == wire.CopyKind.SUM:
                     self._keep_sum(opening, HeldSums.model_validate_json(header))
-                # Until this rank has the step's vote itself, its copy may be all that is left of the old state.
-                elif self._still.wait_beyond(opening.step - 1) is None:
-                    return
                 else:
                     self._keep_state(opening, from_bytes(header))
         except wire.OtherIsGone:
@@ -144,11 +168,13 @@ class CopyKeeper:
                 self._copy.complete(opening.step, layouts)
 
     def _keep_sum(self, opening: wire.Opening, held: HeldSums) -> None:
+        if self._sums_alone:
+            self._copy.turn_to(opening.step)
         values = self._copy.begin_sum(opening.step, opening.body_bytes)
         wire.answer_offer(self._group, self._owner, takes=values is not None)
         if values is None:
             return
         body = Body.of_memory([values.view(torch.uint8)])
         if wire.receive_parts(self._group, self._owner, opening, body.write):
-            with span("kept-sum", **self._where, step=opening.step, index=held.sections[0].section):
+            with span("kept-sum", **self._where, step=opening.step, index=held.copies[0].section):
                 self._copy.complete_sum(opening.step, held, values)

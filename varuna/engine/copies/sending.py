@@ -1,7 +1,7 @@
 """Sends copies of this rank's state, and of its sums of gradients, to the rank that keeps them, beside the training.
 
-A state is sent once a step, as soon as it rests; then the sums of the step, of one section after another, every few
-seconds.
+A state is sent once a step, as soon as it rests, unless other ranks hold it; then the sums of the step, of one section
+after another, every few seconds.
 """
 
 import time
@@ -25,10 +25,12 @@ from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import SumWanted
 from varuna.process.console import warn
 from varuna.process.threads import start
-from varuna.schedule.copy_pace import CopyPace, pause_s, sums_pause_s
+from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, CopyPace, pause_s, sums_pace, sums_pause_s
 
 _LOOK_S = 0.2
 """How soon it is noticed that a step is over whose sums are waited for."""
+
+States = Callable[[], Mapping[int, SectionState]]
 
 
 class CopiedStage(NamedTuple):
@@ -36,8 +38,8 @@ class CopiedStage(NamedTuple):
 
     still: Still
     """says when the state rests"""
-    states: Callable[[], Mapping[int, SectionState]]
-    """of all its sections, as references"""
+    states: States | None
+    """of all its sections, as references; None: other ranks hold them"""
     stage: Stage | None
     """whose sums of gradients are copied, too; None: they are not"""
 
@@ -69,10 +71,33 @@ class CopySender:
         self._group, self._keeper, self._inbox, self._copied = group, keeper, inbox, copied
         self._still, self._steps, self._where = copied.still, steps, {"rank": rank, "stage": stage}
         self._pace, self._has_room = CopyPace(), True
+        self._step_s, self._round_s = 0.0, 0.0  # of the newest step, and of copies of all sums in it
         start("copy-sender", self._run)
 
     def _run(self) -> None:
-        step, begin_s, copy_s, tried = -1, 0.0, None, False
+        states, stage = self._copied.states, self._copied.stage
+        if states is not None:
+            self._send_both(states, stage)
+        elif stage is not None:
+            self._send_sums(stage)
+
+    def _send_sums(self, stage: Stage) -> None:
+        """Send the sums of each step that lasts long enough."""
+        step, begin_s = -1, time.monotonic()
+        while (next_step := self._still.wait_beyond(step)) is not None and next_step < self._steps:
+            now_s = time.monotonic()
+            step, begin_s, self._step_s = next_step, now_s, now_s - begin_s
+            try:
+                self._copy_sums(step, stage, begin_s)
+            except wire.OtherIsGone:
+                return
+            except RuntimeError as error:
+                warn(f"the sums of rank {self._where['rank']} have no copy on another worker: {error}")
+                return
+
+    def _send_both(self, states: States, stage: Stage | None) -> None:
+        """Send the state of each step, and then its sums."""
+        step, begin_s, copy_s, tried = -1, time.monotonic(), None, False
         while (next_step := self._still.wait_beyond(step)) is not None and next_step < self._steps:
             now_s = time.monotonic()
             if tried and self._pace.ended(copy_s, now_s - begin_s) and self._has_room:
@@ -80,11 +105,11 @@ class CopySender:
                     f"copies of rank {self._where['rank']}'s state on rank {self._keeper} take more than a tenth of a "
                     "step: they are made less often, and the loss of a worker may send the run back to a saved state"
                 )
-            step, begin_s, tried = next_step, now_s, self._pace.begins()
+            step, begin_s, self._step_s, tried = next_step, now_s, now_s - begin_s, self._pace.begins()
             try:
-                copy_s = self._copy(step) if tried else None
-                if copy_s is not None and self._copied.stage is not None:
-                    self._copy_sums(step, self._copied.stage)
+                copy_s = self._copy(step, states) if tried else None
+                if copy_s is not None and stage is not None:
+                    self._copy_sums(step, stage, begin_s)
             except wire.OtherIsGone:
                 return
             except (CheckpointError, RuntimeError) as error:
@@ -93,10 +118,10 @@ class CopySender:
 
     # -- state -----------------------------------------------------------------------------------------------
 
-    def _copy(self, step: int) -> float | None:
+    def _copy(self, step: int, states: States) -> float | None:
         """Seconds until the copy was complete; None: the state changed before, or the keeper has no room."""
         begin_s = time.monotonic()
-        frozen = self._still.read(step, self._frozen)
+        frozen = self._still.read(step, lambda: _frozen(states()))
         if frozen is None:
             return None
         header, body = frozen
@@ -113,12 +138,6 @@ class CopySender:
             whole = wire.send_parts(self._group, self._keeper, opening, fill, self._pause)
         return time.monotonic() - begin_s if whole else None
 
-    def _frozen(self) -> _Frozen:
-        """Where the state is that rests now."""
-        states = self._copied.states()
-        layouts = [SectionLayout.of(states[section]) for section in sorted(states)]
-        return _Frozen(as_bytes(layouts), Body.of_states(layouts, states))
-
     def _pause(self, part_s: float) -> None:
         self._inbox.over.wait(pause_s(part_s))
 
@@ -132,15 +151,19 @@ class CopySender:
 
     # -- sums of gradients -----------------------------------------------------------------------------------
 
-    def _copy_sums(self, step: int, stage: Stage) -> None:
+    def _copy_sums(self, step: int, stage: Stage, step_begin_s: float) -> None:
         """Send the sums of all sections, again and again until the step is over or the keeper takes no more."""
         sizes, sent = stage.sums.sizes(), dict[int, Spans]()
-        room, round_s, all_bytes = torch.empty(0), 0.0, 4 * sum(sizes.values())
-        while self._still.lasts(step, sums_pause_s(round_s, all_bytes)):
+        room, all_bytes = torch.empty(0), 4 * sum(sizes.values())
+        # The first step of a generation may be the rest of one; what is predicted may be nominal.
+        left_s = max(self._step_s, stage.plan.step_s) - (time.monotonic() - step_begin_s)
+        pace = sums_pace(left_s, all_bytes, self._round_s or PROCESSOR_S_PER_BYTE * all_bytes)
+        wait_s = 0.0 if stage.sums.goes_on else pace.every_s  # work of before, which a loss would take along as well
+        while self._still.lasts(step, wait_s):
             begin_s = time.monotonic()
             if not room.numel():
                 room = torch.empty(max(sizes.values(), default=0), dtype=torch.float32)
-            for section, size in sizes.items():
+            for section, size in reversed(sizes.items()):  # as backwards come to them
                 wanted = SumWanted(section, room[:size])
                 stage.sums.want(wanted)
                 while not wanted.taken.wait(_LOOK_S):
@@ -151,12 +174,14 @@ class CopySender:
                     if not self._copy_sum(step, stage, wanted):
                         return
                     sent[section] = wanted.micro_batches
-            round_s = time.monotonic() - begin_s
+            self._round_s = time.monotonic() - begin_s
+            wait_s = sums_pause_s(pace, self._round_s)
 
     def _copy_sum(self, step: int, stage: Stage, wanted: SumWanted) -> bool:
         held = HeldSums(
             micro_batch=stage.plan.micro_batch,
-            sections=(SectionSum(section=wanted.section, micro_batches=wanted.micro_batches),),
+            sections=(),
+            copies=(SectionSum(section=wanted.section, micro_batches=wanted.micro_batches),),
             without=stage.sums.without,
             losses=stage.work.known,
         )
@@ -172,6 +197,12 @@ class CopySender:
             return False
         with span("copy-sum", **self._where, step=step, index=wanted.section):
             return wire.send_parts(self._group, self._keeper, opening, fill, self._pause)
+
+
+def _frozen(states: Mapping[int, SectionState]) -> _Frozen:
+    """Where the state is that rests now."""
+    layouts = [SectionLayout.of(states[section]) for section in sorted(states)]
+    return _Frozen(as_bytes(layouts), Body.of_states(layouts, states))
 
 
 def _read(body: Body, first: int, part: Tensor) -> bool:

@@ -1,8 +1,12 @@
-"""The device of this worker: its name, and how many of its bytes a calibration may use."""
+"""The device of this worker: its name, its class, and how many of its bytes a calibration may use."""
 
+import os
 from pathlib import Path
 
 import torch
+
+CLASS_VARIABLE = "VARUNA_DEVICE_CLASS"
+_LONGEST_NAME = 255  # that the manager takes
 
 _SHARE = 0.8  # of what is free: allocators and messages want some
 
@@ -13,6 +17,12 @@ def hardware_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{_cpu_name()}, {threads} thread{'s' * (threads > 1)} a worker"
+
+
+def device_class(device: torch.device) -> str:
+    """What the user calls this worker's class of devices, else the GPU's name; empty for CPUs, which are all alike."""
+    told = os.environ.get(CLASS_VARIABLE, "").strip()
+    return told[:_LONGEST_NAME] or (torch.cuda.get_device_name(device) if device.type == "cuda" else "")
 
 
 def device_bytes(device: torch.device, workers: int) -> int | None:

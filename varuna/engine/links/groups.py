@@ -7,6 +7,7 @@ the references.
 
 import contextlib
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,8 +28,9 @@ class Groups:
     """every member, spares too: activations, gradients, state transfers"""
     vote: Group | None = None
     """the P*D ranks of the grid; None on a spare, and where one rank is the grid"""
-    stage: Group | None = None
-    """the D replicas of this stage, by replica; None if D = 1"""
+    sums: dict[int, Group] = field(default_factory=dict)
+    """by section of this rank: those that run it, by replica; one group for all sections that the same ranks run; none
+    if D = 1"""
     direct: Direct = field(default_factory=Direct)
     """what goes from GPU to GPU"""
     _sockets: list[socket.socket] = field(default_factory=list)
@@ -58,7 +60,8 @@ def _shut(connections: list[socket.socket]) -> None:
 def _drop(abandoned: list[Groups]) -> None:
     """Drop groups on this thread, since their destructors may join threads."""
     for groups in abandoned:
-        groups.vote = groups.stage = None
+        groups.vote = None
+        groups.sums.clear()
         vars(groups).pop("world", None)
 
 
@@ -79,7 +82,7 @@ def form(
     rank: int,
     members: int,
     grid: int,
-    peers: range,
+    homes: Mapping[int, Sequence[int]],
     interface_host: str,
     secret: str = "",
 ) -> Groups:
@@ -91,7 +94,7 @@ def form(
         rank: this member.
         members: all members, spares included.
         grid: P*D; ranks from here on are spares.
-        peers: ranks of this rank's stage, by replica.
+        homes: by section of this rank: the ranks that run it, by replica.
         interface_host: address of the private interface to bind to.
         secret: of the generation, by which members recognise each other; empty: they do not.
 
@@ -112,8 +115,13 @@ def form(
         groups = Groups(group("world", rank, members), _sockets=own_sockets)
         if rank < grid and grid > 1:
             groups.vote = group("vote", rank, grid)
-            if len(peers) > 1:
-                groups.stage = group(f"stage{peers.start}", peers.index(rank), len(peers))
+            made: dict[tuple[int, ...], Group] = {}
+            for section, ranks in sorted(homes.items()):  # all ranks in this order: nobody waits for who waits for it
+                holders = tuple(ranks)
+                if len(holders) > 1:
+                    if holders not in made:
+                        made[holders] = group(f"section{section}", holders.index(rank), len(holders))
+                    groups.sums[section] = made[holders]
     except BaseException:
         _shut(own_sockets)  # nobody else knows them
         raise

@@ -21,9 +21,10 @@ from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies
 from varuna.engine.links.carry import Carry
 from varuna.engine.links.gpu_links import GpuChannel
 from varuna.engine.links.message import DeviceMessage, Packed
+from varuna.engine.links.trips import Trips
 from varuna.process.threads import start
 
-_REMEMBERED, _ARRIVALS_REMEMBERED = 256, 20_000
+_ARRIVALS_REMEMBERED = 20_000
 _POSTED = 2
 """Receives that wait for their message: with one, the next message would first have to ask for a place."""
 
@@ -39,14 +40,31 @@ class Sender:
     """
 
     def __init__(
-        self, group: Group, peer: int, tag: int, inbox: Inbox, name: str, channel: GpuChannel | None = None
+        self,
+        group: Group,
+        peer: int,
+        tag: int,
+        inbox: Inbox,
+        name: str,
+        channel: GpuChannel | None = None,
+        *,
+        trips: Trips | None = None,
     ) -> None:
+        """Start the thread.
+
+        Args:
+            group: the generation's world group.
+            peer: rank of the receiver.
+            tag: keeps directions apart.
+            inbox: is stirred when a message is through, and ends when the link breaks.
+            name: for errors.
+            channel: by which bodies go that travel apart.
+            trips: gets a stamp into every message, which has room for it at its end.
+        """
         self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
-        self._channel = channel
+        self._channel, self._trips = channel, trips
         self._under_way: queue.SimpleQueue[tuple[Work, Packed, Carry] | None] = queue.SimpleQueue()
         self._unready: queue.SimpleQueue[Packed | None] | None = None  # once there was such a message
-        self.sent: deque[Carry] = deque(maxlen=_REMEMBERED)
-        """the newest messages, in order"""
         self._begun: list[Carry] = []
         self._given = self._through = 0  # each is written by one thread
         start(f"send-{name}", self._run)
@@ -67,13 +85,6 @@ class Sender:
         else:
             self._unready.put(message)
 
-    def take_sent(self) -> list[Carry]:
-        """Messages that the transport is through with, once each."""
-        found = []
-        while self.sent and self.sent[0].end_s is not None:
-            found.append(self.sent.popleft())
-        return found
-
     def take_begun(self) -> list[Carry]:
         """All messages since the last call, in the order in which they were given; the last may be under way.
 
@@ -88,9 +99,10 @@ class Sender:
 
     def _start(self, message: Packed) -> None:
         try:
+            if self._trips is not None:
+                self._trips.stamp(message.buffer)
             carry = Carry(message.buffer.nbytes, time.monotonic())  # first: the peer may act on it at once
             work = self._group.send(message.buffer, self._peer, self._tag)
-            self.sent.append(carry)
             self._begun.append(carry)
             self._under_way.put((work, message, carry))
         except RuntimeError as error:
@@ -142,6 +154,7 @@ class Receiver:
         channel: GpuChannel | None = None,
         *,
         places: int | None = None,
+        trips: Trips | None = None,
     ) -> None:
         """Start receiving.
 
@@ -156,10 +169,11 @@ class Receiver:
             copies: gives the host memory that messages come into; plain by default.
             channel: by which bodies come that travel apart. Room for one is there before its header is asked for.
             places: most messages that may come or wait to be taken; the others stay with the peer. None: any number.
+            trips: reads the stamp in every message.
         """
         self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
         self._expected, self._copies, self._channel = expected, copies, channel
-        self._places = places
+        self._places, self._trips = places, trips
         self._untaken: deque[Hashable] = deque()
         self.arrivals: deque[tuple[Hashable, float]] = deque(maxlen=_ARRIVALS_REMEMBERED)
         """keys of the newest messages in order, each with the time at which it was here, for whoever takes them"""
@@ -178,10 +192,13 @@ class Receiver:
                     key, body, work = posted.popleft()
                     if self._places is not None:
                         self._untaken.append(key)
-                    whole = self._whole(work.wait(), body)
-                    self.arrivals.append((key, time.monotonic()))  # first: the training thread may act on it at once
+                    header = work.wait()
+                    whole, at_s = self._whole(header, body), time.monotonic()
+                    if self._trips is not None:
+                        self._trips.came(header, header.nbytes + (0 if body is None else body.nbytes), at_s)
+                    self.arrivals.append((key, at_s))  # first: the training thread may act on it at once
                     self._inbox.put(key, whole)
-                    del whole
+                    del whole, header
                 elif self._untaken:
                     self._inbox.pause(lambda: self._free() > 0)
                 else:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, Ready
+from varuna.engine.links.trips import STAMP_BYTES
 from varuna.partition.cut.split import Crossing
 
 _ALIGNMENT_BYTES = 64
@@ -66,9 +67,9 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        """Length of the message, or of its header; never 0, which gloo would not send."""
+        """Length of the message, or of its header; the link writes its stamp at the end."""
         first = self.offsets_bytes[-2] if self.apart else 0
-        return max(self.offsets_bytes[-1] - first, _DIGEST_BYTES)
+        return self.offsets_bytes[-1] - first + STAMP_BYTES
 
     @property
     def body_bytes(self) -> int:

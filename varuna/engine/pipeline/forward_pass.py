@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from varuna.core.plan import SAMPLES_AHEAD, Plan
+from varuna.core.plan import Plan
 from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
 from varuna.engine.base.inbox import Inbox
@@ -20,6 +20,7 @@ from varuna.engine.links.gpu_links import Direct
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import Layout
+from varuna.engine.links.trips import Trips
 from varuna.engine.pipeline.length_variants import Variants
 from varuna.engine.pipeline.message_layouts import Layouts
 from varuna.engine.pipeline.whole_batch import WholeBatch
@@ -30,6 +31,7 @@ from varuna.partition.batch_layout import check_inputs
 from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.model import PartitionedModel
+from varuna.schedule.buffers import SAMPLES_AHEAD
 
 
 class Purpose(NamedTuple):
@@ -99,15 +101,16 @@ class ForwardPass:
         self._inbox, self._weight, self._rank, self._purpose = inbox, weight, rank, purpose
         self._copies = stage.job.traffic.links
         self._batch, self._activation = f"{purpose.key}batch", f"{purpose.key}activation"
-        mine = plan.micro_batches_of(plan.place_of(rank).replica)
+        replica = plan.place_of(rank).replica
+        mine, cut = plan.micro_batches_of(replica), plan.cut_of(replica)
         self._work_of = work_of or (lambda step: mine)
         self._most = len(mine)
         self._graphs, self.variants = model.graphs, Variants(model, inbox)
         self.whole = WholeBatch(model, buffers, plan, rank, inbox)
         # The user's weight may want any input.
-        last = plan.stages - 1
+        last = cut.stages - 1
         keys = [
-            None if k == last and weight is not None else model.keys_of(plan.sections_of(k)) for k in range(last + 1)
+            None if k == last and weight is not None else model.keys_of(cut.sections_of(k)) for k in range(last + 1)
         ]
         self._keys, self._compared = keys[stage.index], sum(each is None or bool(each) for each in keys) > 1
         reads, ahead = self._keys is None or bool(self._keys), self.whole.ahead if purpose.trains else 0
@@ -116,15 +119,21 @@ class ForwardPass:
         ends = (rank - 1, stage.sections.start), (rank + 1, stage.sections.stop)
         apart = frozenset(section for peer, section in ends if peer in direct.sends)
         self.layouts = Layouts(plan, stage.sections, model.graphs, self.variants, apart)
+        self.trips_up: Trips | None = Trips() if purpose.trains else None
+        """of messages between this stage and the one before it, where they go both ways"""
+        self.trips_down: Trips | None = Trips() if purpose.trains else None
+        """and between this stage and the next"""
         self.downstream: Sender | None = None
         self.upstream: Receiver | None = None
         if stage.index > 0:
             expected = self.expected(self._activation, self.layouts.activation_in, self._work_of, steps)
             name, channel = self.link_name(rank - 1), direct.receives.get(rank - 1)
-            self.upstream = Receiver(groups.world, rank - 1, purpose.tag, inbox, name, expected, self._copies, channel)
+            where = (groups.world, rank - 1, purpose.tag, inbox, name)
+            self.upstream = Receiver(*where, expected, self._copies, channel, trips=self.trips_up)
         if not stage.is_last:
             name, channel = self.link_name(rank + 1), direct.sends.get(rank + 1)
-            self.downstream = Sender(groups.world, rank + 1, purpose.tag, inbox, name, channel)
+            where = (groups.world, rank + 1, purpose.tag, inbox, name)
+            self.downstream = Sender(*where, channel, trips=self.trips_down)
 
     def link_name(self, peer: int) -> str:
         """Name of the link with a neighbour, for errors."""

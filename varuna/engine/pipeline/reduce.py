@@ -40,8 +40,7 @@ class Reducer:
         self._groups = groups
         self._inbox = inbox
         self._copies = stage.job.traffic.sums
-        own = plan.place_of(rank).stage
-        self._replicas = tuple(r for r in range(own, plan.workers, plan.stages) if r != rank)
+        self._homes = {section: _others(plan.homes_of(section), rank) for section in stage.sections}
         self._others = tuple(r for r in range(plan.workers) if r != rank)
         self._courier = Courier(inbox, "reduction")
         self._votes = Courier(inbox, "vote")
@@ -54,13 +53,13 @@ class Reducer:
         """Other ranks of this replica that hold a tied parameter of this stage."""
         plan, replica = self._plan, self._plan.place_of(self._rank).replica
         shared = {section for tied in self._stage.tied for section in tied.sections}
-        homes = {plan.rank_of(replica, plan.stage_of(section)) for section in shared}
+        homes = {plan.home_of(replica, section) for section in shared}
         return tuple(sorted(homes - {self._rank}))
 
     def section_done(self, step: int, section: int) -> None:
         """Note that the section's last backward is done, so that its sums may be reduced."""
         flat = self._stage.buckets[section].flat
-        group = self._groups.stage
+        group = self._groups.sums.get(section)
         if self._shares_losses and section == self._stage.sections[-1]:
             self._share_losses(step)
         if self._stage.statistics.has(section):  # first: whoever has the total has all statistics, too
@@ -74,12 +73,12 @@ class Reducer:
     @property
     def _shares_losses(self) -> bool:
         """Whether sums outlast a rank of the last stage that has replicas: then its losses must, too."""
-        return self._stage.is_last and self._groups.stage is not None and self._stage.sums.outlast
+        stage = self._stage
+        return stage.is_last and stage.sections[-1] in self._groups.sums and stage.sums.outlast
 
     def _share_losses(self, step: int) -> None:
         """Tell the replicas the losses of this one's micro-batches: one table, each row of which has one writer."""
-        work, group = self._stage.work, self._groups.stage
-        assert group is not None
+        work, group = self._stage.work, self._groups.sums[self._stage.sections[-1]]
         table = torch.zeros(self._plan.micro_batches, 2 + len(self._stage.job.model.metrics), dtype=torch.float64)
         for micro_batch, values in work.losses:
             table[micro_batch] = torch.tensor(values, dtype=torch.float64)
@@ -128,12 +127,14 @@ class Reducer:
         if self._sharers:
             self._courier.submit(("tied", step), lambda: self._sum_tied(step))
         if self._shares_losses:
-            self._take(("losses", step), f"the losses of the other replicas (step {step})", self._replicas)
+            others = self._homes[self._stage.sections[-1]]
+            self._take(("losses", step), f"the losses of the other replicas (step {step})", others)
         for section in reversed(self._stage.sections):
-            self._take(("reduced", step, section), f"the sums of section {section} (step {step})", self._replicas)
+            others = self._homes[section]
+            self._take(("reduced", step, section), f"the sums of section {section} (step {step})", others)
             if self._stage.statistics.has(section):
                 what = f"the batch statistics of section {section} (step {step})"
-                self._take(("statistics", step, section), what, self._replicas)
+                self._take(("statistics", step, section), what, others)
         if self._sharers:
             self._take(("tied", step), f"the gradients of tied parameters (step {step})", self._sharers)
         else:
@@ -166,9 +167,8 @@ class Reducer:
 
     def added_up(self, step: int) -> None:
         """Wait until the counts of ``add_up`` are summed."""
-        plan, last = self._plan, self._plan.stages - 1
-        counting = (plan.rank_of(replica, last) for replica in range(plan.replicas))
-        on = tuple(rank for rank in counting if rank != self._rank)
+        plan = self._plan
+        on = _others(plan.homes_of(plan.sections - 1), self._rank)
         self._take(("counted", step), f"what the other replicas counted (step {step})", on)
 
     def tally(self, step: int, vector: Tensor) -> tuple[float, ...]:
@@ -197,11 +197,12 @@ class Reducer:
 
     def gather(self, step: int) -> None:
         """Wait until the parameters that other replicas have updated are here too."""
-        stage, group = self._stage, self._groups.stage
-        assert group is not None
+        stage = self._stage
+        first = stage.sections[0]
+        group, others = self._groups.sums[first], self._homes[first]  # state is shared out where all are cut alike
         values = stage.exchanged_parameters()
         self._courier.submit(("gathered", step), lambda: stage.sharding.gather(values, group))
-        self._take(("gathered", step), f"new parameters (step {step})", self._replicas)
+        self._take(("gathered", step), f"new parameters (step {step})", others)
         stage.sharding.complete = True
 
     def farewell(self) -> None:
@@ -216,8 +217,9 @@ class Reducer:
     def _gather(self, section: int) -> None:
         """Every replica gets the statistics of all micro-batches."""
         table = self._stage.statistics.table(section)
-        if self._groups.stage is not None:
-            self._groups.stage.all_reduce(table)
+        group = self._groups.sums.get(section)
+        if group is not None:
+            group.all_reduce(table)
         self._stage.statistics.complete(section, table)
 
     def _span(self, name: str, step: int, index: int) -> AbstractContextManager[None]:
@@ -240,11 +242,11 @@ class Reducer:
         """
         plan = self._plan
         replica = plan.place_of(self._rank).replica
-        holders = sorted({plan.rank_of(replica, plan.stage_of(section)) for section in tied.sections})
+        holders = sorted({plan.home_of(replica, section) for section in tied.sections})
         parts: dict[int, Tensor] = {}
         works = []
         for section in tied.sections:
-            home = plan.rank_of(replica, plan.stage_of(section))
+            home = plan.home_of(replica, section)
             if home == self._rank:
                 parts[section] = self._stage.buckets[section].views[tied.name]
                 sent = parts[section].cpu()  # gloo's point-to-point takes host tensors only
@@ -259,6 +261,10 @@ class Reducer:
         for section in tied.sections[1:]:
             total = total + parts[section].to(device)
         self._stage.totals.take(tied.name, total)
+
+
+def _others(ranks: Sequence[int], own: int) -> tuple[int, ...]:
+    return tuple(rank for rank in ranks if rank != own)
 
 
 def cast_vote(

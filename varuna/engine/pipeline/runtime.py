@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import LinkError
-from varuna.core.plan import GRADIENTS_COMING, MESSAGES_LEAVING, Plan
+from varuna.core.plan import Plan
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited
-from varuna.engine.links.carry import Carry
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Receiver, Sender
+from varuna.engine.links.trips import Trip
 from varuna.engine.pipeline.forward_pass import TRAINING, ForwardPass
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
 from varuna.engine.pipeline.lookahead import lookahead_of
@@ -26,6 +26,7 @@ from varuna.engine.stage.section import Examples, Tape
 from varuna.engine.stage.stage import Left, Stage
 from varuna.partition.batch_weight import WeightFunction
 from varuna.schedule.actions import Action, Kind
+from varuna.schedule.buffers import GRADIENTS_COMING, MESSAGES_LEAVING
 from varuna.schedule.policy import Policy, make_policy
 
 _GRADIENT_TAG = 2
@@ -76,6 +77,7 @@ class Runtime:
         self._stage, self._plan, self._rank, self._source = stage, plan, rank, source
         self._inbox, self._reducer, self._weight, self._steps = inbox, reducer, weight, steps
         self._replica = plan.place_of(rank).replica
+        self._cut = plan.cut_of(self._replica)
         self._mine = stage.work.of(stage.next_step)
         self._graphs = stage.job.model.graphs
         self._stash, job = InputStash(()), stage.job
@@ -97,7 +99,7 @@ class Runtime:
         self._layouts, self._downstream = self._forward_pass.layouts, self._forward_pass.downstream
         self._requested = stage.next_step
         self._inputs_in = self._gradients_in = self._forwards = 0
-        self._kept = len(plan.kept_sections_of(stage.index))
+        self._kept = len(self._cut.kept_sections_of(stage.index))
         self._orders: dict[int, tuple[int, ...]] = {}  # of backwards, by how many micro-batches a step has here
         self._copies, self.lookahead = job.traffic.links, lookahead_of(job.traffic.streams, inbox)
         self._open_gradient_links(groups)
@@ -113,25 +115,25 @@ class Runtime:
         self._receivers = [] if forward_pass.upstream is None else [forward_pass.upstream]
         if stage.index > 0:
             where = (groups.world, rank - 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank - 1))
-            self._upstream = Sender(*where, groups.direct.sends.get(rank - 1))
+            self._upstream = Sender(*where, groups.direct.sends.get(rank - 1), trips=forward_pass.trips_up)
         if not stage.is_last:
             steps = range(stage.next_step, self._steps)
             expected = forward_pass.expected("gradient", self._layouts.gradient_in, self._backward_order, steps)
             where = (groups.world, rank + 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank + 1))
             channel = groups.direct.receives.get(rank + 1)
-            receiver = Receiver(*where, expected, self._copies, channel, places=GRADIENTS_COMING)
-            self._receivers.append(receiver)
+            trips, places = forward_pass.trips_down, GRADIENTS_COMING
+            self._receivers.append(Receiver(*where, expected, self._copies, channel, places=places, trips=trips))
 
     def _policy(self, micro_batches: int) -> Policy:
-        plan, stage = self._plan, self._stage.index
+        cut, stage = self._cut, self._stage.index
         return make_policy(
-            plan.policy,
+            self._plan.policy,
             stage=stage,
-            stages=plan.stages,
+            stages=cut.stages,
             micro_batches=micro_batches,
-            stash_limit=plan.stash_limits[stage],
-            split_last=min(plan.split_last, micro_batches),
-            keeps_all=plan.keeps_all(stage),
+            stash_limit=cut.stash_limits[stage],
+            split_last=min(cut.split_last, micro_batches),
+            keeps_all=cut.keeps_all(stage),
         )
 
     def _backward_order(self, step: int) -> list[int]:
@@ -144,9 +146,9 @@ class Runtime:
     def _new_stash(self, policy: Policy) -> InputStash:
         """An empty stash for one step, keyed by global micro-batch."""
         order = [self._mine[local] for local in policy.backward_order]
-        if not self._plan.stash_on_device:
+        if not self._cut.stash_on_device:
             return InputStash(order)
-        places = self._plan.stash_on_device[self._stage.index]
+        places = self._cut.stash_on_device[self._stage.index]
         return InputStash(order, places=places, copies=self._stage.job.traffic.stash)
 
     # -- the step ----------------------------------------------------------------------------------------
@@ -220,10 +222,10 @@ class Runtime:
         acting = self._acting
         return "starting" if acting is None else f"step {acting[0]}: {acting[1]}"
 
-    def take_sent(self) -> list[Carry]:
-        """Messages that were delivered since the last call."""
-        senders = (self._upstream, self._downstream)
-        return [carry for sender in senders if sender is not None for carry in sender.take_sent()]
+    def take_trips(self) -> list[Trip]:
+        """How long messages between this stage and its neighbours took, since the last call."""
+        ends = (self._forward_pass.trips_up, self._forward_pass.trips_down)
+        return [trip for end in ends if end is not None for trip in end.take()]
 
     def take_messages(self) -> Messages:
         """Messages of the step that has just ended."""

@@ -88,6 +88,11 @@ class StepTimes(NamedTuple):
         return next((phase.end_s - self.end_s for phase in self.phases if phase.name == "reduce"), 0.0)
 
     @property
+    def vote_s(self) -> float | None:
+        """Seconds of the vote; None if there was none."""
+        return next((phase.end_s - phase.begin_s for phase in self.phases if phase.name == "vote"), None)
+
+    @property
     def waited_s(self) -> float:
         """Seconds of all waits together."""
         return _sum(self.waits)

@@ -13,7 +13,7 @@ from varuna.engine.links.carry import Carry
 from varuna.engine.pipeline.timeline import Messages, StepTimes, Took
 
 STEPS_KEPT = 32
-_ROWS_KEPT = 50_000
+ROWS_KEPT = 50_000
 """Actions and waits of all steps that are kept; the newest step is kept in any case."""
 _WANTED = 64
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -40,8 +40,9 @@ class RecentSteps:
     A message may be under way when its step ends, but not at the next heartbeat.
     """
 
-    def __init__(self, tell: Callable[[StepShown], None]) -> None:
+    def __init__(self, tell: Callable[[StepShown], None], *, rows_kept: int = ROWS_KEPT) -> None:
         self._tell, self._lock, self._clock = tell, threading.Lock(), clock_name()
+        self._rows_kept = rows_kept
         self._kept: deque[RanStep] = deque()
         self._rows = 0
         self._wanted: set[int] = set()
@@ -51,7 +52,7 @@ class RecentSteps:
         with self._lock:
             self._kept.append(ran)
             self._rows += ran.rows
-            while len(self._kept) > 1 and (len(self._kept) > STEPS_KEPT or self._rows > _ROWS_KEPT):
+            while len(self._kept) > 1 and (len(self._kept) > STEPS_KEPT or self._rows > self._rows_kept):
                 self._rows -= self._kept.popleft().rows
 
     def want(self, step: int) -> None:

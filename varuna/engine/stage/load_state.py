@@ -83,6 +83,10 @@ SUMS = "sums"
 tensors, and what is in them among the scalars."""
 
 
+COPIED_SUMS = "copied sums"
+"""The same of another rank, which may have the same section, as it was copied. Nothing else need be there."""
+
+
 STATISTICS = "statistics"
 """Entry beside it, of a section that updates buffers: statistics of the micro-batches in the sums, as bytes."""
 

@@ -35,7 +35,7 @@ Left = tuple[int, int, PendingWeights | None]
 
 
 class Stage:
-    """Sections ``plan.sections_of(stage)`` on this rank's device."""
+    """Sections of one stage of a pipeline, on this rank's device."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Stage:
             begun: the first step, if another generation has begun it.
         """
         self.job = job
-        self.plan, self.index, self.sections = plan, stage, plan.sections_of(stage)
-        self.is_last, self.next_step, self.still = stage == plan.stages - 1, next_step, Still(next_step)
+        self.plan, self.index, self.sections = plan, stage, plan.cut_of(replica).sections_of(stage)
+        self.is_last, self.next_step, self.still = self.sections.stop == plan.sections, next_step, Still(next_step)
         self.sharding = ShardedOptimizerState(plan, job, stage, replica)
         self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
         """number of first sections with nothing to train in them or below them: F only, never R or B"""
@@ -310,7 +310,7 @@ class Stage:
         if overflowed:
             self.roll_back()
         elif self._undo is None:
-            usual = LateExchange(self.owned) if self.plan.stages > 1 else self.local_exchange
+            usual = LateExchange(self.owned) if self.plan.is_cut else self.local_exchange
             with installed(exchange or usual):
                 self._update(scale)
         self._undo = None

@@ -55,9 +55,13 @@ class Sums:
             outlast: the next generation may go on from them.
         """
         self._buckets, self.outlast = buckets, outlast
+        self.goes_on = begun is not None and bool(begun.rest.taken)
+        """what another generation has added is in those of this step"""
         self._all: Spans = ((0, plan.micro_batches),)
         self._lock = threading.Lock()
         self._sealed, self._is_void, self._inherited = False, False, begun is not None
+        self.is_wrong = False
+        """a vote has shown that the step's sums, and so the copies of them, are not to be trusted"""
         self._added: dict[int, set[int]] = {}
         self._open: dict[int, int] = {}  # by section: micro-batches of which a part is in the sums
         self._reduced: set[int] = set()
@@ -73,7 +77,7 @@ class Sums:
     def begin(self) -> None:
         """Begin a step: with zeros, or in the first step with what was inherited."""
         if not self._inherited:
-            self._kept = {}
+            self._kept, self.goes_on = {}, False
             self._discard()
             for bucket in self._buckets.values():
                 bucket.flat.zero_()
@@ -83,12 +87,17 @@ class Sums:
         """Nothing is in them."""
         self._added = {section: set() for section in self._buckets}
         self._open = dict.fromkeys(self._buckets, 0)
-        self._reduced, self._is_void = set(), False
+        self._reduced, self._is_void, self.is_wrong = set(), False, False
 
     def discard(self) -> None:
-        """They are not sums any more, or not to be trusted: nobody goes on from them."""
+        """They are not sums any more: nobody goes on from them."""
         with self._lock:
             self._is_void = True
+
+    def distrust(self) -> None:
+        """What the ranks have of this step is not what it should be: nobody goes on from these, nor from a copy."""
+        with self._lock:
+            self._is_void = self.is_wrong = True
 
     # -- by the training thread --------------------------------------------------------------------------
 

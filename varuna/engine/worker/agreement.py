@@ -47,14 +47,14 @@ def check_agreement(
     holdings = list(_holdings(model, plan))
     sums = torch.zeros(len(holdings), dtype=torch.int64)
     for slot, holding in enumerate(holdings):
-        if rank == plan.rank_of(holding.replica, plan.stage_of(holding.section)):
+        if rank == plan.home_of(holding.replica, holding.section):
             state = states[holding.section]
             sums[slot] = checksum(state.tensors[key] for key in holding.keys)
     group.all_reduce(sums)
     for what, found in groupby(zip(holdings, sums.tolist(), strict=True), key=lambda pair: pair[0].what):
         ranks: dict[int, list[int]] = {}
         for holding, value in found:
-            holder = plan.rank_of(holding.replica, plan.stage_of(holding.section))
+            holder = plan.home_of(holding.replica, holding.section)
             ranks.setdefault(value, []).append(holder)
         if len(ranks) > 1:
             with contextlib.suppress(RuntimeError):  # nobody leaves before all have seen the difference

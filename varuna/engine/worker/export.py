@@ -78,7 +78,7 @@ def gather_model(
         return None
     plan, rank, stage = generation.assignment.plan, generation.assignment.rank, generation.stage
     speakers = enumerate(stage.sharding.holders)
-    homes = {section: plan.rank_of(holders[0], plan.stage_of(section)) for section, holders in speakers}
+    homes = {section: plan.home_of(holders[0], section) for section, holders in speakers}
     transfers = [Transfer(section=s, source_rank=home, target_rank=0) for s, home in homes.items() if home != 0]
     named = averaged_names if average else own_names
     states = {
@@ -129,7 +129,7 @@ def spread_model(
     found: dict[str, Tensor] = {}
     for section, holders in enumerate(stage.sharding.holders):
         mine: dict[str, Tensor] | None = None
-        if rank == plan.rank_of(holders[0], plan.stage_of(section)):
+        if rank == plan.home_of(holders[0], section):
             named = own_names(_part(stage.state_of(section, owned_only=True), wanted))
             mine = {name: value.detach().cpu().contiguous() for name, value in named.items()}
         if plan.workers > 1:

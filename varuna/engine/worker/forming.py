@@ -22,16 +22,17 @@ from varuna.checkpoint.names import split_place
 from varuna.core.errors import DamagedCheckpoint, VarunaError
 from varuna.core.messages import Assignment
 from varuna.core.sharded_optimizer import held_by, holders_of
+from varuna.core.sums import SumAt
 from varuna.engine.base.spans import span
 from varuna.engine.base.transport import FORMING_BOUND_S, Store, prefixed
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.links.gpu_links import connect
 from varuna.engine.links.groups import Groups, form
 from varuna.engine.links.traffic import Traffic
-from varuna.engine.stage.load_state import STATISTICS, SUMS, is_lent_along
+from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS, is_lent_along
 from varuna.engine.worker.agreement import check_agreement, share_refusal
 from varuna.engine.worker.loop_state import LOOP, Told, agree
-from varuna.engine.worker.state_transfer import exchange
+from varuna.engine.worker.state_transfer import exchange, sums_copied
 from varuna.partition.model import PartitionedModel
 from varuna.process.console import say
 from varuna.store.opening import open_store
@@ -129,8 +130,7 @@ def form_generation(
         ModelError: holders of a section begin with different parameters, or a member refuses the job.
     """
     plan, rank = assignment.plan, assignment.rank
-    stage = None if assignment.is_spare else plan.place_of(rank).stage
-    peers = range(0) if stage is None else range(stage, plan.workers, plan.stages)
+    sections = range(0) if assignment.is_spare else plan.sections_at(rank)
     others = tuple(member for member in range(assignment.members) if member != rank)
     interruptible = InterruptibleStore(store, ended)
     at(Awaited("connections", others))
@@ -140,7 +140,7 @@ def form_generation(
         rank=rank,
         members=assignment.members,
         grid=plan.workers,
-        peers=peers,
+        homes={section: plan.homes_of(section) for section in sections},
         interface_host=interface_host,
         secret=assignment.secret,
     )
@@ -212,13 +212,13 @@ def _states(
 ) -> dict[int, SectionState]:
     """State of this rank's sections."""
     plan, rank = assignment.plan, assignment.rank
-    replica, stage = plan.place_of(rank)
-    wanted = range(0) if assignment.is_spare else plan.sections_of(stage)
+    replica = plan.place_of(rank).replica
+    wanted = range(0) if assignment.is_spare else plan.sections_at(rank)
     sources = {each.source_rank for each in assignment.transfers if each.target_rank == rank}
     targets = {each.target_rank for each in assignment.transfers if each.source_rank == rank}
     at(Awaited("the copying of sections", tuple(sorted(sources | targets))))
     received: dict[int, SectionState] = {}
-    sums: dict[tuple[int, int], SectionState] = {}
+    sums: dict[tuple[int, SumAt], SectionState] = {}
     if assignment.transfers:
         with _span("move", assignment):
             received, sums = exchange(groups.world, assignment.transfers, rank, held, left_out)
@@ -261,24 +261,28 @@ def _add_sums(
     states: Mapping[int, SectionState],
     assignment: Assignment,
     held: Mapping[int, SectionState],
-    arrived: Mapping[tuple[int, int], SectionState],
+    arrived: Mapping[tuple[int, SumAt], SectionState],
 ) -> None:
-    """Put the sums of gradients that this rank goes on from into the states: its own as they are, or a new total.
+    """Put the sums of gradients that this rank goes on from into the states: one that is here as it is, or a new total.
 
     None, if what is in them is not what the manager was told: the vote then shows it, and the step runs again. Never in
     place: until all members are ready, what is here must remain what this worker has said that it is.
     """
     parts: dict[int, list[SectionState | None]] = {}
     for each in assignment.rest.taken if assignment.rest is not None else ():
-        own = each.source_rank == assignment.rank
-        state = held.get(each.section) if own else arrived.get((each.section, each.source_rank))
+        if each.source_rank != assignment.rank:
+            state = arrived.get((each.section, SumAt(each.source_rank, each.copied)))
+        else:
+            state = held.get(each.section)
+            if each.copied and state is not None:
+                state = sums_copied(state)
         is_it = state is not None and state.scalars.get(SUMS) == [list(span) for span in each.micro_batches]
         parts.setdefault(each.section, []).append(state if is_it else None)
     for section, state in states.items():
         known = [part.tensors.copy() for part in parts.get(section, ()) if part is not None]
-        state.tensors.pop(SUMS, None)
-        state.tensors.pop(STATISTICS, None)
-        state.scalars.pop(SUMS, None)
+        for name in (SUMS, COPIED_SUMS, STATISTICS):
+            state.tensors.pop(name, None)
+            state.scalars.pop(name, None)
         if known and len(known) == len(parts[section]):  # else there are none, and the vote shows it
             sums = [part[SUMS] for part in known]
             state.tensors[SUMS] = sum(sums[1:], sums[0])  # no copy, if there is one

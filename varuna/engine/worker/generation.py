@@ -13,7 +13,7 @@ from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import ModelError
 from varuna.core.messages import Assignment
-from varuna.core.plan import Plan
+from varuna.core.plan import Copies, Plan
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.peer_activity import watch
@@ -84,9 +84,7 @@ class Generation:
         model = self.stage.job.model
         trained = (s.index for s in model.sections if not model.trainable.isdisjoint(s.parameters))
         first = next(trained, 0)
-        return self.assignment.rank == self.plan.rank_of(
-            self.stage.sharding.holders[first][0], self.plan.stage_of(first)
-        )
+        return self.assignment.rank == self.plan.home_of(self.stage.sharding.holders[first][0], first)
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
@@ -242,21 +240,32 @@ def open_generation(
 def _open_copies(
     setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, copy: KeptCopy
 ) -> None:
-    """Send copies of this rank's state, and keep another one's, if that was decided."""
+    """Send copies of this rank's state or sums, and keep another one's, if that was decided."""
 
     def states() -> dict[int, SectionState]:
         found = {section: stage.state_of(section) for section in stage.sections}
         return found if setting.left_out is None else {each: setting.left_out.of(found[each]) for each in found}
 
     where = {"rank": assignment.rank, "stage": stage.index}
+    has_state = assignment.plan.copies is Copies.STATE
     if assignment.copy_from is not None:
-        CopyKeeper(groups.world, assignment.copy_from, copy, inbox=inbox, still=stage.still, **where)
+        CopyKeeper(
+            groups.world,
+            assignment.copy_from,
+            copy,
+            sums_alone=not has_state,
+            inbox=inbox,
+            still=stage.still,
+            **where,
+        )
     if assignment.copy_to is not None:
-        states()  # reads frozen parameters once, which the update would have to wait for
+        if has_state:
+            states()  # reads frozen parameters once, which the update would have to wait for
+        summed = stage if stage.sums.outlast and not stage.statistics.sections else None
         CopySender(
             groups.world,
             assignment.copy_to,
-            CopiedStage(stage.still, states, stage if stage.sums.outlast and not stage.statistics.sections else None),
+            CopiedStage(stage.still, states if has_state else None, summed),
             inbox=inbox,
             steps=setting.steps,
             **where,

@@ -22,7 +22,7 @@ class Reporter:
         self._lock = threading.Lock()
         self._skip = WARM_STEPS
         self._steps: deque[tuple[float, StepTimes]] = deque(maxlen=_STEPS_KEPT)
-        self._messages: deque[tuple[int, float]] = deque(maxlen=_TRANSFERS_KEPT)
+        self._messages: deque[tuple[float, float]] = deque(maxlen=_TRANSFERS_KEPT)
         self._reductions: deque[tuple[int, float]] = deque(maxlen=_TRANSFERS_KEPT)
 
     def begin(self) -> None:
@@ -41,7 +41,7 @@ class Reporter:
         times: StepTimes,
         *,
         step_s: float,
-        messages: Sequence[tuple[int, float]],
+        messages: Sequence[tuple[float, float]],
         reductions: Sequence[tuple[int, float]],
     ) -> None:
         """Take the times of a step.
@@ -49,7 +49,7 @@ class Reporter:
         Args:
             times: its actions, waits and phases.
             step_s: all of it.
-            messages: bytes and seconds of what was sent.
+            messages: bytes and seconds of what came and went, one way, of those that waited for no other.
             reductions: bytes and seconds of every all-reduce.
         """
         with self._lock:
@@ -77,6 +77,7 @@ class Reporter:
                 actions={kind: Typical(len(values), median(values)) for kind, values in seconds.items()},
                 messages=_carried(self._messages),
                 reductions=_carried(self._reductions),
+                vote_s=min((s for _, times in self._steps if (s := times.vote_s) is not None), default=None),
             )
             self._clear()
             return told
@@ -86,7 +87,7 @@ class Reporter:
             kept.clear()
 
 
-def _carried(values: Collection[tuple[int, float]]) -> Carried | None:
+def _carried(values: Collection[tuple[float, float]]) -> Carried | None:
     if not values:
         return None
     return Carried(len(values), median(size for size, _ in values), median(seconds for _, seconds in values))

@@ -72,6 +72,7 @@ class Session:
         loop: LoopState | None = None,
         left_out: LeftOut | None = None,
         patience: Patience | None = None,
+        device_class: str = "",
     ) -> None:
         """Prepare; nothing runs before ``steps``.
 
@@ -88,12 +89,14 @@ class Session:
             loop: what the training loop keeps of its own.
             left_out: parameters that a morph reads from files; the others move between workers.
             patience: of waits for other ranks.
+            device_class: of the device that this worker computes on; empty: unknown.
         """
         self._loop = loop or LoopState()
         self._setting = Setting(
             job, source, weight, facts.steps, initial, connect, interface_host, self._loop, left_out
         )
         self._facts, self._membership, self._saver = facts, membership, saver
+        self._device_class = device_class
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
         self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
@@ -173,6 +176,7 @@ class Session:
         self._membership.join(
             self._facts,
             device=None if streams is None else streams.memory(),
+            device_class=self._device_class,
             beat=heart.beat,
             on_hold=standing.on_hold,
             on_flag=standing.on_flag,

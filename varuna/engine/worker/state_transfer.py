@@ -9,8 +9,9 @@ from torch import Tensor
 from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
 from varuna.core.messages import Transfer
+from varuna.core.sums import SumAt
 from varuna.engine.base.transport import Group, Work
-from varuna.engine.stage.load_state import STATISTICS, SUMS, is_lent_along
+from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS, is_lent_along
 
 _TAG = 100_000
 
@@ -20,8 +21,8 @@ class Received(NamedTuple):
 
     states: dict[int, SectionState]
     """by section"""
-    sums: dict[tuple[int, int], SectionState]
-    """by section and rank that sent them"""
+    sums: dict[tuple[int, SumAt], SectionState]
+    """by section and where they were"""
 
 
 def exchange(
@@ -47,12 +48,12 @@ def exchange(
     Raises:
         RuntimeError: a peer is gone (from gloo).
     """
-    packed: dict[tuple[int, bool, bool], Tensor] = {}
+    packed: dict[tuple[int, bool, bool, bool], Tensor] = {}
     sends: list[Work] = []
     receives: list[Transfer] = []
     for transfer in transfers:
         if transfer.source_rank == rank:
-            key = transfer.section, transfer.lent, transfer.sums
+            key = transfer.section, transfer.lent, transfer.sums, transfer.copied
             if key not in packed:
                 state = _part(held[transfer.section], transfer)
                 state = state if left_out is None or transfer.sums else left_out.of(state)
@@ -70,19 +71,19 @@ def exchange(
     found = [(each, from_bytes(body.numpy().tobytes())) for each, body in zip(receives, bodies, strict=True)]
     return Received(
         {each.section: state for each, state in found if not each.sums},
-        {(each.section, each.source_rank): state for each, state in found if each.sums},
+        {(each.section, SumAt(each.source_rank, each.copied)): state for each, state in found if each.sums},
     )
 
 
 def _part(state: SectionState, transfer: Transfer) -> SectionState:
     """What of a section's state is sent."""
+    if transfer.copied:
+        return sums_copied(state)
 
     def goes(name: str) -> bool:
-        return (
-            transfer.sums
-            if name in (SUMS, STATISTICS)
-            else not transfer.sums and (not transfer.lent or is_lent_along(name))
-        )
+        if name in (SUMS, STATISTICS, COPIED_SUMS):
+            return transfer.sums and name != COPIED_SUMS
+        return not transfer.sums and (not transfer.lent or is_lent_along(name))
 
     return SectionState(
         state.section,
@@ -91,9 +92,16 @@ def _part(state: SectionState, transfer: Transfer) -> SectionState:
     )
 
 
+def sums_copied(state: SectionState) -> SectionState:
+    """The copy of another rank's sums that is with a state, as if they were this one's; nothing, if there is none."""
+    if COPIED_SUMS not in state.tensors:
+        return SectionState(state.section, {})
+    return SectionState(state.section, {SUMS: state.tensors[COPIED_SUMS]}, {SUMS: state.scalars[COPIED_SUMS]})
+
+
 def _tag(transfer: Transfer) -> int:
     """Of the length; that of the section itself is one more."""
-    return _TAG + 4 * transfer.section + 2 * transfer.sums
+    return _TAG + 6 * transfer.section + 2 * (transfer.sums + transfer.copied)
 
 
 def _receive_all(group: Group, wanted: Sequence[tuple[Transfer, Tensor]], *, more: int) -> list[Tensor]:

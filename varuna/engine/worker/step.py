@@ -52,7 +52,7 @@ def run_step(
     with generation.phase("reduce", step):
         generation.reducer.finish(step)
     vector = cast_vote(layout_of(stage), stage, generation.replica, stage.work.losses, dict(flags()))
-    if plan.stages > 1 and combines:
+    if plan.is_cut and combines:
         with generation.phase("share", step):
             _apply_tentatively(generation, step, vector)
     with generation.phase("vote", step):
@@ -84,7 +84,7 @@ def _prove(stage: Stage, step: int, summed: Sequence[float]) -> None:
     """
     wrong = layout_of(stage).unproven(summed)
     if wrong:
-        stage.sums.discard()
+        stage.sums.distrust()
         named = ", ".join(str(section) for section in wrong[:8])
         raise LinkError(
             f"the sums of gradients of sections {named} do not contain each micro-batch of step {step} exactly once; "
@@ -100,7 +100,7 @@ def _report(generation: Generation, reporter: Reporter, recent: RecentSteps, beg
     reporter.take(
         runtime.times,
         step_s=time.monotonic() - begin_s,
-        messages=[(carry.size_bytes, carry.seconds) for carry in runtime.take_sent()],
+        messages=runtime.take_trips(),
         reductions=[(carry.size_bytes, carry.seconds) for carry in sums],
     )
     assignment = generation.assignment

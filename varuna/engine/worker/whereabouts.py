@@ -1,15 +1,17 @@
 """Which line of the user's code a thread is running, seen from another thread, for reports of waits."""
 
-import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 import torch
+
+from varuna.process.frames import stacks_of
 
 _OWN = str(Path(__file__).parents[2])
 _SKIPPED = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
@@ -42,25 +44,19 @@ def whereabouts(thread: int, *, reads: bool) -> Whereabouts:
         reads: it waits for samples.
     """
     threads = [each.ident or 0 for each in threading.enumerate() if reads and each.name.startswith(_READS)]
-    frames = sys._current_frames()
-    try:
-        found = [_of(frames[ident]) for ident in (*threads, thread) if ident in frames]
-    finally:
-        frames.clear()  # one is this call's own: the cycle would keep every thread's tensors until the next collection
+    found = [_of(stack) for stack in stacks_of((*threads, thread))]
     return next((each for each in found if each.place), found[-1] if found else Whereabouts("", False, None))
 
 
-def _of(innermost: FrameType) -> Whereabouts:
-    place, is_open = "", True
-    is_debugged, frame = False, innermost
-    while frame is not None:
+def _of(stack: Sequence[FrameType]) -> Whereabouts:
+    place, is_open, is_debugged = "", True, False
+    for frame in stack:
         file = frame.f_code.co_filename
         is_debugged |= _debugs(file)
         is_open &= not file.startswith(_OWN)  # what called the engine does not run
         if not place and is_open and not _is_skipped(file):
             place = f"{file}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return Whereabouts(place, is_debugged, innermost)
+    return Whereabouts(place, is_debugged, stack[0])
 
 
 @cache

@@ -17,7 +17,7 @@ from varuna.core.sums import joined
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.copies.keeping import KeptCopy
-from varuna.engine.stage.load_state import STATISTICS, SUMS
+from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.loop_state import Turn
 from varuna.engine.worker.step import apply_vote, layout_of
@@ -41,7 +41,7 @@ class WorkerState:
         self._votes: deque[Vote] = deque(maxlen=_VOTES_KEPT)
         self.generation = -1
         self.stage: Stage | None = None
-        self._copy = KeptCopy()  # of another rank's state
+        self._copy = KeptCopy()  # of what another rank has
 
     @property
     def next_step(self) -> int | None:
@@ -51,8 +51,8 @@ class WorkerState:
     def states(self) -> dict[int, SectionState]:
         """State of every section held, as references; of lent ones without optimizer state, unless outdated.
 
-        With sums of gradients, if a step was broken off; nobody adds to them any more. And the copy of another rank's
-        state, if it is complete and of the same step.
+        With sums of gradients, if a step was broken off; nobody adds to them any more. And the copies of another rank's
+        state and sums, if they are complete and of the same step.
         """
         stage = self.stage
         if stage is None:
@@ -65,7 +65,12 @@ class WorkerState:
                 statistics = stage.statistics.carried(each.section, each.micro_batches)
                 if statistics is not None:
                     states[each.section].tensors[STATISTICS] = statistics
-        return {**self._copy.seal(stage.next_step), **states}
+        states = {**self._copy.seal(stage.next_step), **states}
+        for section, copied in self._copy.sums(stage.next_step).items():
+            state = states.setdefault(section, SectionState(section, {}))
+            state.tensors[COPIED_SUMS] = copied.values
+            state.scalars[COPIED_SUMS] = [list(span) for span in copied.held.copies[0].micro_batches]
+        return states
 
     def in_hand(self) -> tuple[dict[int, SectionState], Turn | None]:
         """The states of ``states``, and the newest step that they contain."""
@@ -203,6 +208,7 @@ class WorkerState:
     def _report(self, generation: int) -> None:
         sharding = self.stage.sharding if self.stage is not None else None
         copies = tuple(sorted(self._copy.seal(self.next_step)))
+        kept = self._copy.sums(self.next_step)
         own = self.stage.held_sums() if self.stage is not None else None
         recorded = self._membership.recorded_step
         unrecorded = [vote for vote in self._votes if vote.step > recorded]
@@ -213,7 +219,8 @@ class WorkerState:
             sections=sharding.held if sharding is not None else (),
             lent=sharding.up_to_date if sharding is not None else (),
             votes=votes,
-            sums=joined([*([own] if own is not None else []), *self._copy.sums(self.next_step)]),
+            sums=joined([*([own] if own is not None else []), *(each.held for each in kept.values())]),
+            wrong_sums=self.stage is not None and self.stage.sums.is_wrong,
             copies=copies,
         )
         with self._span("held", generation):

@@ -22,7 +22,7 @@ from varuna.fleet.machine.standstill import note_standstill
 from varuna.fleet.machine.stragglers import note_beat, readmit
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import FinishWish
-from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AdviceReceived,
     AnswerReceived,
@@ -45,6 +45,7 @@ from varuna.fleet.state.inputs import (
     WorkerSpawned,
 )
 from varuna.fleet.state.outputs import Collect, Complain, Instruction
+from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
 from varuna.fleet.state.run_events import Asked
 from varuna.fleet.state.worker import Standing
 

@@ -48,20 +48,25 @@ def _rest(record: GenerationRecord, rank: int, losses: Mapping[int, MicroBatchLo
     plan = record.plan
     if record.remainder is None or rank >= plan.workers:
         return None
-    replica, stage = plan.place_of(rank)
-    known = [losses[number] for number in sorted(losses)] if stage == plan.stages - 1 else []
-    return record.remainder.rest_of(rank, replica, plan.sections_of(stage), known)
+    replica, sections = plan.place_of(rank).replica, plan.sections_at(rank)
+    known = [losses[number] for number in sorted(losses)] if sections.stop == plan.sections else []
+    return record.remainder.rest_of(rank, replica, sections, known)
 
 
 def _lost_replicas(history: Sequence[GenerationRecord]) -> Mapping[str, tuple[int, ...]]:
-    """For each rank's worker of the newest generation that trained: replicas of its stage that are gone since."""
+    """For each rank's worker of the newest generation that trained: replicas that have lost its sections since."""
     trained = next((record for record in reversed(history[:-1]) if record.recovery_seconds is not None), None)
     if trained is None:
         return {}
     plan, here = trained.plan, history[-1].ranks
-    places = {name: plan.place_of(rank) for rank, name in enumerate(trained.grid)}
-    gone: dict[int, list[int]] = {}
-    for name, place in places.items():
+    gone: dict[int, set[int]] = {section: set() for section in range(plan.sections)}
+    for rank, name in enumerate(trained.grid):
         if name not in here:
-            gone.setdefault(place.stage, []).append(place.replica)
-    return {name: tuple(gone.get(place.stage, ())) for name, place in places.items()}
+            for section in plan.sections_at(rank):
+                gone[section].add(plan.place_of(rank).replica)
+    if not any(gone.values()):
+        return {}
+    return {
+        name: tuple(sorted(set[int]().union(*(gone[section] for section in plan.sections_at(rank)))))
+        for rank, name in enumerate(trained.grid)
+    }

@@ -10,7 +10,8 @@ from dataclasses import replace
 from varuna.core.units import format_duration
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, Obstacle
-from varuna.fleet.state.fleet import Fleet, Idle
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.phases import Idle
 
 MANY = 3
 """This many in a row are not a coincidence."""

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from varuna.core.dealing import pipeline_speeds
+from varuna.core.devices import are_enough
 from varuna.core.errors import NoPlanError
-from varuna.core.plan import Plan, pipeline_speeds
+from varuna.core.plan import Plan
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.questions import Planned, Unplannable, WhichPlan
@@ -31,12 +33,12 @@ def plan_and_workers(transition: Transition, live: tuple[str, ...]) -> tuple[Pla
     for usable in (fleet.available,) if dealt is not None else (fleet.available, staying):
         if found is None and usable and usable != live:
             with suppress(NoPlanError):
-                found = _seated_safely(fleet, _plan_keeping(transition, len(usable)), usable)
+                found = _seated_safely(fleet, _plan_keeping(transition, usable), usable)
     if dealt is not None and (found is None or is_faster(fleet, dealt.plan, found[0])):
         names = with_slow_ones(fleet)
-        transition.update(planned_for=len(names))
-        return _clearly_better(fleet, dealt, [fleet.speed_of(name) for name in names]), names
-    return found or _seated_safely(fleet, _plan_keeping(transition, len(live)), live)
+        transition.update(planned_for=fleet.counted(names))
+        return _clearly_better(fleet, dealt, names, by_speed=True), names
+    return found or _seated_safely(fleet, _plan_keeping(transition, live), live)
 
 
 def dealt_plan(transition: Transition) -> Planned | None:
@@ -49,7 +51,7 @@ def dealt_plan(transition: Transition) -> Planned | None:
     if not names:
         return None
     try:
-        known = plan_for(transition, len(names), speeds_of(transition.fleet, names))
+        known = plan_for(transition, names, speeds_of(transition.fleet, names))
     except NoPlanError:
         return None
     return known if known.plan.speeds else None
@@ -66,7 +68,10 @@ def is_faster(fleet: Fleet, dealt: Plan, even: Plan) -> bool:
 
 
 def speeds_of(fleet: Fleet, names: Iterable[str]) -> tuple[float, ...]:
-    """How fast workers are, the fastest first; () if none is known to be slower than others."""
+    """How fast workers are, the fastest first; () if none is slower than others, or if their devices are not alike."""
+    names = tuple(names)
+    if len(fleet.counted(names)) > 1:
+        return ()
     speeds = tuple(sorted((fleet.speed_of(name) for name in names), reverse=True))
     return speeds if speeds and speeds[-1] < 1 else ()
 
@@ -80,20 +85,25 @@ def with_slow_ones(fleet: Fleet) -> tuple[str, ...]:
 def _seated_safely(fleet: Fleet, plan: Plan, usable: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
     """If there are spares, those on nodes that may be taken away soon are the spares."""
     safe = fleet.without_risk(usable)
-    return plan, safe if plan.workers <= len(safe) else usable
+    return plan, safe if can_seat(fleet, plan, safe) else usable
 
 
-def _plan_keeping(transition: Transition, workers: int) -> Plan:
+def can_seat(fleet: Fleet, plan: Plan, names: Sequence[str]) -> bool:
+    """Whether these workers are enough for a plan, in every class of devices that it is for."""
+    return are_enough(plan.classes, fleet.counted(names))
+
+
+def _plan_keeping(transition: Transition, usable: tuple[str, ...]) -> Plan:
     """The plan that ran last, if nothing is clearly better: then only its seats get other workers.
 
     Raises:
         NoPlanError: nothing fits.
     """
-    if _is_best_known(transition.fleet, workers):
+    if _is_best_known(transition.fleet, usable):
         return transition.fleet.record.plan
-    known = plan_for(transition, workers)
-    transition.update(planned_for=workers)
-    return _clearly_better(transition.fleet, known, (1.0,) * workers)
+    known = plan_for(transition, usable)
+    transition.update(planned_for=transition.fleet.counted(usable))
+    return _clearly_better(transition.fleet, known, usable)
 
 
 def plan_to_come(fleet: Fleet, known: Planned) -> Plan:
@@ -102,44 +112,47 @@ def plan_to_come(fleet: Fleet, known: Planned) -> Plan:
     Whoever asks for a morph must know: one that changes nothing would be asked for again and again.
     """
     if known.plan.speeds:
-        return _clearly_better(fleet, known, [fleet.speed_of(name) for name in with_slow_ones(fleet)])
-    workers = len(fleet.available)
-    return fleet.record.plan if _is_best_known(fleet, workers) else _clearly_better(fleet, known, (1.0,) * workers)
+        return _clearly_better(fleet, known, with_slow_ones(fleet), by_speed=True)
+    names = fleet.available
+    return fleet.record.plan if _is_best_known(fleet, names) else _clearly_better(fleet, known, names)
 
 
-def _is_best_known(fleet: Fleet, workers: int) -> bool:
+def _is_best_known(fleet: Fleet, usable: tuple[str, ...]) -> bool:
     """The plan that ran last was the best one for ``planned_for`` workers: so it is for fewer, if they are enough."""
     if not fleet.history or fleet.replan or fleet.record.plan.speeds:
         return False
-    return fleet.record.plan.workers <= workers <= fleet.planned_for
+    looked_at = all(workers <= fleet.planned_for.get(name, 0) for name, workers in fleet.counted(usable).items())
+    return looked_at and can_seat(fleet, fleet.record.plan, usable)
 
 
-def _clearly_better(fleet: Fleet, known: Planned, speeds: Sequence[float]) -> Plan:
+def _clearly_better(fleet: Fleet, known: Planned, names: Sequence[str], *, by_speed: bool = False) -> Plan:
     """The plan that was found, or the one that ran last if that is about as fast, by what is known now.
 
     Args:
         fleet: between two generations, or before that.
         known: what was found.
-        speeds: of the workers that it is for, fastest first.
+        names: of the workers that it is for, fastest first.
+        by_speed: how fast each is counts.
     """
     plan = known.plan
-    if not fleet.history or fleet.replan or fleet.record.plan.workers > len(speeds):
+    if not fleet.history or fleet.replan or not can_seat(fleet, fleet.record.plan, names):
         return plan
     old = fleet.record.plan
     if old.replicas == 1 < plan.replicas:  # state that is held twice is worth more than the same seats
         return plan
-    seats = pipeline_speeds(speeds, old.stages, old.replicas)
+    speeds = [fleet.speed_of(name) if by_speed else 1.0 for name in names]
+    seats = pipeline_speeds(speeds, old.depths)
     if any(old.speed_of(d) * ABOUT > speed for d, speed in enumerate(seats)):
         return plan  # somebody is slower than the old one was made for
     return old if plan.step_s >= known.running_s * (1 - fleet.config.min_gain) else plan
 
 
-def plan_for(transition: Transition, workers: int, speeds: tuple[float, ...] = ()) -> Planned:
+def plan_for(transition: Transition, names: Sequence[str], speeds: tuple[float, ...] = ()) -> Planned:
     """Plan with the run's micro-batch; only if nothing fits with it, and the user left m open, with a smaller one.
 
     Args:
         transition: asks, and takes what was answered.
-        workers: how many.
+        names: of the workers.
         speeds: theirs, fastest first; () if they are equal.
 
     Raises:
@@ -148,7 +161,8 @@ def plan_for(transition: Transition, workers: int, speeds: tuple[float, ...] = (
     """
     fleet = transition.fleet
     kept, memory_bytes = fleet.micro_batch, fleet.memory_bytes
-    question = WhichPlan(workers, kept, memory_bytes, fleet.loss_rate.planned_per_hour, speeds)
+    classes, per_hour = fleet.classes_of(names), fleet.loss_rate.planned_per_hour
+    question = WhichPlan(len(names), kept, memory_bytes, per_hour, speeds, classes)
     answer = transition.answer_to(question)
     if isinstance(answer, Planned):
         return answer

@@ -10,7 +10,8 @@ from varuna.fleet.machine.leases import is_near, note_progress, stands_still, wa
 from varuna.fleet.machine.salvage import share_of_step
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
-from varuna.fleet.state.fleet import Ended, Fleet, Idle, Running, Stopping, Suspicion
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.phases import Ended, Idle, Running, Stopping, Suspicion
 from varuna.fleet.state.run_events import Morphed, StepRecorded, VerdictReached
 from varuna.fleet.state.worker import Holding
 
@@ -28,7 +29,7 @@ def note_held(transition: Transition, name: str, held: Held) -> None:
             return  # answered a Hold that crossed our Apply
         transition.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
     sections = frozenset((*held.sections, *held.copies))
-    holding = Holding(held.next_step, sections, frozenset(held.lent), held.sums)
+    holding = Holding(held.next_step, sections, frozenset(held.lent), held.sums, held.wrong_sums)
     transition.update_worker(name, holding=holding)
     if isinstance(fleet.phase, Running) and fleet.phase.stopped is None and fleet.is_joined(name):
         transition.update(phase=replace(fleet.phase, stopped=name))

@@ -6,8 +6,9 @@ from varuna.core.messages import Failed, Finish
 from varuna.fleet.machine.commit import commit, judge, press, record_votes
 from varuna.fleet.machine.leases import is_gone, return_patience_s
 from varuna.fleet.machine.transition import Transition
-from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import ConnectionLost, WorkerExited
+from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
 from varuna.fleet.state.worker import Exit, Standing, Worker
 
 

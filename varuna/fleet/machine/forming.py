@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from varuna.core.dealing import shares_text
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import Assign
 from varuna.core.model import JobFacts
-from varuna.core.plan import Plan, shares_text
+from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import holders_of
 from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.assignments import assignments
@@ -14,7 +15,8 @@ from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_re
 from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage, sums_moved
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, FinishWish, Obstacle, Rejected
-from varuna.fleet.state.fleet import Fleet, Idle, Running
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.phases import Idle, Running
 from varuna.fleet.state.questions import (
     Checkpoint,
     FoundCheckpoint,
@@ -230,6 +232,7 @@ def _start(
         own=_ran(fleet),
         lent=lent,
         holders=holders,
+        classes={name: worker.device_class for name, worker in fleet.workers.items()},
     )
     # Who is left out may still be the source of somebody's state.
     placed = frozenset(seated)
@@ -257,7 +260,7 @@ def _start(
         steps_redone=max(0, undone) + phase.in_flight,
         kept_micro_batches=left.kept if left is not None else 0,
         remainder=left,
-        copy_shift=placement.copy_shift(plan, [nodes[name] for name in seated[: plan.workers]]),
+        keepers=placement.keepers(plan, [nodes[name] for name in seated[: plan.workers]]),
         moved_sections=len(moves),
         rollback=rollback,
         losses_per_hour=fleet.loss_rate.planned_per_hour,
@@ -302,9 +305,7 @@ def _ran(fleet: Fleet) -> placement.Holdings:
     for record in reversed(fleet.history):
         if record.recovery_seconds is not None or record.generation == 0:
             plan = record.plan
-            return {
-                name: frozenset(plan.sections_of(plan.place_of(rank).stage)) for rank, name in enumerate(record.grid)
-            }
+            return {name: frozenset(plan.sections_at(rank)) for rank, name in enumerate(record.grid)}
     return {}
 
 

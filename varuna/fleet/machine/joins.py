@@ -8,8 +8,9 @@ from varuna.core.model import JobFacts
 from varuna.core.value import Value
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Objection
-from varuna.fleet.state.fleet import Running, Stopping
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.outputs import Spawn
+from varuna.fleet.state.phases import Running, Stopping
 from varuna.fleet.state.run_events import WorkerJoined
 from varuna.fleet.state.worker import Holding, Standing, Worker
 
@@ -39,7 +40,8 @@ def note_hello(transition: Transition, name: str, hello: Hello) -> None:
     """A worker is warm: all workers of a run must agree on their job."""
     fleet = transition.fleet
     if fleet.workers[name].standing is not Standing.STARTING:
-        transition.update_worker(name, device=hello.device)  # a manager that has started again knows of none
+        # a manager that has started again knows of no device
+        transition.update_worker(name, device=hello.device, device_class=hello.device_class)
         say_again(transition, name)
         return
     if fleet.job is None:
@@ -48,16 +50,30 @@ def note_hello(transition: Transition, name: str, hello: Hello) -> None:
         _refuse(transition, name, difference)
         return
     transition.update_worker(
-        name, standing=Standing.JOINED, pid=hello.pid, joined_s=transition.now_s, holding=Holding(), device=hello.device
+        name,
+        standing=Standing.JOINED,
+        pid=hello.pid,
+        joined_s=transition.now_s,
+        holding=Holding(),
+        device=hello.device,
+        device_class=hello.device_class,
     )
     if not fleet.config.elastic:
         transition.expire_by(transition.now_s + fleet.config.lease_s)
-    if fleet.history and hello.device is not None and (transition.fleet.memory_bytes or 0) < (fleet.memory_bytes or 0):
+    if fleet.history and hello.device is not None and _has_less_memory(transition.fleet, fleet):
         transition.ask_anew()
         transition.update(replan=True)  # what ran in more memory may not fit any more
     if fleet.history:
         transition.note_change()
     transition.publish(WorkerJoined(worker=name, pid=hello.pid))
+
+
+def _has_less_memory(fleet: Fleet, before: Fleet) -> bool:
+    """Whether workers of some class can count on less memory than before."""
+    known = {each.name: each.memory_bytes or 0 for each in before.classes_of(before.joined)}
+    return any((each.memory_bytes or 0) < known.get(each.name, 0) for each in fleet.classes_of(fleet.joined)) or (
+        not known and (fleet.memory_bytes or 0) < (before.memory_bytes or 0)
+    )
 
 
 def _refuse(transition: Transition, name: str, difference: Objection) -> None:

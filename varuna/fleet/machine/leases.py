@@ -17,11 +17,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from varuna.core.messages import Beat, Hold
-from varuna.core.persistent import PersistentMap
 from varuna.fleet.machine.placement import uncovered
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Ending
-from varuna.fleet.state.fleet import Finishing, Fleet, Idle, Look, Running, Stopping
+from varuna.fleet.state.fleet import Fleet, Look
+from varuna.fleet.state.persistent import PersistentMap
+from varuna.fleet.state.phases import Finishing, Idle, Running, Stopping
 from varuna.fleet.state.stutter import NO_EVIDENCE
 from varuna.fleet.state.worker import Holding, Sight, Standing, Worker, changed
 from varuna.fleet.state.workers import Workers
@@ -376,7 +377,7 @@ def is_dead(transition: Transition, worker: Worker) -> bool:
 def _seat_sections(fleet: Fleet, name: str) -> frozenset[int]:
     """Sections of a rank of the newest generation."""
     plan = fleet.record.plan
-    return frozenset(plan.sections_of(plan.place_of(fleet.record.ranks[name]).stage))
+    return frozenset(plan.sections_at(fleet.record.ranks[name]))
 
 
 def _is_aside(worker: Worker) -> bool:

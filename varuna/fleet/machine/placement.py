@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 
+from varuna.core.devices import are_enough
 from varuna.core.messages import Transfer
 from varuna.core.plan import Copies, Plan
 from varuna.core.sharded_optimizer import Holders, held_by
@@ -12,6 +13,8 @@ from varuna.core.sharded_optimizer import Holders, held_by
 Holdings = Mapping[str, frozenset[int]]
 """Sections whose state each worker has, at the common next step: whole, or (lent) without optimizer state."""
 _NOTHING: frozenset[int] = frozenset()
+_SHIFTS_TRIED = 8
+"""Of each kind: a large fleet has thousands of ranks."""
 
 
 def seat(
@@ -25,6 +28,7 @@ def seat(
     own: Holdings | None = None,
     lent: Holdings | None = None,
     holders: Holders | None = None,
+    classes: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
     """Worker of each rank, spares after the grid.
 
@@ -44,6 +48,7 @@ def seat(
         own: sections that each worker ran last; what else it has is a copy. Without it, nothing is.
         lent: sections that each worker has without optimizer state.
         holders: by section, the replicas that will hold it whole; None: all.
+        classes: of the workers' devices; without them, or where the plan names none, all may sit everywhere.
     """
     wanted = _Wanted(plan, holders)
     seating = _Seating(plan, nodes or {worker: worker for worker in workers})
@@ -54,37 +59,49 @@ def seat(
             seating.sit(rank, standing.pop(order_of[worker]))
     known = {worker: holdings.get(worker, _NOTHING) | (lent or {}).get(worker, _NOTHING) for worker in workers}
 
-    def shared_bytes(sections: frozenset[int], stage: int) -> int:
-        return sum(weights[section] for section in plan.sections_of(stage) if section in sections)
+    slots = plan.slots
+    known_classes = (classes or {}) if plan.is_by_class else {}
+
+    def class_of(worker: str) -> str:
+        return known_classes.get(worker, "")
+
+    wanted_class = [plan.class_of(slot.ranks[0]) for slot in slots]
+
+    def shared_bytes(sections: frozenset[int], slot: int) -> int:
+        return sum(weights[section] for section in slots[slot].sections if section in sections)
 
     shared = {
-        (order, stage): (
-            shared_bytes(known[worker], stage),
-            0 if own is None else shared_bytes(known[worker] & own.get(worker, _NOTHING), stage),
+        (order, slot): (
+            shared_bytes(known[worker], slot),
+            0 if own is None else shared_bytes(known[worker] & own.get(worker, _NOTHING), slot),
         )
         for order, worker in standing.items()
         if known[worker]
-        for stage in range(plan.stages)
+        for slot in range(len(slots))
+        if wanted_class[slot] == class_of(worker)
     }
-    rivals = Counter((stage, whole) for (_, stage), (whole, _) in shared.items())
+    rivals = Counter((slot, whole) for (_, slot), (whole, _) in shared.items())
 
     def urgency(pair: tuple[int, int]) -> tuple[int, int, int, tuple[int, int]]:
         whole, ran = shared[pair]
         return -whole, rivals[pair[1], whole], -ran, pair
 
-    for order, stage in sorted(shared, key=urgency):
-        if shared[order, stage][0] and order in standing and seating.free[stage]:
+    for order, slot in sorted(shared, key=urgency):
+        if shared[order, slot][0] and order in standing and seating.free[slot]:
             worker = standing.pop(order)
             held = holdings.get(worker, _NOTHING)
 
             def matched(rank: int, held: frozenset[int] = held) -> int:
                 return sum(weights[section] for section in wanted.whole(rank) if section in held)
 
-            seating.sit(seating.best_rank(worker, stage, None if holders is None else matched), worker)
-    queue = _Queue(standing, seating.nodes)
+            seating.sit(seating.best_rank(worker, slot, None if holders is None else matched), worker)
+    queues = {
+        name: _Queue({order: worker for order, worker in standing.items() if class_of(worker) == name}, seating.nodes)
+        for name in {*wanted_class}
+    }
     for rank in range(plan.workers):
         if rank not in seating.seats:
-            order = queue.take(seating.beside(rank))
+            order = queues[wanted_class[plan.slot_of(rank)]].take(seating.beside(rank))
             seating.sit(rank, standing.pop(order))
     return (*(seating.seats[rank] for rank in range(plan.workers)), *standing.values())
 
@@ -101,13 +118,14 @@ def seat_by_speed(
     own: Holdings | None = None,
     lent: Holdings | None = None,
     holders: Holders | None = None,
+    classes: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
     """Worker of each rank, spares after the grid: pipelines of one speed are seated together, as ``seat`` does it.
 
     Args:
         plan: with the speeds of its replicas.
         workers: everybody who may be seated; who comes first among equally fast ones is seated.
-        speeds: of those that are slower than 1.
+        speeds: of those that are slower than 1; if the plan is for equal ones, they sit only where others are too few.
         holdings: see ``seat``, as for what follows.
         weights: see ``seat``.
         nodes: see ``seat``.
@@ -115,9 +133,26 @@ def seat_by_speed(
         own: see ``seat``.
         lent: see ``seat``.
         holders: see ``seat``.
+        classes: see ``seat``; a plan with speeds names none.
     """
     if not plan.speeds:
-        return seat(plan, workers, holdings, weights, nodes=nodes, kept=kept, own=own, lent=lent, holders=holders)
+        fast = [name for name in workers if speeds.get(name, 1.0) == 1.0]
+        there = Counter((classes or {}).get(name, "") for name in fast)
+        chosen = fast if are_enough(plan.classes, there) else workers
+        seated_alike = seat(
+            plan,
+            chosen,
+            holdings,
+            weights,
+            nodes=nodes,
+            kept=kept,
+            own=own,
+            lent=lent,
+            holders=holders,
+            classes=classes,
+        )
+        left = frozenset(workers).difference(chosen)
+        return (*seated_alike, *(name for name in workers if name in left))
     waiting = sorted(workers, key=lambda name: speeds.get(name, 1.0), reverse=True)
     seated: list[str] = []
     first = 0
@@ -152,25 +187,25 @@ class _Seating:
     """Workers' ranks so far, and which free ranks are beside workers of a node."""
 
     def __init__(self, plan: Plan, nodes: Mapping[str, str]) -> None:
-        self.plan, self.nodes = plan, nodes
+        self.plan, self.nodes, self._depths = plan, nodes, plan.depths
         self.seats: dict[int, str] = {}
-        self.free = [dict.fromkeys(range(stage, plan.workers, plan.stages)) for stage in range(plan.stages)]
-        """By stage: its free ranks, ascending."""
+        self.free = [dict.fromkeys(slot.ranks) for slot in plan.slots]
+        """By slot of the plan: its free ranks, ascending."""
         self._at: dict[str, list[int]] = {}  # by node: the ranks of its workers
 
     def sit(self, rank: int, worker: str) -> None:
         """Give a worker a free rank."""
         self.seats[rank] = worker
-        del self.free[self.plan.place_of(rank).stage][rank]
+        del self.free[self.plan.slot_of(rank)][rank]
         self._at.setdefault(self.nodes[worker], []).append(rank)
 
-    def best_rank(self, worker: str, stage: int, matched: Callable[[int], int] | None) -> int:
-        """The free rank of a stage that has most neighbours of the worker's node.
+    def best_rank(self, worker: str, slot: int, matched: Callable[[int], int] | None) -> int:
+        """The free rank of a slot that has most neighbours of the worker's node.
 
         Among equals the one whose state the worker has most bytes of (``matched``; None: it is all the same), then the
         lowest. Where nothing is matched, only ranks beside the worker's node and the first one have to be looked at.
         """
-        free, node = self.free[stage], self.nodes[worker]
+        free, node = self.free[slot], self.nodes[worker]
         if matched is None:
             beside = (near for rank in self._at.get(node, ()) for near in self._neighbours(rank))
             ranks: set[int] = {next(iter(free)), *(rank for rank in beside if rank in free)}
@@ -183,7 +218,7 @@ class _Seating:
 
     def _neighbours(self, rank: int) -> list[int]:
         replica, stage = self.plan.place_of(rank)
-        return [self.plan.rank_of(replica, k) for k in (stage - 1, stage + 1) if 0 <= k < self.plan.stages]
+        return [self.plan.rank_of(replica, k) for k in (stage - 1, stage + 1) if 0 <= k < self._depths[replica]]
 
 
 class _Queue:
@@ -222,8 +257,7 @@ class _Wanted:
 
     def whole(self, rank: int) -> tuple[int, ...]:
         """Sections that a rank needs with their optimizer state."""
-        replica, stage = self._plan.place_of(rank)
-        sections = self._plan.sections_of(stage)
+        replica, sections = self._plan.place_of(rank).replica, self._plan.sections_at(rank)
         return tuple(sections) if self._holders is None else held_by(self._holders, sections, replica)
 
 
@@ -262,7 +296,7 @@ def transfers(
     moves = []
     for rank in range(plan.workers):
         updated = wanted.whole(rank)
-        for section in plan.sections_of(plan.place_of(rank).stage):
+        for section in plan.sections_at(rank):
             is_lent = section not in updated
             had = known if is_lent else whole
             if section not in had[rank]:
@@ -272,22 +306,46 @@ def transfers(
     return tuple(moves)
 
 
-def copy_shift(plan: Plan, nodes: Sequence[str]) -> int:
-    """How many ranks further the copy of each rank's state is kept; 0: nowhere.
+def keepers(plan: Plan, nodes: Sequence[str]) -> tuple[int | None, ...]:
+    """By rank, who keeps its copies; () if none are made. Each rank keeps those of one at most.
 
-    The least one at which most copies are on another node: a node takes all its workers with it.
+    They are on other nodes, since a node takes all its workers with it; all are alike if there is one node only. Where
+    one node has most of the ranks, state has a copy there all the same, and sums, which are worth less, have none. Two
+    keep each other's state: of all pairs that may be lost at once, half as many take a state along as in a ring.
 
     Args:
         plan: of the generation.
         nodes: VM of each rank.
     """
-    if plan.copies is not Copies.KEPT:
-        return 0
+    ranks = range(plan.workers)
+    if not plan.copies.are_made or len(ranks) < 2:
+        return ()
+    if len(set(nodes)) == 1:
+        nodes = list(map(str, ranks))
+    shifts = range(1, min(plan.workers, 1 + _SHIFTS_TRIED))
+    tried = [[(rank + shift) % plan.workers for rank in ranks] for shift in shifts]
+    if plan.copies is Copies.STATE:
+        tried.insert(0, _in_pairs(plan.workers))
+    else:  # replicas first: who runs the same sections goes on from a copy of their sums without moving it
+        alike = range(plan.stages, plan.workers, plan.stages)[:_SHIFTS_TRIED]
+        tried[:0] = [[(rank + shift) % plan.workers for rank in ranks] for shift in alike]
+    for found in tried:
+        if all(nodes[rank] != nodes[keeper] for rank, keeper in zip(ranks, found, strict=True)):
+            return tuple(found)
+    # Past the largest node, in a row in which each node's ranks are together, and the largest node's come first.
+    sizes = Counter(nodes)
+    row = sorted(ranks, key=lambda rank: (-sizes[nodes[rank]], nodes[rank], rank))
+    most = max(sizes.values())
+    by_rank = {rank: row[(place + most) % len(row)] for place, rank in enumerate(row)}
+    is_kept = plan.copies is Copies.STATE
+    return tuple(by_rank[rank] if is_kept or nodes[rank] != nodes[by_rank[rank]] else None for rank in ranks)
 
-    def apart(shift: int) -> int:
-        return sum(nodes[rank] != nodes[(rank + shift) % plan.workers] for rank in range(plan.workers))
 
-    return max(range(1, plan.workers), key=lambda shift: (apart(shift), -shift), default=0)
+def _in_pairs(workers: int) -> list[int]:
+    """By rank, the other one of its pair; of an odd number, the last three are in a ring."""
+    half = (workers - workers % 2 * 3) // 2
+    pairs = [(rank + half) % (2 * half) for rank in range(2 * half)]
+    return [*pairs, *(2 * half + (place + 1) % 3 for place in range(workers - 2 * half))]
 
 
 def _ranks_by_section(sections: int, holdings: Sequence[frozenset[int]]) -> list[list[int]]:

@@ -11,14 +11,15 @@ from varuna.core.errors import NoPlanError
 from varuna.core.messages import Flag, RaiseFlag
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import holders_of
-from varuna.fleet.machine.choosing import ABOUT, dealt_plan, is_faster, plan_for, plan_to_come
+from varuna.fleet.machine.choosing import ABOUT, can_seat, dealt_plan, is_faster, plan_for, plan_to_come
 from varuna.fleet.machine.commit import stop_generation
 from varuna.fleet.machine.preemption import Way, leavers, way_out
 from varuna.fleet.machine.salvage import worth_breaking_off_s
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
-from varuna.fleet.state.fleet import Fleet, Running
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.morph_gain import weigh
+from varuna.fleet.state.phases import Running
 from varuna.fleet.state.questions import Planned, UnansweredError, Unplannable
 from varuna.fleet.state.run_events import Answered
 
@@ -116,7 +117,7 @@ def _answer_departures(transition: Transition) -> None:
 def _can_do_without(transition: Transition) -> bool:
     """Whether those who stay have a plan, if need be with stragglers: a slow worker can hold what would be lost."""
     usable = transition.fleet.available, transition.fleet.staying
-    return any(_plan(look_ahead(transition, len(names))) is not None for names in usable)
+    return any(_plan(look_ahead(transition, names)) is not None for names in usable)
 
 
 def _is_drained(fleet: Fleet, nodes: list[str]) -> bool:
@@ -137,7 +138,7 @@ def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:
     staying = {rank for rank, name in enumerate(fleet.record.grid) if name in fleet.workers and name not in leaving}
     holders = holders_of(plan, job.model.sections, shared=job.memory.shard_optimizer)
     return any(
-        all(plan.rank_of(replica, plan.stage_of(section)) not in staying for replica in holders[section])
+        all(plan.home_of(replica, section) not in staying for replica in holders[section])
         for section in range(plan.sections)
     )
 
@@ -186,7 +187,7 @@ def _recovered(fleet: Fleet) -> list[str]:
     """Members of slow pipelines that have become faster as a whole than their plan was made for."""
     found, plan = list[str](), fleet.record.plan
     for replica, speed in enumerate(plan.speeds):
-        members = [fleet.members[plan.rank_of(replica, stage)] for stage in range(plan.stages)]
+        members = [fleet.members[rank] for rank in plan.ranks_of(replica)]
         if speed < ABOUT * min(map(fleet.speed_of, members)):
             found += members
     return found
@@ -201,11 +202,11 @@ def _consider_risk(transition: Transition, phase: Running) -> None:
         if not risk.replaced and any(_takes_part(fleet, name) for name in fleet.workers.on(node))
     )
     safe = fleet.without_risk(fleet.available)
-    if not nodes or len(safe) < fleet.record.plan.workers:
+    if not nodes or not can_seat(fleet, fleet.record.plan, safe):
         return
-    answer = look_ahead(transition, len(fleet.available))
+    answer = look_ahead(transition, fleet.available)
     known = answer if isinstance(answer, Planned) else Planned(fleet.record.plan, answer.running_s)
-    if plan_to_come(fleet, known).workers <= len(safe):
+    if can_seat(fleet, plan_to_come(fleet, known), safe):
         tried = {node: replace(fleet.at_risk[node], replaced=True) for node in nodes}
         transition.update(at_risk={**fleet.at_risk, **tried})
         reasons = " and ".join(f"node {node} may be taken away soon ({tried[node].reason})" for node in nodes)
@@ -280,21 +281,21 @@ def best_ahead(transition: Transition) -> Planned | Unplannable:
     Raises:
         UnansweredError: one of them is being made.
     """
-    dealt, even = dealt_plan(transition), look_ahead(transition, len(transition.fleet.available))
+    dealt, even = dealt_plan(transition), look_ahead(transition, transition.fleet.available)
     if dealt is not None and (not isinstance(even, Planned) or is_faster(transition.fleet, dealt.plan, even.plan)):
         return dealt
     return even
 
 
-def look_ahead(transition: Transition, workers: int) -> Planned | Unplannable:
-    """The plan for this many workers, if there is one; made once in a generation, since every tick may ask.
+def look_ahead(transition: Transition, names: tuple[str, ...]) -> Planned | Unplannable:
+    """The plan for these workers, if there is one; made once in a generation, since every tick may ask.
 
     Raises:
         UnansweredError: it is being made.
     """
     try:
-        if workers:
-            return plan_for(transition, workers)
+        if names:
+            return plan_for(transition, names)
         complaint = "there are no workers"
     except NoPlanError as error:
         complaint = str(error)

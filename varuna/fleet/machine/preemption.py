@@ -5,10 +5,11 @@ from enum import Enum, auto
 
 from varuna.core.messages import Finish
 from varuna.fleet.machine.transition import Transition
-from varuna.fleet.state.fleet import Departure, Ended, Finishing, Fleet, Risk, Running
+from varuna.fleet.state.fleet import Departure, Fleet, Risk
 from varuna.fleet.state.inputs import AdviceReceived, DrainRequested, NoticeReceived
 from varuna.fleet.state.morph_gain import sums_s
 from varuna.fleet.state.outputs import Release
+from varuna.fleet.state.phases import Ended, Finishing, Running
 from varuna.fleet.state.run_events import Answered, Asked
 from varuna.fleet.state.worker import Standing
 
@@ -45,7 +46,7 @@ def note_departure(transition: Transition, event: NoticeReceived | DrainRequeste
     transition.update(departing={**transition.fleet.departing, event.node: departure})
     if isinstance(event, DrainRequested):
         transition.publish(Asked(what="drain", node=event.node))
-    transition.notice(f"node {event.node} will leave {when} ({departure.reason})")
+    transition.notice(f"node {event.node} will leave {when} ({departure.reason})", departs=True)
 
 
 def note_risk(transition: Transition, event: AdviceReceived) -> None:
@@ -53,7 +54,8 @@ def note_risk(transition: Transition, event: AdviceReceived) -> None:
     node, reason = event.node, event.reason
     if node not in transition.fleet.at_risk:
         transition.update(at_risk={**transition.fleet.at_risk, node: Risk(reason)})
-        transition.notice(f"node {node} may be taken away soon ({reason}): spares take its place once there are enough")
+        then = "spares take its place once there are enough"
+        transition.notice(f"node {node} may be taken away soon ({reason}): {then}", departs=True)
 
 
 def leavers(fleet: Fleet) -> list[str]:

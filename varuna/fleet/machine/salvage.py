@@ -4,12 +4,12 @@ Sums are used only for the same step, on top of the same parameters. Where a sec
 micro-batches are computed again sooner. A wrong set costs time, never the run: the vote counts what is in the sums.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from varuna.core.messages import Transfer
 from varuna.core.plan import Plan
-from varuna.core.sums import MicroBatchLoss, Remainder, Spans, count, remainder, spans_of
+from varuna.core.sums import MicroBatchLoss, Remainder, Spans, SumAt, SumsAt, count, remainder, spans_of
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.morph_gain import LINK_BYTES_PER_S, sums_s
 from varuna.fleet.state.run_events import GenerationRecord
@@ -35,22 +35,24 @@ def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) ->
     if not fleet.history or (fleet.record.rollback and not fleet.formed):
         return None  # sums may be of a timeline that was given up
     holdings = _holdings(fleet, members)
-    held = [_sums(holding, plan, next_step) for holding in holdings]
+    if any(holding.wrong_sums and holding.next_step == next_step for holding in holdings):
+        return None  # who was stopped before it heard of that offers them all the same
+    held = [_sums(holding, rank, plan, next_step) for rank, holding in enumerate(holdings)]
     none = {section for each in holdings if each.sums for section in each.sums.without}
-    seats = {section: range(plan.stage_of(section), plan.workers, plan.stages) for section in range(plan.sections)}
+    seats = {section: plan.homes_of(section) for section in range(plan.sections)}
     offered = {
-        section: {rank: sums[section] for rank, sums in enumerate(held) if section in sums}
+        section: {at: spans for sums in held for at, spans in sums.get(section, {}).items()}
         for section in seats
         if section not in none
     }
     here = {
-        section: {rank: spans for rank, spans in by_rank.items() if rank in seats[section]}
-        for section, by_rank in offered.items()
+        section: {at: spans for at, spans in sums.items() if at.rank in seats[section]}
+        for section, sums in offered.items()
     }
     known = spans_of(losses_of(fleet, members, plan))
 
-    def left_of(sums: Mapping[int, Mapping[int, Spans]]) -> Remainder | None:
-        return remainder(plan.micro_batches, plan.replicas, seats, sums, known, speeds=plan.speeds, stages=plan.stages)
+    def left_of(sums: Mapping[int, SumsAt]) -> Remainder | None:
+        return remainder(plan.micro_batches, plan.replicas, seats, sums, known, ends_of=plan.ends_of)
 
     staying, moving = left_of(here), left_of(offered) if offered != here else None
     more = (moving.kept if moving is not None else 0) - (staying.kept if staying is not None else 0)
@@ -73,19 +75,23 @@ def moving_s(fleet: Fleet, sums: Sequence[Transfer]) -> float:
 def sums_moved(left: Remainder | None) -> tuple[Transfer, ...]:
     """Sums that their holders send to others."""
     return tuple(
-        Transfer(section=each.section, source_rank=each.source_rank, target_rank=rank, sums=True)
+        Transfer(section=each.section, source_rank=each.source_rank, target_rank=rank, sums=True, copied=each.copied)
         for rank, sums in enumerate(left.taken if left is not None else ())
         for each in sums
         if each.source_rank != rank
     )
 
 
-def _sums(holding: Holding, plan: Plan, next_step: int) -> dict[int, Spans]:
-    """By section, what is in the sums of a worker, if they are of this step."""
+def _sums(holding: Holding, rank: int, plan: Plan, next_step: int) -> Mapping[int, SumsAt]:
+    """By section, what is in the sums of a worker, and in those that it keeps copies of, if they are of this step."""
     sums = holding.sums
     if sums is None or holding.next_step != next_step or sums.micro_batch != plan.micro_batch:
         return {}
-    return {each.section: each.micro_batches for each in sums.sections}
+    found: defaultdict[int, dict[SumAt, Spans]] = defaultdict(dict)
+    for copied, parts in ((False, sums.sections), (True, sums.copies)):
+        for each in parts:
+            found[each.section][SumAt(rank, copied)] = each.micro_batches
+    return found
 
 
 def in_whole_replica(fleet: Fleet, name: str) -> bool:
@@ -93,8 +99,8 @@ def in_whole_replica(fleet: Fleet, name: str) -> bool:
     if not fleet.history or not fleet.record.has_seat(name):
         return False
     plan = fleet.record.plan
-    first = plan.rank_of(plan.place_of(fleet.record.ranks[name]).replica, 0)
-    return all(fleet.is_joined(fleet.members[rank]) for rank in range(first, first + plan.stages))
+    replica = plan.place_of(fleet.record.ranks[name]).replica
+    return all(fleet.is_joined(fleet.members[rank]) for rank in plan.ranks_of(replica))
 
 
 def losses_of(fleet: Fleet, members: Sequence[str], plan: Plan) -> Mapping[int, MicroBatchLoss]:
@@ -109,10 +115,10 @@ def share_of_step(record: GenerationRecord) -> float:
     plan, left = record.plan, record.remainder
     if left is None:
         return 1.0
-    fill = plan.stages - 1  # forwards before the last stage has work, and as many backwards after it has none
+    depths = plan.depths  # P - 1 forwards before the last stage has work, and as many backwards after it has none
 
     def longest(counts: Iterable[int]) -> float:
-        return max((number + fill) / plan.speed_of(replica) for replica, number in enumerate(counts))
+        return max((n + depths[replica] - 1) / plan.rate_of(replica) for replica, n in enumerate(counts))
 
     return longest(map(count, left.work)) / longest(plan.shares)
 
@@ -136,7 +142,7 @@ def worth_breaking_off_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) 
         return None
     left_s = fleet.recorded_s + fleet.step_wall_s - now_s
     old = fleet.record.plan
-    fill = 2 * (old.stages - 1)
+    fill = 2 * (max(old.depths) - 1)
     flight_s = fleet.step_wall_s * fill / (old.micro_batches / old.replicas + fill)
     cost_s = flight_s + max(sums_s(fleet.job, each, fleet.link_bytes_per_s) for each in (old, plan))
     return left_s if left_s > _LEAST_LEFT_S and left_s * faster > _CLEARLY * cost_s else None

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from varuna.core.messages import Beat
 from varuna.fleet.machine.transition import Transition
-from varuna.fleet.state.fleet import Fleet, Running
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.phases import Running
 
 _STILL_S, _UNUSUAL = 45.0, 3.0
 _NAMED = 3

@@ -1,17 +1,21 @@
 """Stragglers: found by their heartbeats, and left out of the next plan or given fewer micro-batches.
 
-A worker is compared with those that run the same stage, each by the speed that is known of it: like with like. One that
-is left out gets another chance after a while.
+A worker is compared with those that run the same stage, each by the speed that is known of it: like with like. Where
+pipelines are cut differently, all are compared, each by what its stage was predicted to take. One that is left out gets
+another chance after a while.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import replace
 from math import exp, log
 from statistics import median
 
 from varuna.core.messages import Beat
+from varuna.core.plan import Plan
 from varuna.fleet.machine.transition import Transition
-from varuna.fleet.state.fleet import Fleet, Running
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.phases import Running
 from varuna.fleet.state.stutter import (
     NO_EVIDENCE,
     RECENT_BEATS,
@@ -42,11 +46,16 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
         return
     if beat.forward_s is None or beat.backward_s is None or beat.forward_s + beat.backward_s <= 0:
         return
+    if len(fleet.planned_for) > 1 and not fleet.record.plan.is_by_class:
+        return  # a pipeline on devices of several classes: nobody is like the others
     plan, rank, compute_s = fleet.record.plan, fleet.record.ranks[name], beat.forward_s + beat.backward_s
     recent_s = (*worker.recent_s, compute_s)[-RECENT_BEATS:]
     if plan.replicas > 1:
-        fair_s = compute_s * fleet.speed_of(name)
-        ratio = slower_than_peers(fair_s, _exchange(transition, plan.place_of(rank).stage, worker.fair_s, fair_s))
+        known_s = _comparable_s(fleet, rank)
+        if known_s is None:
+            return
+        fair_s = compute_s * fleet.speed_of(name) / known_s
+        ratio = slower_than_peers(fair_s, _exchange(transition, _circle_of(plan, rank), worker.fair_s, fair_s))
         transition.update_worker(name, compute_s=compute_s, fair_s=fair_s, recent_s=recent_s)
     else:
         transition.update_worker(name, compute_s=compute_s, recent_s=recent_s)
@@ -62,15 +71,39 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
             return
 
 
-def _exchange(transition: Transition, stage: int, old_s: float | None, new_s: float) -> list[float]:
+def _circle_of(plan: Plan, rank: int) -> int:
+    """Number of those that a rank is compared with: one for each stage; where pipelines are unlike, for each class."""
+    return list(plan.classes).index(plan.class_of(rank)) if plan.more else plan.slot_of(rank)
+
+
+def _circles(plan: Plan) -> int:
+    return len(plan.classes) if plan.more else plan.stages
+
+
+def _ranks_like(plan: Plan, rank: int) -> Sequence[int]:
+    """Those that a rank is compared with, itself included."""
+    if not plan.more:
+        return plan.peers_of(rank)
+    return [each for each in range(plan.workers) if plan.class_of(each) == plan.class_of(rank)]
+
+
+def _comparable_s(fleet: Fleet, rank: int) -> float | None:
+    """What to divide a rank's time by: 1 where all that are compared do the same; None: nobody knows."""
+    plan = fleet.record.plan
+    if not plan.more:
+        return 1.0
+    return fleet.expected_s[plan.slot_of(rank)] or None if fleet.expected_s is not None else None
+
+
+def _exchange(transition: Transition, circle: int, old_s: float | None, new_s: float) -> list[float]:
     """Put a rank's new compute time in the place of its old one; returns those of its peers, ascending."""
-    stages = transition.fleet.compute_s or ((),) * transition.fleet.record.plan.stages
-    peers_s = list(stages[stage])
+    circles = transition.fleet.compute_s or ((),) * _circles(transition.fleet.record.plan)
+    peers_s = list(circles[circle])
     if old_s is not None:
         del peers_s[bisect_left(peers_s, old_s)]
     all_s = peers_s.copy()
     insort(all_s, new_s)
-    transition.update(compute_s=(*stages[:stage], tuple(all_s), *stages[stage + 1 :]))
+    transition.update(compute_s=(*circles[:circle], tuple(all_s), *circles[circle + 1 :]))
     return peers_s
 
 
@@ -96,10 +129,15 @@ def _judge(transition: Transition, name: str, ratio: float) -> None:
     if plan.replicas == 1:
         found = {name: min(1.0, fleet.speed_of(name) / ratio)}
     else:
-        stage = plan.place_of(fleet.record.ranks[name]).stage
-        peers = [fleet.members[plan.rank_of(replica, stage)] for replica in range(plan.replicas)]
-        peers = [each for each in peers if each in fleet.workers]
-        usual = {each: usual_s(told) for each in peers if (told := fleet.workers[each].recent_s)}
+        rank = fleet.record.ranks[name]
+        circle = _circle_of(plan, rank)
+        ranks = _ranks_like(plan, rank)
+        peers = {fleet.members[each]: each for each in ranks if fleet.members[each] in fleet.workers}
+        usual = {
+            each: usual_s(told) / known_s
+            for each, at in peers.items()
+            if (told := fleet.workers[each].recent_s) and (known_s := _comparable_s(fleet, at))
+        }
         fair_s = [seconds * fleet.speed_of(each) for each, seconds in usual.items() if each != name]
         if not fair_s:  # its peers have just left
             return
@@ -108,7 +146,7 @@ def _judge(transition: Transition, name: str, ratio: float) -> None:
             # The very fastest may be so by chance; what several fast ones take in the middle is not.
             fast_s = [seconds for seconds in usual.values() if seconds * _FULL_SPEED <= min(usual.values())]
             found = {each: median(fast_s) / seconds for each, seconds in usual.items()} | found
-        transition.update(compute_s=(*fleet.compute_s[:stage], (), *fleet.compute_s[stage + 1 :]))
+        transition.update(compute_s=(*fleet.compute_s[:circle], (), *fleet.compute_s[circle + 1 :]))
         for each in peers:
             transition.update_worker(each, fair_s=None)
     for each, speed in sorted(found.items()):

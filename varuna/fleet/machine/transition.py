@@ -5,8 +5,9 @@ from typing import Any
 
 from varuna.core.messages import Finish, ToWorker
 from varuna.fleet.state.causes import EndCause, Ending
-from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.outputs import Ask, EndRun, Instruction, Kill, Publish, Send
+from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question, UnansweredError, Unusable
 from varuna.fleet.state.run_events import Notice, RunEnded, RunEvent, WorkerLeft, WorkerLost
 from varuna.fleet.state.worker import Standing, Worker, changed
@@ -107,9 +108,9 @@ class Transition:
         """Log and show."""
         self.instructions.append(Publish(event))
 
-    def notice(self, text: str, *, warning: bool = False) -> None:
+    def notice(self, text: str, *, warning: bool = False, departs: bool = False) -> None:
         """Log and show a sentence."""
-        self.publish(Notice(text=text, warning=warning))
+        self.publish(Notice(text=text, warning=warning, departs=departs))
 
     def kill(self, worker: str, why: str) -> None:
         """Fence a worker off for certain."""

@@ -46,6 +46,7 @@ from varuna.fleet.net.protocol import (
 )
 from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body
 from varuna.fleet.net.source import SOURCE_HEADER, other_source, source
+from varuna.fleet.page import answers
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.registry import RefusedError, Registry
 from varuna.fleet.run_folder.worker_logs import LogKeeper
@@ -65,10 +66,8 @@ from varuna.process.console import warn
 PATIENCE_S = 15.0
 """An agent that says nothing, or confirms nothing, for so long is cut; it may come back."""
 _GREET_S = 10.0
-_RETURN_S = 0.5  # a living agent is back within this time
 _GOODBYE_S = 2.0
 _NO_GOODBYE = (1005, 1006)  # agents say 1000 when they end a connection, also one that is silent
-_REVOKED_S = 10.0  # for the rest of its logs
 
 
 class AgentServer:
@@ -83,6 +82,8 @@ class AgentServer:
         logs: keeps the workers' output.
         audit: hears of refusals.
         write: gets the main worker's standard output.
+        return_s: a living agent whose connection broke is back within this time.
+        revoked_s: how long one that was drained may go on, for the rest of its logs.
     """
 
     def __init__(
@@ -96,7 +97,10 @@ class AgentServer:
         logs: LogKeeper,
         audit: Audit,
         write: Callable[[bytes], None],
+        return_s: float = 0.5,
+        revoked_s: float = 10.0,
     ) -> None:
+        self._return_s, self._revoked_s = return_s, revoked_s
         self._registry, self._certificate_pem, self._pulses = registry, certificate_pem, PulseGatherer(post)
         self._manager, self._run, self._logs, self._audit, self._write = manager, run, logs, audit, write
         self._links: dict[str, AgentLink] = {}
@@ -126,7 +130,7 @@ class AgentServer:
     def dismiss(self, node: str | None, reason: str, exit_code: int, *, drained: bool = False) -> None:
         """Send one agent home, or all; one that was drained, and whose secret is void, has a moment to say goodbye."""
         if node is not None and drained:
-            asyncio.get_running_loop().call_later(_REVOKED_S, self._shut_out, node)
+            asyncio.get_running_loop().call_later(self._revoked_s, self._shut_out, node)
         for name in [node] if node is not None else list(self._links):
             self.send(name, Dismiss(reason=reason, exit_code=exit_code, drained=drained))
 
@@ -169,23 +173,23 @@ class AgentServer:
         body = await read_body(request, MAX_JOIN_BYTES)
         if body is None:
             self._audit.refused("join", address, "the request is too large")
-            return _error(413, f"the request is larger than {MAX_JOIN_BYTES} bytes")
+            return answers.error(413, f"the request is larger than {MAX_JOIN_BYTES} bytes")
         try:
             wanted = JoinRequest.model_validate_json(body)
         except ValidationError as error:
             self._audit.refused("join", address, "malformed request")
-            return _error(422, f"the request is invalid: {first_problem(error)}")
+            return answers.error(422, f"the request is invalid: {first_problem(error)}")
         if wanted.version != __version__:
             is_ours = await asyncio.to_thread(self._registry.knows, wanted.token)
             what = f"it runs Varuna {wanted.version}, the manager {__version__}: install the same there"
             (self._audit.turned_away if is_ours else self._audit.refused)("join", address, what)
-            return _error(409, f"the manager runs Varuna {__version__}; install the same version here")
+            return answers.error(409, f"the manager runs Varuna {__version__}; install the same version here")
         try:
             join = self._registry.join
             node = await asyncio.to_thread(join, wanted.token, wanted.hostname, wanted.secret_sha256)
         except RefusedError as error:
             self._audit.refused("join", address, str(error))
-            return _error(403, str(error))
+            return answers.error(403, str(error))
         self._audit.did(f"join as {node}", address)
         return JSONResponse(Joined(node=node).model_dump(), 201)
 
@@ -201,7 +205,7 @@ class AgentServer:
         except RefusedError as error:
             self._audit.refused("connect an agent", address, str(error))
             # Before it is accepted: frames of a stranger's would be read.
-            await websocket.send_denial_response(_error(403, str(error)))
+            await websocket.send_denial_response(answers.error(403, str(error)))
             return
         await websocket.accept(headers=[(SOURCE_HEADER.encode(), source().encode())])
         greet = await self._read_greet(websocket, node)
@@ -288,7 +292,7 @@ class AgentServer:
                 task.cancel()
             if link.session.connection is connection:
                 link.session.connection = None
-                asyncio.get_running_loop().call_later(_RETURN_S, self._conclude, link)
+                asyncio.get_running_loop().call_later(self._return_s, self._conclude, link)
 
     def _conclude(self, link: AgentLink) -> None:
         """An agent that has not come back by now is gone, or cannot reach us: others have to say which."""
@@ -394,7 +398,3 @@ class AgentServer:
 async def _send_all(websocket: WebSocket, connection: Outgoing[DownBody]) -> None:
     with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # RuntimeError: the receiving side has closed it
         await connection.send_all(websocket.send_text)
-
-
-def _error(status: int, text: str) -> Response:
-    return JSONResponse({"error": text}, status_code=status)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from varuna.calibration.cache import remember, remembered
 from varuna.calibration.feedback.gap import explain_gap
-from varuna.calibration.feedback.refine import costs_of, refine
+from varuna.calibration.feedback.refine import costs_of, predicted, refine
 from varuna.calibration.file import RUN_FILE, check_matches
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
@@ -23,16 +23,16 @@ from varuna.core.errors import NoPlanError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.core.times import RankTimes, StepParts, merged
+from varuna.core.times import RankTimes, StepParts, merged, of_stage
 from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested, Recalibrated
 from varuna.fleet.state.morph_gain import weigh
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import RunPlanner
 from varuna.planner.micro_batch import describe_sizes, knows_sizes
-from varuna.planner.pricing.predict import Prediction, predict
-from varuna.planner.request import PlanRequest
+from varuna.planner.pricing.predict import Prediction
 
 LEAST_S = 10.0
 """Of training in a generation: less is noise, and a run that is over by then needs no better plan."""
@@ -64,7 +64,7 @@ class Calibrator:
         plan: PlanWith,
         *,
         run_dir: Path,
-        cache: Callable[[JobFacts], Path] | None,
+        cache: Callable[[JobFacts, str], Path] | None,
         given: Calibration | None = None,
         most_workers: int = 1,
     ) -> None:
@@ -73,13 +73,13 @@ class Calibrator:
         Args:
             plan: plans from a calibration, or from operation counts without one.
             run_dir: gets the refined calibration.
-            cache: where later runs of a job look for it; None: nowhere.
+            cache: where later runs of a job look for that of a class of devices; None: nowhere.
             given: the user's calibration, instead of one in the cache.
             most_workers: that the run may grow to. m holds for the whole run, so it must be small enough for them.
         """
         self._plan, self._run_dir, self._cache = plan, run_dir, cache
         self._given, self._most_workers = given, most_workers
-        self._offered: Calibration | None = None
+        self._offered: dict[str, Calibration] = {}  # by class of device
         self._job: JobFacts | None = None
         self.calibration: Calibration | None = None
         """None: nothing was measured yet"""
@@ -88,39 +88,58 @@ class Calibrator:
         self._due_steps = LEAST_STEPS
         self._due_beats = 0
         self._explained = self._described = False
+        self._begun: set[str] = set()  # classes of devices that were planned for
 
     def plan(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         """The best plan that is known; a ``Planner``."""
         if self._job is None:
             self._job = job
-            self.calibration = self._first(job)
-        if micro_batch is None and job.micro_batch is None and workers < self._most_workers:
+        self._begin_classes(job)
+        if micro_batch is None and job.micro_batch is None and workers < self._most_workers and len(job.classes) < 2:
+            most = tuple(size.model_copy(update={"workers": self._most_workers}) for size in job.classes)
+            grown = job.model_copy(update={"classes": most})
             with suppress(NoPlanError):  # it may take fewer
-                micro_batch = self._plan(job, self._most_workers, None, self.calibration).micro_batch
+                micro_batch = self._plan(grown, self._most_workers, None, self.calibration).micro_batch
         return self._plan(job, workers, micro_batch, self.calibration)
 
     def take(self, offered: str) -> None:
-        """A worker that joins tells what it plans from, or has measured; counts before the first plan only.
+        """A worker that joins tells what it plans from, or has measured; the first of each class of devices counts.
 
         What is no calibration is passed over: a worker of another version may have sent it.
         """
-        if offered and self._offered is None:
-            with suppress(ValidationError):
-                self._offered = Calibration.model_validate_json(offered)
+        with suppress(ValidationError):
+            told = Calibration.model_validate_json(offered)
+            self._offered.setdefault(told.hardware.device_class, told)
 
-    def _first(self, job: JobFacts) -> Calibration | None:
-        """What to begin with.
+    def _begin_classes(self, job: JobFacts) -> None:
+        """What to begin with for each class of devices that was not planned for before.
+
+        Raises:
+            UsageError: the user's calibration is of another model.
+        """
+        for name in [size.name for size in job.classes] or [""]:
+            if name not in self._begun:
+                self._begun.add(name)
+                known = self._first(job, name)
+                if known is not None:
+                    self.calibration = known if self.calibration is None else self.calibration.with_class(known)
+
+    def _first(self, job: JobFacts, name: str) -> Calibration | None:
+        """What is known of a class before it trains.
 
         Raises:
             UsageError: the user's calibration is of another model.
         """
         if self._given is not None:
             check_matches(self._given, job.model)
-            return self._given
-        known = remembered(job, self._cache(job)) if self._cache is not None else None
-        if known is not None and (self._offered is None or knows_sizes(known, job.global_batch)):
+            if self.calibration is None:
+                return self._given
+            if name in self._given.classes or "" in self._given.classes:
+                return None
+        known = remembered(job, self._cache(job, name), name) if self._cache is not None else None
+        offered = self._offered.get(name) or self._offered.get("")  # of a file that names no class
+        if known is not None and (offered is None or knows_sizes(known, job.global_batch)):
             return known
-        offered = self._offered
         return offered if offered is not None and offered.section_count == len(job.model.sections) else known
 
     def begin(self, job: JobFacts, record: GenerationRecord) -> list[Recalibrated | Notice]:
@@ -132,7 +151,7 @@ class Calibrator:
         if not self._described and job.micro_batch is None and len(self.calibration.sizes) > 1:
             told.append(Notice(text=describe_sizes(self.calibration, record.plan.micro_batch)))
         self._described = True
-        rate = self.calibration.across_vms.link.bytes_per_s
+        rate = self.calibration.of(record.plan.device_class).across_vms.link.bytes_per_s
         return [*told, Recalibrated(record.generation, None if expected_s is None else tuple(expected_s), rate)]
 
     def request(self, job: JobFacts, workers: int, micro_batch: int | None, wanted: int) -> PlanRequest | None:
@@ -142,15 +161,17 @@ class Calibrator:
         return self._plan.request(job, workers, micro_batch, self.calibration, wanted)
 
     def compute_s(self, job: JobFacts, plan: Plan) -> list[float] | None:
-        """Calibrated compute of a micro-batch, by stage; None if nothing was measured."""
+        """Calibrated compute of a micro-batch, by slot of the plan; None if nothing was measured."""
         if self.calibration is None:
             return None
-        costs = costs_of(self.calibration, plan)
-        last = plan.stages - 1
-        return [
-            stage.forward_s + (0.0 if k == last or stage.keeps_all else stage.recompute_s) + stage.backward_s
-            for k, stage in enumerate(costs.stages)
-        ]
+        found = []
+        for _, cut in plan.cuts:
+            stages = costs_of(self.calibration, plan.as_if_all(cut)).stages
+            last = len(stages) - 1
+            for k, stage in enumerate(stages):
+                recompute_s = 0.0 if k == last or stage.keeps_all else stage.recompute_s
+                found.append(stage.forward_s + recompute_s + stage.backward_s)
+        return found
 
     def predicted_s(self, plan: Plan) -> float:
         """Seconds of a step of ``plan``, by what is known now and not when it was made."""
@@ -158,7 +179,7 @@ class Calibrator:
         return plan.step_s if known is None else known.step_s
 
     def _prediction(self, plan: Plan) -> Prediction | None:
-        return None if self.calibration is None else predict(costs_of(self.calibration, plan), plan)
+        return None if self.calibration is None else predicted(self.calibration, plan)
 
     def hear(self, fleet: Fleet, worker: str, beat: Beat, now_s: float) -> list[Told]:
         """A worker told what its steps took; what follows from that, if anything."""
@@ -186,22 +207,43 @@ class Calibrator:
         """The run is over: a short one leaves what it has."""
         stages = self._stages(plan)
         if self.calibration is None and stages and self._job is not None:
-            remember(refine(nominal_calibration(self._job.model), plan, stages), self._run_dir / RUN_FILE)
+            refined = self._refined(nominal_calibration(self._job.model), plan)
+            if refined is not None:
+                remember(refined, self._run_dir / RUN_FILE)
 
-    def _stages(self, plan: Plan) -> list[RankTimes]:
+    def _refined(self, base: Calibration, plan: Plan) -> Calibration | None:
+        """What is known of each class of devices, corrected by the first of its pipelines; None: still nothing is.
+
+        Pipelines that are planned for any class may run on several: they say nothing of one.
+        """
+        found, names = self.calibration, set[str]()
+        for replicas, cut in plan.cuts:
+            name = cut.device_class
+            stages = self._stages(plan, replicas) if name not in names else []
+            names.add(name)
+            if stages and (plan.is_by_class or base.classes == ("",)):
+                alone = plan.as_if_all(cut) if plan.more else plan
+                refined = refine(base.of(name), alone, stages, is_whole=not plan.more)
+                hardware = refined.hardware.model_copy(update={"device_class": name})
+                refined = refined.model_copy(update={"hardware": hardware})
+                found = refined if found is None else found.with_class(refined)
+        # Figures that were for any class make room for what was measured.
+        return found if found is None or "" in plan.classes else found.without_any()
+
+    def _stages(self, plan: Plan, replicas: range | None = None) -> list[RankTimes]:
         """Times by stage, of workers of full speed; empty until every rank has reported, or if there are none.
 
-        All-reduces are of the replica with the least wait.
+        Args:
+            plan: that runs.
+            replicas: that are cut alike; None: the first ones.
         """
-        full = [replica for replica in range(plan.replicas) if plan.speed_of(replica) == 1.0]
+        alike = plan.cuts[0][0] if replicas is None else replicas
+        full = [replica for replica in alike if plan.speed_of(replica) == 1.0]
         if set(self._heard) != set(range(plan.workers)) or not full:
             return []
         found = []
-        for stage in range(plan.stages):
-            replicas = [self._heard[plan.rank_of(replica, stage)] for replica in full]
-            reductions = [each.reductions for each in replicas if each.reductions is not None]
-            fastest = min(reductions, key=lambda each: each.seconds, default=None)
-            found.append(merged(replicas).model_copy(update={"reductions": fastest}))
+        for stage in range(plan.cut_of(alike.start).stages):
+            found.append(of_stage(self._heard[plan.rank_of(replica, stage)] for replica in full))
         return found
 
     def _learn(self, fleet: Fleet, job: JobFacts, plan: Plan, stages: list[RankTimes], now_s: float) -> list[Told]:
@@ -219,10 +261,12 @@ class Calibrator:
         if gap is not None and not self._explained:
             self._explained = True
             told.append(Notice(text=f"{gap}. Future plans take this into account"))
-        self.calibration = refine(base, plan, stages)
-        remember(self.calibration, self._run_dir / RUN_FILE)
-        if self._cache is not None:
-            remember(self.calibration, self._cache(job))
+        self.calibration = self._refined(base, plan)
+        if self.calibration is not None:
+            remember(self.calibration, self._run_dir / RUN_FILE)
+            if self._cache is not None:
+                for name in self.calibration.classes:
+                    remember(self.calibration, self._cache(job, name))
         return [*told, *self._better(fleet, job, plan, now_s)]
 
     def _better(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> list[Told]:
@@ -248,13 +292,17 @@ class Calibrator:
     def _best(self, fleet: Fleet, job: JobFacts) -> Plan | None:
         """The best plan for the workers that stay, with or without slow ones."""
         known = job.model_copy(
-            update={"memory_bytes": fleet.memory_bytes, "losses_per_hour": fleet.loss_rate.planned_per_hour}
+            update={
+                "memory_bytes": fleet.memory_bytes,
+                "losses_per_hour": fleet.loss_rate.planned_per_hour,
+                "classes": fleet.classes_of(fleet.available),
+            }
         )
         found, names = list[Plan](), with_slow_ones(fleet)
         with suppress(NoPlanError):
             found.append(self.plan(known, len(fleet.available), fleet.micro_batch))
         with suppress(NoPlanError):
-            dealt = known.model_copy(update={"speeds": speeds_of(fleet, names)})
+            dealt = known.model_copy(update={"speeds": speeds_of(fleet, names), "classes": fleet.classes_of(names)})
             found += [self.plan(dealt, len(names), fleet.micro_batch)] if names else []
         return min(found, key=attrgetter("step_s"), default=None)
 

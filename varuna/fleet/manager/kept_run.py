@@ -6,7 +6,7 @@ from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
-from varuna.fleet.page.status import Picture
+from varuna.fleet.page.status import Picture, shown_plan
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.past_events import PastStep, events_and_steps, kept_job
 from varuna.fleet.state.run_events import GenerationStarted, RunEnded
@@ -32,7 +32,7 @@ class KeptRun:
             self.chronicle.take(event, time_s)
             self._picture.take(event)
             if isinstance(event, GenerationStarted):
-                self._plan, self._generation = event.record.plan.model_dump(), event.record.generation
+                self._plan, self._generation = shown_plan(event.record.plan), event.record.generation
         self.folder = folder
         self.logs = folder / "logs" if (folder / "logs").is_dir() else folder
 
@@ -50,6 +50,7 @@ class KeptRun:
             "read_only": True,
             "steps": steps,
             "checkpoint_dir": job.checkpoint_dir if job is not None else None,
+            "rescues": job is not None and job.rescues,
             "generation": self._generation,
             "plan": self._plan,
             "members": list(self._picture.members),

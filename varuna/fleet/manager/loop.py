@@ -31,7 +31,7 @@ from varuna.fleet.manager.validation import objection
 from varuna.fleet.net.watchdog import STOOD_STILL_S
 from varuna.fleet.run_folder.journal import Journal, Past
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended, Fleet
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AnswerReceived,
     Event,
@@ -42,6 +42,7 @@ from varuna.fleet.state.inputs import (
     WorkerSpawned,
 )
 from varuna.fleet.state.outputs import Ask, Collect, Complain, EndRun, Instruction, Kill, Publish, Release, Send, Spawn
+from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.questions import Answer, Planner, WhichCheckpoint, checkpoint_answer, plan_answer
 from varuna.fleet.state.run_events import (
     Audited,

@@ -244,7 +244,8 @@ class OperatorApi:
 
     async def _checkpoint(self, request: Request) -> Response:
         async def act(_: Nothing) -> Response:
-            if self.status().get("checkpoint_dir") is None:
+            status = self.status()
+            if status.get("checkpoint_dir") is None or status.get("rescues"):
                 return error(409, "the script keeps no checkpoints. Pass checkpoints= to its Trainer.")
             return await self._accept(SaveRequested(), {"accepted": "checkpoint"})
 

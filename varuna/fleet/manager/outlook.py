@@ -2,15 +2,14 @@
 
 from dataclasses import asdict
 
-from varuna.calibration.feedback.refine import costs_of
+from varuna.calibration.feedback.refine import predicted
 from varuna.core.errors import VarunaError
 from varuna.core.plan import Plan
 from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.state.fleet import Fleet
-from varuna.planner.pricing.predict import predict
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.report import report
-from varuna.planner.request import PlanRequest
 from varuna.planner.sweep import rank_plans
 
 _SHOWN = 6
@@ -28,7 +27,13 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
     if calibrator is None or job is None or not fleet.history:
         return {"why": "there is no plan yet"}
     names = with_slow_ones(fleet) or fleet.available
-    known = job.model_copy(update={"memory_bytes": fleet.memory_bytes, "speeds": speeds_of(fleet, names)})
+    known = job.model_copy(
+        update={
+            "memory_bytes": fleet.memory_bytes,
+            "speeds": speeds_of(fleet, names),
+            "classes": fleet.classes_of(names),
+        }
+    )
     workers = len(names)
     request = calibrator.request(known, workers, fleet.micro_batch, _SHOWN)
     if request is None or not workers:
@@ -36,8 +41,6 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
     measured = calibrator.calibration is not None
     try:
         ranking = rank_plans(request)
-        if price_per_hour is None and measured:
-            price_per_hour = request.calibration.hardware.price_per_hour
         table = report(request, ranking, price_per_hour=price_per_hour).model_dump(mode="json")
         return {
             "workers": workers,
@@ -45,6 +48,7 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
             "plans": table["plans"],
             "outpaced": table["outpaced"],
             "rejected": table["rejected"],
+            "idle": table["idle"],
             "running": _predicted(request, fleet.record.plan),
             "generation": fleet.generation,
         }
@@ -54,10 +58,11 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
 
 def _predicted(request: PlanRequest, plan: Plan) -> dict[str, object]:
     """Seconds of a step of the plan that runs, by what is known now."""
-    prediction = predict(costs_of(request.calibration, plan), plan)
+    prediction = predicted(request.calibration, plan)
     return {
         "stages": plan.stages,
         "replicas": plan.replicas,
+        "shape": plan.shape,
         "micro_batch": plan.micro_batch,
         "step_s": prediction.step_s,
         **asdict(prediction.breakdown),

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from varuna.core.messages import FromWorker, Hello, Suspect
 from varuna.fleet.net.protocol import WorkerSnapshot
-from varuna.fleet.state.fleet import Fleet, Running
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import Event, MessageReceived, WorkerExited, WorkerSpawned
+from varuna.fleet.state.phases import Running
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ generations go on from the last one that was written down, and each is written d
 
 from dataclasses import replace
 
-from varuna.core.persistent import PersistentMap
 from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.run_folder.journal import Past
 from varuna.fleet.state.causes import EndCause, Ending, FinishWish
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Departure, Fleet, Running
+from varuna.fleet.state.fleet import Departure, Fleet
 from varuna.fleet.state.loss_rate import LossRate
+from varuna.fleet.state.persistent import PersistentMap
+from varuna.fleet.state.phases import Running
 from varuna.fleet.state.run_events import (
     Answered,
     Asked,
@@ -72,7 +73,7 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
         history=tuple(history),
         loss_rate=LossRate(began_s=now_s, prior_per_hour=seen_per_hour, planned_per_hour=seen_per_hour),
         broke_s=now_s,
-        planned_for=history[-1].plan.workers,  # others may have been left out as slow, or about to leave
+        planned_for=history[-1].plan.classes,  # others may have been left out as slow, or about to leave
         recorded_step=recorded_step,
         recorded_s=now_s,
         lineage=lineage,

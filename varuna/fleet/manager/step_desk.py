@@ -294,4 +294,4 @@ class StepDesk:
 def _rows(record: GenerationRecord) -> int:
     """About how many actions a step has over all ranks."""
     plan = record.plan
-    return plan.stages * sum(3 * len(plan.micro_batches_of(replica)) for replica in range(plan.replicas))
+    return sum(3 * depth * share for depth, share in zip(plan.depths, plan.shares, strict=True))

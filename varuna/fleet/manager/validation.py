@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
+from varuna.core.plan import Copies
 from varuna.core.saved import SavedShard
 from varuna.core.sharded_optimizer import held_by, holders_of
 from varuna.core.sums import HeldSums, SectionSum, TakenSum, is_within, spans_of, union, without
@@ -107,8 +108,10 @@ def _about_sums(fleet: Fleet, worker: str, next_step: int, sums: HeldSums) -> Ob
     """
     assert fleet.job is not None
     micro_batches = -(-fleet.job.global_batch // sums.micro_batch)
-    named = [each.section for each in sums.sections]
-    if len(set(named)) != len(named) or not all(is_within(each.micro_batches, micro_batches) for each in sums.sections):
+    for parts in (sums.sections, sums.copies):
+        named = [each.section for each in parts]
+        if len(set(named)) == len(named) and all(is_within(each.micro_batches, micro_batches) for each in parts):
+            continue
         return Objection(f"the sums of gradients that it holds are of other micro-batches than {micro_batches}")
     width = 2 + len(fleet.job.metrics)
     if any(not 0 <= each.micro_batch < micro_batches or len(each.values) != width for each in sums.losses):
@@ -119,27 +122,26 @@ def _about_sums(fleet: Fleet, worker: str, next_step: int, sums: HeldSums) -> Ob
 
 
 def _may_contain(record: GenerationRecord, worker: str, next_step: int, sums: HeldSums) -> bool:
-    """Whether sums can be of this generation: the worker's own, and copies of those of the rank whose copy it keeps."""
+    """Whether sums can be of this generation: the worker's own, and those of the rank of whose it keeps copies."""
     if not record.has_seat(worker) or record.plan.micro_batch != sums.micro_batch:
         return False
     rank = record.ranks[worker]
-    ranks = [each for each in (rank, record.copied_from(rank)) if each is not None]
-    return all(any(_may_be_of(record, each, next_step, one) for each in ranks) for one in sums.sections)
+    owner = record.copied_from(rank)
+    own = all(_may_be_of(record, rank, next_step, each) for each in sums.sections)
+    return own and all(owner is not None and _may_be_of(record, owner, next_step, each) for each in sums.copies)
 
 
 def _may_be_of(record: GenerationRecord, rank: int, next_step: int, held: SectionSum) -> bool:
     """Whether a sum can be a rank's: of its share, of what it went on from, or of all replicas."""
     plan = record.plan
-    replica, stage = plan.place_of(rank)
+    replica = plan.place_of(rank).replica
     share = spans_of(plan.micro_batches_of(replica))
     taken: tuple[TakenSum, ...] = ()
     if record.remainder is not None and next_step == record.first_step:
         share, taken = record.remainder.work[replica], record.remainder.taken[rank]
     own = (part.micro_batches for part in taken if part.section == held.section)
     is_full = held.micro_batches == ((0, plan.micro_batches),)
-    return held.section in plan.sections_of(stage) and (
-        is_full or not without(held.micro_batches, union([share, *own]))
-    )
+    return held.section in plan.sections_at(rank) and (is_full or not without(held.micro_batches, union([share, *own])))
 
 
 def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
@@ -152,9 +154,10 @@ def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
     assert fleet.job is not None
     for record in reversed(fleet.history):
         if record.has_seat(worker):
-            replica, stage = record.plan.place_of(record.ranks[worker])
+            rank = record.ranks[worker]
+            replica = record.plan.place_of(rank).replica
             holders = holders_of(record.plan, fleet.job.model.sections, shared=fleet.job.memory.shard_optimizer)
-            sections = record.plan.sections_of(stage)
+            sections = record.plan.sections_at(rank)
             whole = held_by(holders, sections, replica)
             lent = tuple(section for section in sections if section not in whole)
             if held.sections == whole and held.lent in ((), lent):
@@ -168,7 +171,8 @@ def _was_copied(fleet: Fleet, worker: str, held: Held) -> bool:
         return True
     for record in reversed(fleet.history):
         source = record.copied_from(record.ranks[worker]) if record.has_seat(worker) else None
-        if source is not None and held.copies == tuple(record.plan.sections_of(record.plan.place_of(source).stage)):
+        has_state = record.plan.copies is Copies.STATE
+        if has_state and source is not None and held.copies == tuple(record.plan.sections_at(source)):
             return True
     return False
 

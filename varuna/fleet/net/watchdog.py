@@ -1,7 +1,6 @@
 """Whether an event loop runs: code that blocks it is named, and silence meanwhile counts against no worker."""
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from varuna.process.console import warn
+from varuna.process.frames import stacks_of
 
 STOOD_STILL_S = 1.0
 """A loop that answers within this time is well."""
@@ -71,7 +71,8 @@ class Watchdog:
             if self._since_s is None:
                 self._since_s = ran_s
             elif not self._culprit:
-                self._culprit = f"it was busy {whereabouts(sys._current_frames().get(self._loop_thread))}"
+                stacks = stacks_of([self._loop_thread])
+                self._culprit = f"it was busy {whereabouts(stacks[0][0] if stacks else None)}"
         elif self._since_s is not None:
             why = self._culprit or "its process stood still (stopped, suspended, or without a core to run on)"
             self._say(f"the server did not respond for {ran_s - self._since_s:.1f} s: {why}")

@@ -63,6 +63,7 @@ class Chronicle:
         self._waits = Waits()
         self._checkpoint: dict[str, object] | None = None
         self._verified: dict[str, object] | None = None
+        self._damaged = 0
         self._ended: dict[str, object] | None = None
         self._newest_step: int | None = None
         self._number = 0
@@ -80,6 +81,9 @@ class Chronicle:
                     self._band(record, time_s)
                     if isinstance(event, GenerationStarted):
                         self._pace.begin()
+                        if record.generation == 0 and record.first_step:
+                            self._checkpoint = {"step": record.first_step, "time_s": round(time_s, 2), "resumed": True}
+                            self._note("checkpoint", self._checkpoint)
                 case GenerationTimed():
                     self._timed = timed(event)
                     self._note("timed", self._timed)
@@ -101,6 +105,7 @@ class Chronicle:
                 self._note("mark", mark._asdict())
 
     def _look_at(self, found: CheckpointVerified, time_s: float) -> None:
+        self._damaged += bool(found.damage)
         if not found.damage:
             bytes_ = {"read_bytes": found.read_bytes, "total_bytes": found.total_bytes}
             self._verified = {"step": found.step, "time_s": round(time_s, 2), **bytes_}
@@ -173,6 +178,7 @@ class Chronicle:
                 "waits": self._waits.describe(),
                 "checkpoint": self._checkpoint,
                 "verified": self._verified,
+                "damaged": self._damaged,
                 **self._reckoned(total, now_s),
             }
 
@@ -214,6 +220,7 @@ def band(record: GenerationRecord, time_s: float) -> dict[str, object]:
         "step": record.first_step,
         "stages": record.plan.stages,
         "replicas": record.plan.replicas,
+        "shape": record.plan.shape,
         "recovery_s": None if record.recovery_seconds is None else round(record.recovery_seconds, 3),
         "redone": record.steps_redone,
     }

@@ -4,8 +4,9 @@ from statistics import median_low
 from typing import Literal, NamedTuple
 
 from varuna.core.plan import Plan
-from varuna.core.units import format_duration
-from varuna.fleet.state.fleet import Finishing, Fleet
+from varuna.core.units import counted, format_duration
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.phases import Finishing, Running
 from varuna.fleet.state.worker import Worker
 
 Kind = Literal["ok", "slow", "silent", "leaving", "wait"]
@@ -39,7 +40,25 @@ def condition(fleet: Fleet, worker: Worker, silent_s: float | None, slowness: fl
         return Condition("wait", worker.standing.value)
     if slowness is not None and slowness > SLOW_RATIO:
         return Condition("slow", f"{slowness:.2f} times{PEERS}")
+    if not worker.seated:
+        return Condition("wait", why_idle(fleet, worker))
     return Condition("ok", "works")
+
+
+def why_idle(fleet: Fleet, worker: Worker) -> str:
+    """Why a worker that has joined has no seat."""
+    if not fleet.history:
+        return "ready"
+    if isinstance(fleet.phase, Running) and worker.name in fleet.phase.considered:
+        return "to take it in would cost more than it brings"
+    if not fleet.is_member(worker.name):
+        return "it came after the plan was made"
+    planned_for = {name: count for name, count in fleet.planned_for.items() if count}
+    if len(planned_for) > 1:
+        whom = " and ".join(f"{count} {name or 'others'}" for name, count in planned_for.items())
+    else:
+        whom = counted(sum(planned_for.values()), "worker")
+    return f"{fleet.record.plan.shape} is the best plan for {whom}"
 
 
 def slowness(fleet: Fleet) -> dict[str, float]:
@@ -51,8 +70,8 @@ def slowness(fleet: Fleet) -> dict[str, float]:
         return {}
     plan: Plan = fleet.record.plan
     found: dict[str, float] = {}
-    for stage in range(plan.stages):
-        names = [fleet.members[plan.rank_of(replica, stage)] for replica in range(plan.replicas)]
+    for slot in plan.slots:
+        names = [fleet.members[rank] for rank in slot.ranks]
         times = {name: fleet.workers[name].compute_s for name in names if name in fleet.workers}
         known = {name: compute_s * fleet.speed_of(name) for name, compute_s in times.items() if compute_s}
         if known:

@@ -18,10 +18,8 @@ from varuna.fleet.page.answers import HEADERS, finite
 from varuna.fleet.page.chronicle import Chronicle, PageChange
 
 MOST_PAGES = 64
-_TICK_S = 0.25
 _STATUS_S = 1.0
 _QUIET_S = 10.0
-_STALL_S = 10.0
 _GOODBYE_S = 1.0
 
 Status = Mapping[str, Any]
@@ -34,12 +32,21 @@ class LiveFeed:
         chronicle: what happened.
         status: what is the case now, without what the chronicle has.
         clock: seconds.
+        tick_s: how often there may be something new for a page.
+        stall_s: a page that does not read for so long is dropped.
     """
 
     def __init__(
-        self, chronicle: Chronicle, status: Callable[[], Status], clock: Callable[[], float] = time.monotonic
+        self,
+        chronicle: Chronicle,
+        status: Callable[[], Status],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        tick_s: float = 0.25,
+        stall_s: float = 10.0,
     ) -> None:
         self.chronicle, self._status, self._clock = chronicle, status, clock
+        self.tick_s, self.stall_s = tick_s, stall_s
         self._cached: Status = {}
         self._cached_s = float("-inf")
         self.pages = 0
@@ -108,17 +115,17 @@ class EventStream(Response):
         while not gone.done() and self._admitted():
             closing = self._feed.closing
             text = self.news()
-            quiet_s = 0.0 if text else quiet_s + _TICK_S
+            quiet_s = 0.0 if text else quiet_s + self._feed.tick_s
             if quiet_s >= _QUIET_S:
                 text, quiet_s = ": still here\n\n", 0.0
             if text or closing:
-                async with asyncio.timeout(_STALL_S):
+                async with asyncio.timeout(self._feed.stall_s):
                     body = {"type": "http.response.body", "body": text.encode(), "more_body": not closing}
                     await send(body)
             if closing:
                 return
-            await asyncio.wait([gone], timeout=_TICK_S)
-        async with asyncio.timeout(_STALL_S):
+            await asyncio.wait([gone], timeout=self._feed.tick_s)
+        async with asyncio.timeout(self._feed.stall_s):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def news(self) -> str:

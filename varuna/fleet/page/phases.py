@@ -2,7 +2,8 @@
 
 from varuna.core.messages import WorkerPhase
 from varuna.core.units import counted
-from varuna.fleet.state.fleet import Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.phases import Finishing, Idle, Running, Stopping
 from varuna.fleet.state.worker import Standing
 
 

@@ -4,9 +4,11 @@ import math
 from collections import deque
 from contextlib import suppress
 
+from varuna.core.plan import Plan
 from varuna.fleet.page.conditions import condition, slowness
 from varuna.fleet.page.phases import phase_of
-from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
 from varuna.fleet.state.run_events import GenerationStarted, RunEnded, RunEvent, StepRecorded, WorkerLost
 from varuna.fleet.state.worker import Worker
 
@@ -108,10 +110,11 @@ def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
         "doing": phase_of(fleet),
         "steps": fleet.job.steps if fleet.job else 0,
         "checkpoint_dir": fleet.job.checkpoint_dir if fleet.job else None,
+        "rescues": fleet.job is not None and fleet.job.rescues,
         "durable_step": fleet.saved_step,
         "lease_s": fleet.config.lease_s,
         "generation": fleet.generation,
-        "plan": fleet.record.plan.model_dump() if fleet.history else None,
+        "plan": shown_plan(fleet.record.plan) if fleet.history else None,
         "members": list(fleet.members),
         "nodes": list(fleet.workers.nodes),
         "step_s": fleet.step_wall_s or None,
@@ -120,6 +123,12 @@ def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
         "out_of_sight": [node for node in fleet.nodes if fleet.is_alone or fleet.is_hidden(node)],
         "workers": [_worker(fleet, worker, deaf_s, slow.get(worker.name)) for worker in fleet.workers.values()],
     }
+
+
+def shown_plan(plan: Plan) -> dict[str, object]:
+    """A plan, with the number of stages of each replica, which may differ."""
+    classes = plan.classes if plan.is_by_class else {}
+    return {**plan.model_dump(), "shape": plan.shape, "depths": plan.depths, "classes": classes}
 
 
 def _worker(fleet: Fleet, worker: Worker, deaf_s: float, slow: float | None) -> dict[str, object]:
@@ -136,6 +145,7 @@ def _worker(fleet: Fleet, worker: Worker, deaf_s: float, slow: float | None) -> 
         "activity": worker.beat.activity if worker.beat else "",
         "silent_s": silent_s,
         "device": worker.device.name if worker.device else None,
+        "device_class": worker.device_class,
         "compute_s": worker.compute_s,
         "slow": fleet.slow[worker.name].ratio if worker.name in fleet.slow else None,
     }
@@ -145,7 +155,7 @@ def _generations(fleet: Fleet) -> list[dict[str, object]]:
     return [
         {
             "generation": record.generation,
-            "plan": {"stages": record.plan.stages, "replicas": record.plan.replicas},
+            "plan": {"stages": record.plan.stages, "replicas": record.plan.replicas, "shape": record.plan.shape},
             "first_step": record.first_step,
             "recovery_s": record.recovery_seconds,
             "steps_redone": record.steps_redone,

@@ -24,6 +24,7 @@ Kind = Literal[
     "begin",
     "joined",
     "left",
+    "leaving",
     "lost",
     "morph",
     "notice",
@@ -62,7 +63,8 @@ def _sentence(event: RunEvent) -> tuple[Kind, str] | None:
             plan = record.plan
             each = f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch}"
             workers = counted(len(record.members), "worker")
-            return "begin", f"Training begins on {workers} with plan {plan.shape} (stages x replicas): {each}."
+            begins = f"goes on at step {record.first_step}" if record.first_step else "begins"
+            return "begin", f"Training {begins} on {workers} with plan {plan.shape} (stages x replicas): {each}."
         case Morphed(record=record, old_plan=old):
             return "morph", _morph(record, old)
         case WorkerJoined(worker=worker):
@@ -74,8 +76,8 @@ def _sentence(event: RunEvent) -> tuple[Kind, str] | None:
             return "notice", f"A worker costs {format_dollars(per_hour)} per hour{beside}."
         case WorkerLost(worker=worker, cause=cause):
             return "lost", cause if worker in cause else f"Lost worker {worker}: {cause}"
-        case Notice(text=text, warning=warning):
-            return "warning" if warning else "notice", text
+        case Notice(text=text, warning=warning, departs=departs):
+            return "warning" if warning else "leaving" if departs else "notice", text
         case CheckpointCommitted() | CheckpointVerified():
             return _saved(event)
         case Asked(what=what, node=node, reason=reason):

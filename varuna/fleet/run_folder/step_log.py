@@ -102,6 +102,7 @@ def _line(event: StepRecorded, time_s: float) -> bytes:
         "plan": {
             "stages": plan.stages,
             "replicas": plan.replicas,
+            "shape": plan.shape,
             "micro_batch": plan.micro_batch,
             "micro_batches": plan.micro_batches,
         },

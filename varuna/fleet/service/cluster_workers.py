@@ -25,7 +25,7 @@ from varuna.fleet.run_folder.worker_logs import LogKeeper
 from varuna.fleet.service.page_address import page_address
 from varuna.fleet.service.service import Parts, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended
+from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.state.stutter import SLOW_RATIO
 from varuna.fleet.torchrun.server import TorchrunServer
@@ -159,8 +159,8 @@ class ClusterWorkers:
     def introduction(self, logins: Logins) -> list[Notice]:
         """Where the manager is, and whether its folder is as it should be."""
         page = page_address("https", self._advertised, self.port, logins)
-        where = f"manager at {self._advertised}:{self.port}, run folder {self._run_dir}, status page at {page}"
-        notices = [Notice(text=where)]
+        where = f"manager at {self._advertised}:{self.port}, run folder {self._run_dir}"
+        notices = [Notice(text=where), Notice(text=f"page at {page}")]
         try:
             renew_join(self._run_dir, self._advertised, self.port, self._authority.fingerprint)
         except OSError as error:

@@ -13,7 +13,7 @@ from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.page.logins import Logins
 from varuna.fleet.service.page_address import page_address
 from varuna.fleet.service.service import Parts, ServiceConfig
-from varuna.fleet.state.fleet import Ended
+from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.workers.launcher import Launcher
 from varuna.fleet.workers.worker_server import WorkerServer
@@ -112,7 +112,7 @@ class LocalWorkers:
         """Where logs and the page are."""
         until = "" if self._launch.is_kept else " until the run succeeds (--run-dir keeps them)"
         page = page_address("http", self.access_host, self.port, logins)
-        return [Notice(text=f"logs in {self._run_dir}{until}, status page at {page}")]
+        return [Notice(text=f"logs in {self._run_dir}{until}"), Notice(text=f"page at {page}")]
 
     def start(self, routes: Sequence[BaseRoute]) -> None:
         """Open the port."""

@@ -36,8 +36,8 @@ from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish, read_access
 from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended, Running
 from varuna.fleet.state.inputs import FinishRequested, StopRequested
+from varuna.fleet.state.phases import Ended, Running
 from varuna.fleet.state.questions import Planner
 from varuna.fleet.state.run_events import CheckpointCommitted, CheckpointVerified, Notice, Priced, RunEvent
 from varuna.process.file_lock import own

@@ -1,22 +1,18 @@
-"""What the manager knows of a run: frozen values that ``machine.advance`` replaces.
+"""What the manager knows of a run: frozen values that ``machine.advance`` replaces."""
 
-The life of a generation, as phases::
-
-    Idle ──assign──> Running ──loss, suspicion, regroup──> Stopping ──verdict──> Idle
-                        └──────everybody left──────> Finishing ──> Ended <── failure, from anywhere
-"""
-
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from varuna.core.devices import worker_bytes
-from varuna.core.messages import Flag, Vote
+from varuna.core.devices import ClassSize, class_sizes, worker_bytes
+from varuna.core.messages import Vote
 from varuna.core.model import JobFacts
-from varuna.core.persistent import PersistentMap
-from varuna.fleet.state.causes import Blocked, EndCause, FinishWish, Rejected
+from varuna.fleet.state.causes import EndCause, FinishWish
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.morph_gain import Experience
+from varuna.fleet.state.persistent import PersistentMap
+from varuna.fleet.state.phases import Idle, Phase
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question
 from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.stutter import Straggler
@@ -47,91 +43,6 @@ class Risk:
     reason: str
     replaced: bool = False
     """A morph to spares was asked for; another would not go better."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Idle:
-    """No generation; what every joined worker holds is known."""
-
-    since_s: float
-    in_flight: int = 0
-    """Steps that were begun and lost when the last generation ended: 0 or 1."""
-    rejected: Rejected | None = None
-    blocked: Blocked | None = None
-    """Why it lasts, once people know."""
-    waits: bool = False
-    """People know that state is out of sight and waited for."""
-    gathers_until_s: float = float("-inf")
-    """Until then the first generation certainly waits for workers that are warming up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Suspicion:
-    """A worker says that a link broke."""
-
-    at_s: float
-    worker: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """A generation forms or trains."""
-
-    began_s: float = 0.0
-    """On the clock for silence."""
-    suspicion: Suspicion | None = None
-    flags: frozenset[Flag] = frozenset()
-    """What rank 0 was asked to raise in the next vote."""
-    regroup: EndCause | None = None
-    """Why there will be a planned morph after the next vote, if so."""
-    considered: frozenset[str] = frozenset()
-    """Newcomers that are not worth a morph."""
-    considered_s: float = 0.0
-    stopped: str | None = None
-    """The first member that stopped by itself."""
-    longest_wait_s: float = 0.0
-    """For which a rank waited for its peers, and then went on."""
-    still_step: int = -1
-    """Newest step when it was told that training stands still."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stopping:
-    """A generation is over; its members answer what they hold."""
-
-    planned: bool
-    deadline_s: float
-    """On the clock for silence."""
-    hold_at_s: float | None = None
-    """When to say Hold to those that should stop by themselves; None once it was said."""
-    applying: frozenset[str] = frozenset()
-    """Laggards that were told the verdict and have not answered."""
-    committed: bool = False
-    """The verdict was COMMIT."""
-    suspicion: Suspicion | None = None
-    """What was reported before it was over."""
-    waits: bool = False
-    """People know that state is out of sight and waited for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finishing:
-    """All steps are done; the scripts run to their ends."""
-
-    deadline_s: float | None = None
-    """Set once rank 0's process is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Nothing matters any more."""
-
-    exit_code: int
-    text: str
-
-
-Phase = Idle | Running | Stopping | Finishing | Ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +114,8 @@ class Fleet:
     """When the generation before the newest broke."""
     planned: bool = False
     """Whether it was a planned morph that ended it."""
-    planned_for: int = 0
-    """Workers that the newest plan could have used."""
+    planned_for: Mapping[str, int] = field(default_factory=dict)
+    """Workers that the newest plan could have used, by class of device."""
     futile: int = 0
     """Generations in a row that broke before a step without anybody's death."""
     futile_since_s: float | None = None
@@ -231,7 +142,7 @@ class Fleet:
     answers: Mapping[Question, Answer] = field(default_factory=dict)
     """What this generation was told."""
     expected_s: tuple[float, ...] | None = None
-    """By stage of the plan that runs: calibrated compute seconds per micro-batch; None if nothing was measured."""
+    """By slot of the plan that runs: calibrated compute seconds per micro-batch; None if nothing was measured."""
     link_bytes_per_s: float | None = None
     """Of a link between two workers, as measured; None if nothing was."""
     replan: bool = False
@@ -301,6 +212,15 @@ class Fleet:
     def memory_bytes(self) -> int | None:
         """What every joined worker's device has for it; None if nobody has said."""
         return worker_bytes(self.workers[name].device for name in self.joined)
+
+    def classes_of(self, names: Iterable[str]) -> tuple[ClassSize, ...]:
+        """How many of these workers compute on devices of each class; () where nobody says of which."""
+        workers = map(self.workers.__getitem__, names)
+        return class_sizes((worker.device_class, worker.device) for worker in workers)
+
+    def counted(self, names: Iterable[str]) -> dict[str, int]:
+        """The number of these workers by class of device."""
+        return dict(Counter(self.workers[name].device_class for name in names))
 
     @property
     def live_members(self) -> tuple[str, ...]:

@@ -43,8 +43,8 @@ class Experience:
             return sum(self.stalls_s) / len(self.stalls_s)
         facts = job.model.sections
         stage_bytes = max(
-            sum(facts[section].parameter_bytes + facts[section].optimizer_bytes for section in plan.sections_of(stage))
-            for stage in range(plan.stages)
+            sum(facts[section].parameter_bytes + facts[section].optimizer_bytes for section in slot.sections)
+            for slot in plan.slots
         )
         return _PRIOR_HANDSHAKE_S + stage_bytes / LINK_BYTES_PER_S
 
@@ -52,7 +52,7 @@ class Experience:
 def sums_s(job: JobFacts, plan: Plan, link_bytes_per_s: float | None) -> float:
     """Seconds that a stage's sums of gradients take on a link, of which nothing may be known."""
     sections = job.model.sections
-    stages = (sum(sections[each].summed_bytes for each in plan.sections_of(stage)) for stage in range(plan.stages))
+    stages = (sum(sections[each].summed_bytes for each in slot.sections) for slot in plan.slots)
     return max(stages) / (link_bytes_per_s or LINK_BYTES_PER_S)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from varuna.core.devices import ClassSize
 from varuna.core.errors import NoPlanError, VarunaError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -37,6 +38,8 @@ class WhichPlan:
     """That the plan is for."""
     speeds: tuple[float, ...] = ()
     """Of the workers, fastest first; () if they are equal."""
+    classes: tuple[ClassSize, ...] = ()
+    """Of their devices; () where none is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def plan_answer(
         job: what runs.
         running: the plan that runs, if any.
     """
-    facts = {name: getattr(question, name) for name in ("memory_bytes", "losses_per_hour", "speeds")}
+    facts = {name: getattr(question, name) for name in ("memory_bytes", "losses_per_hour", "speeds", "classes")}
     known = job.model_copy(update=facts)
     running_s = _running_s(predicted_s, running)
     try:

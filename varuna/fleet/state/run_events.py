@@ -26,7 +26,9 @@ class GenerationRecord(Value):
     remainder: Remainder | None = Field(
         default=None, description="what of the step in flight has to run, until it is recorded; None: all of it"
     )
-    copy_shift: int = Field(default=0, description="rank r + this keeps a copy of rank r's state; 0: nobody does")
+    keepers: tuple[int | None, ...] = Field(
+        default=(), description="by rank of the grid: who keeps copies of what it has; (): nobody, for none"
+    )
     moved_sections: int = Field(default=0, description="section states copied between workers")
     losses_per_hour: float = Field(default=0.0, description="that the plan was made for, as seen; 0: nothing was")
     rollback: bool = Field(default=False, description="state came from a checkpoint or from the initialisation")
@@ -43,13 +45,17 @@ class GenerationRecord(Value):
         """Rank of each member; below ``plan.workers`` in the grid."""
         return {name: rank for rank, name in enumerate(self.members)}
 
+    @cached_property
+    def _owners(self) -> Mapping[int, int]:
+        return {keeper: rank for rank, keeper in enumerate(self.keepers) if keeper is not None}
+
     def copied_from(self, rank: int) -> int | None:
-        """The rank whose state a rank keeps a copy of, if any."""
-        return (rank - self.copy_shift) % self.plan.workers if self.copy_shift and rank < self.plan.workers else None
+        """The rank whose state or sums a rank keeps copies of, if any."""
+        return self._owners.get(rank)
 
     def copied_to(self, rank: int) -> int | None:
-        """The rank that keeps a copy of a rank's state, if any does."""
-        return (rank + self.copy_shift) % self.plan.workers if self.copy_shift and rank < self.plan.workers else None
+        """The rank that keeps copies of a rank's state or sums, if any does."""
+        return self.keepers[rank] if rank < len(self.keepers) else None
 
     def has_seat(self, name: str) -> bool:
         """Whether a worker is in the grid."""
@@ -173,6 +179,7 @@ class Notice(Value):
     kind: Literal["notice"] = "notice"
     text: str
     warning: bool = False
+    departs: bool = Field(default=False, description="a machine will leave, or may be taken away: marked on curves")
 
 
 class Audited(Value):

@@ -57,6 +57,8 @@ class Holding:
     """Without optimizer state, which other replicas hold."""
     sums: HeldSums | None = None
     """Of a step that was broken off."""
+    wrong_sums: bool = False
+    """A vote has shown that those of all ranks, and copies of them, are not what they should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Worker:
     replacement: bool
     device: DeviceFacts | None = None
     """That it computes on, if it has memory of its own."""
+    device_class: str = ""
+    """Of that, as the worker tells it; empty: unknown."""
     node: str = "local"
     """The VM: what it takes away with it when it goes."""
     standing: Standing = Standing.STARTING

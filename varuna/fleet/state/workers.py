@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from varuna.core.persistent import PersistentMap
+from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.worker import Standing, Worker
 
 _NOBODY: frozenset[str] = frozenset()

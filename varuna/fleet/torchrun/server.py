@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute, Route
 
 from varuna.fleet.net.protocol import JobIdentity
 from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body
+from varuna.fleet.page import answers
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.registry import RefusedError, Registry, hashed
 from varuna.fleet.state.inputs import StopRequested
@@ -65,18 +66,18 @@ class TorchrunServer:
             await asyncio.to_thread(self._registry.check, node, bearer(request.headers.get("authorization", "")))
         except RefusedError as error:
             self._audit.refused("report to torchrun's rendezvous", address, str(error))
-            return _error(403, str(error))
+            return answers.error(403, str(error))
         body = await read_body(request, MAX_REPORT_BYTES)
         try:
             report = TorchrunReport.model_validate_json(body or b"")
         except ValidationError as error:
-            return _error(422, f"the report is invalid: {first_problem(error)}")
+            return answers.error(422, f"the report is invalid: {first_problem(error)}")
         if node not in self._world.nodes:
             what = f"torchrun --rdzv-id={report.run_id}"
             job = JobIdentity(version=report.version, script=what, script_sha256=hashed(what), args_sha256=hashed(""))
             if (difference := await asyncio.to_thread(self._registry.agree, job)) is not None:
                 self._audit.refused(f"report as torchrun node {node}", address, difference)
-                return _error(409, difference)
+                return answers.error(409, difference)
         self._become(heard(self._world, node, report, time.monotonic()))
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
@@ -97,7 +98,3 @@ class TorchrunServer:
         if now.over and not before.over:
             self._post(Notice(text=now.over))
             self._post(StopRequested(now.over, now.exit_code))
-
-
-def _error(status: int, text: str) -> Response:
-    return JSONResponse({"error": text}, status_code=status)

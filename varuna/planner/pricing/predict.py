@@ -6,7 +6,11 @@ from heapq import nlargest
 from operator import attrgetter
 from typing import NamedTuple
 
+from varuna.calibration.format import Calibration
 from varuna.core.plan import Plan
+from varuna.planner.pricing.costs import pipeline_costs
+from varuna.planner.pricing.network import ring_s
+from varuna.planner.pricing.profile import profile
 from varuna.schedule.actions import Kind
 from varuna.simulator.bounds import bottleneck_s
 from varuna.simulator.costs import PipelineCosts
@@ -18,6 +22,7 @@ _SIMULATED_TURNS = 1  # micro-batches per stage beyond those in flight: until th
 _FEWEST_BACKWARDS = 8  # for a pace to mean something
 _FULLEST = 4  # stages that are looked at
 _CHANCE = 2  # R's that lie beyond the ends of what is counted
+_SUMMED_BYTES = 100e6  # of sums, to tell a slow ring from a fast one by
 _MANY_BACKWARDS = 128  # for it to be the truth, even below the bottleneck's time: idle stages spare R's
 
 
@@ -100,19 +105,50 @@ def simulated(costs: PipelineCosts, plan: Plan) -> Simulated:
 def predict(costs: PipelineCosts, plan: Plan) -> Prediction:
     """Simulate a step of the replica that ends last: the one with the most micro-batches, or a slower one.
 
+    Of a plan whose pipelines are cut differently, a step of the first ones (``predictions``: of all).
+
     Of a long step only as many micro-batches are simulated as it takes the pipeline to get into its stride; each
     further one adds the bottleneck's time, or the pace seen if waiting made that slower (docs/planning.md).
     """
     if not plan.speeds:
-        return _predict(costs, plan, len(plan.micro_batches_of(0)))
+        return predict_cut(costs, plan, len(plan.micro_batches_of(0)))
     longest: dict[float, int] = {}
     for replica, speed in enumerate(plan.speeds):  # of equally fast ones the first has the most
         longest.setdefault(speed, len(plan.micro_batches_of(replica)))
-    each = (_predict(costs.at_speed(speed), plan, micro_batches) for speed, micro_batches in longest.items())
+    each = (predict_cut(costs.at_speed(speed), plan, micro_batches) for speed, micro_batches in longest.items())
     return max(each, key=attrgetter("step_s"))
 
 
-def _predict(costs: PipelineCosts, plan: Plan, micro_batches: int) -> Prediction:
+def predictions(plan: Plan, calibration: Calibration, *, gpus_per_vm: int | None = None) -> Sequence[Prediction]:
+    """A step of each kind of pipelines of a plan: of the one that ends last.
+
+    Args:
+        plan: may have pipelines of several classes of devices.
+        calibration: of those classes.
+        gpus_per_vm: instead of the calibration's.
+    """
+    found = []
+    for replicas, cut in plan.cuts:
+        known = _with_slowest_rings(calibration.of(cut.device_class), calibration, plan)
+        alike = plan.as_if_all(cut) if plan.more else plan
+        vm_size = gpus_per_vm or known.hardware.gpus_per_vm
+        costs = pipeline_costs(profile(known, plan.micro_batch), alike, gpus_per_vm=vm_size)
+        shared = len(plan.micro_batches_of(replicas.start))
+        found.append(predict_cut(costs, alike, shared) if plan.more else predict(costs, plan))
+    return found
+
+
+def _with_slowest_rings(known: Calibration, calibration: Calibration, plan: Plan) -> Calibration:
+    """What is known of one class of devices; but sums that several classes make go as fast as the slowest network."""
+    if len(plan.classes) < 2:
+        return known
+    networks = (calibration.of(name).across_vms for name in plan.classes)
+    slowest = max(networks, key=lambda each: ring_s(each.rings, _SUMMED_BYTES, ranks=plan.replicas, in_flight=1))
+    return known.model_copy(update={"across_vms": known.across_vms.model_copy(update={"rings": slowest.rings})})
+
+
+def predict_cut(costs: PipelineCosts, plan: Plan, micro_batches: int) -> Prediction:
+    """Simulate a step of one pipeline, cut as the first of ``plan``, with so many micro-batches."""
     stages = len(costs.stages)
     least = plan.stash_limits[0] + _SIMULATED_TURNS * stages + plan.split_last
     count = min(micro_batches, max(least, _SIMULATED_FORWARDS // stages))

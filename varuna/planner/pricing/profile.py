@@ -108,22 +108,6 @@ class Profile:
         return len(self.boundary_bytes)
 
 
-def compute_s(calibration: Calibration, micro_batch: int) -> float:
-    """Seconds of F and B of all sections, which is all that choosing m needs."""
-    by_kind = {
-        name: (
-            kind.at(kind.forward_s, micro_batch),
-            0.0 if kind.gradient_free else kind.at(kind.backward_s, micro_batch),
-        )
-        for name, kind in calibration.kinds.items()
-    }
-    forward_s = backward_s = 0.0
-    for name in calibration.kind_names:
-        forward_s += by_kind[name][0]
-        backward_s += by_kind[name][1]
-    return forward_s + backward_s
-
-
 def profile(calibration: Calibration, micro_batch: int) -> Profile:
     """Evaluate each kind once and lay the figures out by section."""
     m, kinds, names = micro_batch, calibration.kinds, calibration.kind_names

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from varuna.core.plan import ACTIVATIONS_COMING, GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.sharded_optimizer import UNSHARDED, Sharding, sharding_of
+from varuna.schedule.buffers import ACTIVATIONS_COMING, GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD
 
 
 class Room(NamedTuple):

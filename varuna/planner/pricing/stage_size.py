@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from varuna.core.plan import SAMPLES_AHEAD, STASH_IN_TRANSIT
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.spans import Spans
+from varuna.schedule.buffers import SAMPLES_AHEAD, STASH_IN_TRANSIT
 
 
 class Size(NamedTuple):

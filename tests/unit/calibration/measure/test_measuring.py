@@ -15,7 +15,7 @@ from tests.unit.engine.late import LateStream, LateStreams
 from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded
 from varuna.calibration.measure.network import Peers, Repeats
 from varuna.calibration.measure.pilot import PilotTimes, pilot_plan, pilot_steps
-from varuna.calibration.measure.worker import _best_size, _smallest
+from varuna.calibration.measure.worker import _smallest, rehearsed_size
 from varuna.calibration.samples import RingSamples, SectionSamples, Sized
 from varuna.calibration.timing.compute import Thoroughness, _rounds, measure_window
 from varuna.calibration.timing.equal_sections import section_kinds
@@ -194,11 +194,14 @@ def test_what_the_plan_of_a_rehearsal_follows_from_is_the_same_on_all_workers() 
         )
 
     samples = [sample(section, micro_batch) for micro_batch in (2, 4) for section in (1, 2)]
-    slower: Any = SimpleNamespace(agree=lambda value: max(value, 3.0))
-    size, times = _best_size(samples, None, slower)
+
+    def slower(value: float) -> float:
+        return max(value, 3.0)
+
+    size, times = rehearsed_size(samples, None, slower)
     assert size == 4, "as fast as 2 with twice the examples"
     assert [each.forward_s for each in times] == [3.0, 4.0]
-    assert _best_size(samples, 2, slower)[0] == 2, "the user's own"
+    assert rehearsed_size(samples, 2, slower)[0] == 2, "the user's own"
     table: Any = SimpleNamespace(agree=lambda value: max(value, -5e9))
     assert _smallest(8 * 10**9, table) == 5 * 10**9
     alone: Any = SimpleNamespace(agree=lambda value: value)
@@ -220,3 +223,14 @@ def test_a_size_that_is_worse_from_the_first_round_on_gets_fewer() -> None:
         return len(_rounds(window, {}, 4, float, Thoroughness(0.0), promising_s) or ())
 
     assert (rounds(0.2), rounds(0.05)) == (5, 3)
+
+
+def test_a_size_that_is_given_is_rehearsed_or_the_largest_that_fits() -> None:
+    def sample(size: int, seconds: float) -> SectionSamples:
+        each = (seconds,)
+        return SectionSamples(section=0, micro_batch=size, forward_s=each, recompute_s=each, backward_s=each)
+
+    sections = [sample(1, 1.0), sample(2, 1.5), sample(4, 4.0)]
+    assert rehearsed_size(sections, None, float)[0] == 2
+    assert rehearsed_size(sections, 4, float) == (4, [PilotTimes(4.0, 4.0, 4.0)])
+    assert rehearsed_size(sections, 8, float)[0] == 4

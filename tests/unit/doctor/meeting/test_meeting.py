@@ -127,7 +127,6 @@ def test_a_key_of_somebody_who_is_gone_is_not_waited_for(scene: Scene) -> None:
 
 def test_a_guest_whose_meeting_ends_says_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guests, "SILENT_S", 0.0)
-    monkeypatch.setattr(guests, "_EVERY_S", 0.01)
     scene.meeting.close()
     guest = Guest(scene.remote, "127.0.0.1", print)
     guest._listen(0)

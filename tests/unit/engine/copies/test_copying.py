@@ -27,7 +27,9 @@ class Pair:
         self.groups, self.inboxes = connected(2), [Inbox(), Inbox()]
         self.value = torch.zeros(1000)
         self.owner, self.other, self.copy = Still(0), Still(0), KeptCopy()
-        CopyKeeper(self.groups[1], 0, self.copy, inbox=self.inboxes[1], still=self.other, rank=1, stage=1)
+        CopyKeeper(
+            self.groups[1], 0, self.copy, sums_alone=False, inbox=self.inboxes[1], still=self.other, rank=1, stage=1
+        )
         CopySender(
             self.groups[0],
             1,

@@ -6,13 +6,16 @@ from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, Spans, joined
 from varuna.engine.copies.keeping import KeptCopy
 from varuna.engine.copies.layout import SectionLayout
-from varuna.engine.stage.load_state import SUMS
 
 
 def held(section: int, spans: Spans, *losses: int) -> HeldSums:
     noted = tuple(MicroBatchLoss(micro_batch=number, values=(1.0, 2.0)) for number in losses)
     return HeldSums(
-        micro_batch=2, sections=(SectionSum(section=section, micro_batches=spans),), without=(9,), losses=noted
+        micro_batch=2,
+        sections=(),
+        copies=(SectionSum(section=section, micro_batches=spans),),
+        without=(9,),
+        losses=noted,
     )
 
 
@@ -39,15 +42,31 @@ def test_the_newest_sums_of_each_section_are_reported_with_the_state() -> None:
     put(copy, 5, held(3, ((0, 2),), 0, 1), 1.0)
     put(copy, 5, held(4, ((0, 3),), 0, 1, 2), 2.0)
     put(copy, 5, held(3, ((0, 4),), 0, 1, 2, 3), 3.0)
-    states = copy.seal(5)
-    assert [set(states[section].tensors[SUMS].tolist()) for section in (3, 4)] == [{3.0}, {2.0}]
-    assert [states[section].scalars[SUMS] for section in (3, 4)] == [[[0, 4]], [[0, 3]]]
-    whole = joined(copy.sums(5))
+    assert set(copy.seal(5)) == {3, 4}
+    sums = copy.sums(5)
+    assert [set(sums[section].values.tolist()) for section in (3, 4)] == [{3.0}, {2.0}]
+    whole = joined([each.held for each in sums.values()])
     assert whole is not None
-    assert {each.section: each.micro_batches for each in whole.sections} == {3: ((0, 4),), 4: ((0, 3),)}
+    assert {each.section: each.micro_batches for each in whole.copies} == {3: ((0, 4),), 4: ((0, 3),)}
     assert [each.micro_batch for each in whole.losses] == [0, 1, 2, 3]
     assert whole.without == (9,)
-    assert copy.sums(6) == ()
+    assert copy.sums(6) == {}
+
+
+def test_sums_alone_are_those_of_the_newest_step() -> None:
+    """Memory of what is replaced or over is used again: a stage's sums and one more are the most that there is."""
+    copy, places = KeptCopy(), set[int]()
+    for step in range(4):
+        copy.turn_to(step)
+        for section in (3, 4, 3, 4):
+            put(copy, step, held(section, ((0, 1),)), float(step))
+            places.add(copy.sums(step)[section].values.data_ptr())
+    assert len(places) == 3
+    assert copy.sums(2) == {}
+    assert copy.seal(3) == {}
+    assert {section: each.values.tolist() for section, each in copy.sums(3).items()} == {3: [3.0] * 4, 4: [3.0] * 4}
+    copy.turn_to(4)
+    assert set(copy.sums(3)) == {3, 4}, "it is sealed"
 
 
 def test_sums_that_belong_to_no_complete_state_are_not_taken() -> None:
@@ -58,7 +77,7 @@ def test_sums_that_belong_to_no_complete_state_are_not_taken() -> None:
     assert room is not None
     copy.begin([])  # the next state comes
     copy.complete_sum(5, held(3, ((0, 1),)), room)
-    assert (copy.seal(5), copy.sums(5)) == ({}, ())
+    assert (copy.seal(5), copy.sums(5)) == ({}, {})
 
 
 def test_sums_that_arrive_after_the_report_are_dropped() -> None:
@@ -67,7 +86,7 @@ def test_sums_that_arrive_after_the_report_are_dropped() -> None:
     assert room is not None
     copy.seal(5)
     copy.complete_sum(5, held(3, ((0, 1),)), room)
-    assert copy.sums(5) == ()
+    assert copy.sums(5) == {}
     assert copy.begin_sum(5, 16) is None
 
 

@@ -51,7 +51,7 @@ def test_a_generation_whose_members_have_different_secrets_does_not_form() -> No
                     rank=rank,
                     members=2,
                     grid=2,
-                    peers=range(0),
+                    homes={},
                     interface_host="127.0.0.1",
                     secret=(SECRET, OTHER)[rank],
                 )

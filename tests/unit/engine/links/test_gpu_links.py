@@ -155,8 +155,8 @@ def test_sums_leave_behind_their_last_backward_and_not_behind_what_follows() -> 
         statistics = SimpleNamespace(has=lambda _section: False)
         buckets, volatile = [SimpleNamespace(flat=sums[rank])], SimpleNamespace(outlast=False)
         parts = {"buckets": buckets, "statistics": statistics, "sums": volatile}
-        stage: Any = SimpleNamespace(job=job, is_last=False, **parts)
-        mine = Groups(groups[rank], stage=groups[rank])
+        stage: Any = SimpleNamespace(job=job, is_last=False, sections=range(1), **parts)
+        mine = Groups(groups[rank], sums={0: groups[rank]})
         mine.direct.sums = GpuChannel(fabric.connect(identity, rank, 2), 0, streams[rank], lambda: False)
         channels.append(mine.direct.sums)
         reducers.append(Reducer(stage, plan_of(1, 2), rank, mine, inboxes[rank]))

@@ -24,14 +24,14 @@ _formed: list[Groups] = []
 
 def form_here(store: object, rank: int, *, members: int, stages: int, replicas: int, generation: int = 0) -> Groups:
     grid = stages * replicas
-    peers = range(rank % stages, grid, stages) if rank < grid else range(0)
+    homes = {rank % stages: range(rank % stages, grid, stages)} if rank < grid else {}
     groups = form(
         store,
         generation=generation,
         rank=rank,
         members=members,
         grid=grid,
-        peers=peers,
+        homes=homes,
         interface_host="127.0.0.1",
     )
     _formed.append(groups)
@@ -104,19 +104,41 @@ def test_spares_share_the_world_only_and_each_stage_has_its_own_ring() -> None:
 
     run_all([partial(work, rank) for rank in range(members)])
     assert [groups[rank].vote is None for rank in range(members)] == [False] * 4 + [True]
-    assert [groups[rank].stage is None for rank in range(members)] == [False] * 4 + [True]
+    assert [list(groups[rank].sums) for rank in range(members)] == [[0], [1], [0], [1], []]
     sums: dict[int, list[float]] = {}
 
     def reduce(rank: int) -> None:
         mine = groups[rank]
         world, ring = torch.tensor([10.0**rank]), torch.tensor([10.0**rank])
         mine.world.all_reduce(world)
-        if mine.stage is not None and mine.vote is not None:
-            mine.stage.all_reduce(ring)
+        for group in mine.sums.values():
+            group.all_reduce(ring)
         sums[rank] = [world.item(), ring.item()]
 
     run_all([partial(reduce, rank) for rank in range(members)])
     assert sums == {0: [11111, 101], 1: [11111, 1010], 2: [11111, 101], 3: [11111, 1010], 4: [11111, 10000]}
+
+
+def test_sections_that_the_same_ranks_run_are_summed_in_one_group() -> None:
+    """Three pipelines over six sections: of three stages (ranks 0 to 2), two (3 and 4) and one (5)."""
+    store = local_store()
+    stages = [range(2), range(2, 4), range(4, 6), range(3), range(3, 6), range(6)]
+    groups: dict[int, Groups] = {}
+    sums: dict[tuple[int, int], float] = {}
+
+    def work(rank: int) -> None:
+        homes = {s: [each for each, run in enumerate(stages) if s in run] for s in stages[rank]}
+        groups[rank] = form(store, generation=0, rank=rank, members=6, grid=6, homes=homes, interface_host="127.0.0.1")
+        _formed.append(groups[rank])
+        for section in reversed(stages[rank]):
+            value = torch.tensor([10.0**rank])
+            groups[rank].sums[section].all_reduce(value)
+            sums[rank, section] = value.item()
+
+    run_all([partial(work, rank) for rank in range(6)])
+    by_section = [{value for (_, section), value in sums.items() if section == each} for each in range(6)]
+    assert by_section == [{101001}, {101001}, {101010}, {110010}, {110100}, {110100}]
+    assert [len({*map(id, groups[rank].sums.values())}) for rank in range(6)] == [1, 2, 1, 2, 2, 4]
 
 
 def test_generations_do_not_meet_in_the_same_store() -> None:

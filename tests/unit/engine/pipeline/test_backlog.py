@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.engine.ranks import Setup, connected
 from varuna.core.errors import LinkError
-from varuna.core.plan import GRADIENTS_COMING, MESSAGES_LEAVING, Plan
+from varuna.core.plan import Plan
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.transport import Group, Work
 from varuna.engine.base.wait_bounds import Awaited, Patience, doing_of
@@ -19,6 +19,7 @@ from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import Packed
 from varuna.engine.pipeline.runtime import Runtime
 from varuna.engine.stage.stage import Stage
+from varuna.schedule.buffers import GRADIENTS_COMING, MESSAGES_LEAVING
 
 _MICRO_BATCHES = 10
 _ACTIVATIONS, _GRADIENTS = 1, 2

@@ -14,6 +14,7 @@ from varuna.engine.base.transport import Group
 from varuna.engine.device.host_copies import Ready
 from varuna.engine.links.links import Sender
 from varuna.engine.links.message import Packed
+from varuna.engine.links.trips import STAMP_BYTES
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.stage.section import SectionRunner
 from varuna.planner.choose import plan_run
@@ -135,7 +136,7 @@ def test_frozen_sections_are_never_recorded_and_send_and_reduce_nothing(
         setup.adjusted = cut_in_the_middle(setup, 2)
         setup.run(2, 2, steps=2)
     assert min(recorded) == setup.model.gradient_free
-    assert sent == {8}, "in place of gradients, as acknowledgements"
+    assert sent == {STAMP_BYTES}, "in place of gradients, as acknowledgements"
     assert set(reduced) == {1}
     for session in setup.finished:
         assert session.current is not None

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, single_threaded
-from varuna.core.plan import STASH_IN_TRANSIT, Plan
+from varuna.core.plan import Plan
 from varuna.engine.device.host_copies import DONE, HostCopies, Ready
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
+from varuna.schedule.buffers import STASH_IN_TRANSIT
 
 
 @pytest.mark.parametrize(("policy", "stay"), [("adaptive", 0), ("adaptive", 1), ("varuna", 0), ("gpipe", 1)])

@@ -1,13 +1,10 @@
 from itertools import pairwise
 
-import pytest
-
 from tests.unit.engine.ranks import Setup, SmallLanguage
 from tests.unit.schedule.validator import parse_row
 from varuna.core.messages import StepShown
 from varuna.engine.links.carry import Carry
 from varuna.engine.pipeline.timeline import Messages, StepTimes, Took
-from varuna.engine.shown import recent_steps
 from varuna.engine.shown.recent_steps import STEPS_KEPT, RanStep, RecentSteps
 from varuna.engine.worker.session import Session
 
@@ -58,9 +55,8 @@ def test_of_a_step_that_ran_again_the_newest_is_told_and_of_a_forgotten_one_noth
     assert [(each.step, each.timeline is None) for each in told] == [(3, True), (8, False)]
 
 
-def test_memory_is_bounded_by_rows_but_the_newest_step_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent_steps, "_ROWS_KEPT", 3)
-    recent = RecentSteps(lambda shown: None)
+def test_memory_is_bounded_by_rows_but_the_newest_step_is_there() -> None:
+    recent = RecentSteps(lambda shown: None, rows_kept=3)
     for step in range(10):
         recent.take(ran(step))
     assert [each.times.step for each in recent._kept] == [7, 8, 9]

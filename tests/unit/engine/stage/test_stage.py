@@ -136,7 +136,7 @@ def test_states_survive_a_way_through_stages_of_another_depth(setup: Setup) -> N
     states, deep = exported(undisturbed), plan_of(setup, 3)
     returned: dict[int, SectionState] = {}
     for index in range(3):
-        mine = {section: states[section] for section in deep.sections_of(index)}
+        mine = {section: states[section] for section in deep.first_cut.sections_of(index)}
         returned.update(exported(Stage(job, deep, index, mine, 2)))
     rebuilt = Stage(job, plan_of(setup, 1), 0, returned, 2)
     train(setup, undisturbed, range(2, 3))

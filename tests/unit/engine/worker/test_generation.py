@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from tests.unit.engine.ranks import Setup, close_sessions, reaped
+from tests.unit.engine.ranks import Setup, close_sessions
+from tests.waiting import wait_for
 from varuna.core.messages import Assignment
 from varuna.core.plan import Plan
 from varuna.engine.links.groups import Groups
@@ -37,8 +38,7 @@ def test_what_a_generation_held_goes_when_it_ends_and_not_once_python_looks_for_
         assert session.current is not None
         held += map(weakref.ref, (session.current.runtime, session.current.groups.world))
     close_sessions()
-    reaped(5.0, "varuna-loader", "varuna-send", "varuna-receive")  # which are ending
-    assert [each() for each in held if each() is not None] == []
+    wait_for(lambda: all(each() is None for each in held), 5.0)  # threads that have them are ending
 
 
 def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_thread_that_made_them() -> None:

@@ -63,7 +63,9 @@ def assigned(plan: Plan, rank: int = 0, generation: int = 0, lost_replicas: tupl
 
 
 def stage_of(setup: Setup, plan: Plan, index: int = 0, next_step: int = 4, replica: int = 0) -> Stage:
-    states = initial_states(setup.model, plan.sections_of(index), setup.beginning.parameters, setup.job().buffers)
+    states = initial_states(
+        setup.model, plan.first_cut.sections_of(index), setup.beginning.parameters, setup.job().buffers
+    )
     return Stage(setup.job(), plan, index, states, next_step, replica=replica)
 
 

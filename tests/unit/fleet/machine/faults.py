@@ -7,9 +7,10 @@ from typing import Any
 from tests.unit.fleet.support import Machine
 from varuna.core.messages import Apply, Finish, Held
 from varuna.fleet.machine.advance import advance
-from varuna.fleet.state.fleet import Fleet, Stopping
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import Event, MessageReceived
 from varuna.fleet.state.outputs import Instruction, Publish, Send
+from varuna.fleet.state.phases import Stopping
 from varuna.fleet.state.run_events import VerdictReached
 
 Turn = tuple[Fleet, list[Instruction]]

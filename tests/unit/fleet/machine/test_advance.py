@@ -22,9 +22,9 @@ from varuna.core.plan import Plan
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Running
 from varuna.fleet.state.inputs import ConnectionLost, FinishRequested, SpawnRequested, StopRequested, Tick
 from varuna.fleet.state.outputs import Complain, EndRun, Instruction, Kill, Publish, Send, Spawn
+from varuna.fleet.state.phases import Running
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import (
     GenerationStarted,

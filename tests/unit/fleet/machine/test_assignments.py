@@ -33,7 +33,11 @@ def test_each_rank_gets_its_own_transfers_and_a_message_does_not_grow_with_the_f
     for replicas in (4, 1000):
         plan = plan_of(replicas)
         names = tuple(f"n{number}-vm.0" for number in range(plan.workers))
-        moves = [Transfer(section=s, source_rank=0, target_rank=rank) for rank in (2, 4) for s in plan.sections_of(0)]
+        moves = [
+            Transfer(section=s, source_rank=0, target_rank=rank)
+            for rank in (2, 4)
+            for s in plan.first_cut.sections_of(0)
+        ]
         told = dict(assignments([record(0, plan, names, trained=False)], moves, {}))
         assert [told[name].rank for name in names] == list(range(plan.workers))
         assert {each.members for each in told.values()} == {plan.workers}

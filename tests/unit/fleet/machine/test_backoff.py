@@ -6,8 +6,8 @@ from tests.unit.fleet.machine.test_leases import on_machines, said
 from tests.unit.fleet.support import Driver, sends
 from varuna.core.messages import RaiseFlag
 from varuna.fleet.service.cluster_workers import FUTILE_S
-from varuna.fleet.state.fleet import Idle, Running
 from varuna.fleet.state.inputs import FinishRequested, WorkerSpawned
+from varuna.fleet.state.phases import Idle, Running
 from varuna.fleet.state.run_events import WorkerLost
 
 

@@ -21,8 +21,8 @@ from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Copies, Plan
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended, Stopping
 from varuna.fleet.state.outputs import Instruction, Publish, Send
+from varuna.fleet.state.phases import Ended, Stopping
 from varuna.fleet.state.run_events import VerdictReached
 
 STEPS_BEFORE = 4  # with checkpoints, the newest is that of step 3
@@ -218,7 +218,7 @@ def explore(start: Small, most: int) -> int:
 
 def copied_stages(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
     """One replica, whose stages each have a copy on another worker."""
-    return make_plan(job, workers, micro_batch).model_copy(update={"copies": Copies.KEPT})
+    return make_plan(job, workers, micro_batch).model_copy(update={"copies": Copies.STATE})
 
 
 CASES = {

@@ -12,7 +12,7 @@ from varuna.fleet.state.run_events import Notice, VerdictReached
 
 def copied(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
     """As many stages as workers."""
-    return make_plan(job, workers, micro_batch).model_copy(update={"copies": Copies.KEPT})
+    return make_plan(job, workers, micro_batch).model_copy(update={"copies": Copies.STATE})
 
 
 @pytest.fixture
@@ -25,15 +25,16 @@ def driver() -> Driver:
 
 
 def answer(driver: Driver, worker: str, next_step: int = 2, *, copies: bool = True) -> None:
-    """A worker reports its seat's sections, and those of the one before it."""
+    """A worker reports its seat's sections, and those of the one that it keeps a copy of."""
     rank = driver.fleet.rank_of(worker)
     assert rank is not None
-    before = driver.fleet.record.grid[rank - 1]
+    owner = driver.fleet.record.copied_from(rank)
+    assert owner is not None
     held = Held(
         generation=driver.fleet.generation,
         next_step=next_step,
         sections=driver.seat_sections(worker),
-        copies=driver.seat_sections(before) if copies else (),
+        copies=driver.seat_sections(driver.fleet.record.grid[owner]) if copies else (),
     )
     driver.say(worker, held)
 
@@ -44,7 +45,7 @@ def rolled_back(driver: Driver) -> bool:
 
 def test_each_rank_knows_whose_copy_it_keeps_and_who_keeps_its_own(driver: Driver) -> None:
     pairs = [(driver.assignments[f"w{rank}"].copy_from, driver.assignments[f"w{rank}"].copy_to) for rank in range(4)]
-    assert pairs == [(3, 1), (0, 2), (1, 3), (2, 0)]
+    assert pairs == [(2, 2), (3, 3), (0, 0), (1, 1)]
 
 
 def test_the_state_of_a_dead_worker_comes_from_its_copy(driver: Driver) -> None:
@@ -54,10 +55,10 @@ def test_the_state_of_a_dead_worker_comes_from_its_copy(driver: Driver) -> None:
     record = driver.fleet.record
     assert (record.plan.shape, record.first_step, record.rollback, record.steps_redone) == ("3x1", 2, False, 1)
     moves = {move for name in record.grid for move in driver.assignments[name].transfers}
-    kept = {"w0": {0, 1, 6, 7}, "w2": {2, 3, 4, 5}, "w3": {4, 5, 6, 7}}
+    kept = {"w0": {0, 1, 4, 5}, "w2": {0, 1, 4, 5}, "w3": {2, 3, 6, 7}}
     for rank, name in enumerate(record.grid):
         came = {move.section: record.grid[move.source_rank] for move in moves if move.target_rank == rank}
-        assert set(record.plan.sections_of(rank)) <= kept[name] | came.keys()
+        assert set(record.plan.first_cut.sections_of(rank)) <= kept[name] | came.keys()
         assert all(section in kept[source] for section, source in came.items())
     assert not rolled_back(driver)
 
@@ -65,25 +66,25 @@ def test_the_state_of_a_dead_worker_comes_from_its_copy(driver: Driver) -> None:
 def test_a_copy_that_is_not_complete_is_none(driver: Driver) -> None:
     driver.kill("w1")
     answer(driver, "w0")
-    answer(driver, "w2", copies=False)
-    answer(driver, "w3")
+    answer(driver, "w2")
+    answer(driver, "w3", copies=False)
     assert driver.fleet.record.rollback
     assert rolled_back(driver)
 
 
 def test_an_owner_and_its_keeper_are_too_many(driver: Driver) -> None:
     driver.kill("w1")
-    driver.kill("w2")
+    driver.kill("w3")
     answer(driver, "w0")
-    answer(driver, "w3")
+    answer(driver, "w2")
     assert driver.fleet.record.rollback
 
 
 def test_two_workers_whose_keepers_live_are_not(driver: Driver) -> None:
     driver.kill("w1")
-    driver.kill("w3")
+    driver.kill("w2")
     answer(driver, "w0")
-    answer(driver, "w2")
+    answer(driver, "w3")
     assert not driver.fleet.record.rollback
     assert driver.fleet.record.plan.shape == "2x1"
 
@@ -110,14 +111,14 @@ def test_a_death_with_the_only_result_of_a_vote_runs_the_step_again(driver: Driv
 
 
 def test_copies_last_until_the_next_generation_has_formed(driver: Driver) -> None:
-    """w3 dies as w1's sections move: w0 still has its copy, and w2 that of w1."""
+    """w2 dies as w1's sections move: w0 still has its copy, and w3 that of w1."""
     driver.kill("w1")
     for worker in ("w0", "w2", "w3"):
         answer(driver, worker)
-    driver.kill("w3")
+    driver.kill("w2")
     first = driver.fleet.history[0]
-    for worker, copies in (("w0", (6, 7)), ("w2", (2, 3))):
-        sections = tuple(first.plan.sections_of(first.ranks[worker]))
+    for worker, copies in (("w0", (4, 5)), ("w3", (2, 3))):
+        sections = tuple(first.plan.first_cut.sections_of(first.ranks[worker]))
         driver.say(worker, Held(generation=1, next_step=2, sections=sections, copies=copies))
     assert driver.fleet.generation == 2
     assert (driver.fleet.record.plan.shape, driver.fleet.record.rollback) == ("2x1", False)

@@ -12,7 +12,6 @@ from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Idle, Running, Stopping
 from varuna.fleet.state.inputs import (
     DrainRequested,
     FinishRequested,
@@ -23,6 +22,7 @@ from varuna.fleet.state.inputs import (
     WorkerSpawned,
 )
 from varuna.fleet.state.outputs import Kill, Publish
+from varuna.fleet.state.phases import Idle, Running, Stopping
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
 from varuna.fleet.state.worker import Standing

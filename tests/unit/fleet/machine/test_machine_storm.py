@@ -2,13 +2,14 @@
 
 import random
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.unit.fleet.support import Driver, make_job, make_plan, make_vote, two_stages
+from tests.unit.fleet.support import Driver, by_class, make_job, make_plan, make_vote, two_stages, unlike_pipelines
 from varuna.core.messages import (
     Apply,
     Assign,
@@ -29,7 +30,6 @@ from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import Holders, holders_of
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended, Running
 from varuna.fleet.state.inputs import (
     DrainRequested,
     Event,
@@ -40,6 +40,7 @@ from varuna.fleet.state.inputs import (
     WorkerExited,
 )
 from varuna.fleet.state.outputs import Instruction, Kill, Publish, Send
+from varuna.fleet.state.phases import Ended, Running
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationStarted, StepRecorded
 from varuna.fleet.state.stutter import SLOW_RATIO
@@ -87,7 +88,7 @@ class SimulatedWorker:
         if self.assignment is None or self.assignment.is_spare:
             return set()
         plan = self.assignment.plan
-        return set(plan.sections_of(plan.place_of(self.rank).stage))
+        return set(plan.sections_at(self.rank))
 
     @property
     def needed(self) -> set[int]:
@@ -150,10 +151,13 @@ def one_stage(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
     return make_plan(job, workers, micro_batch, stages=1)
 
 
+Stages = int | Literal["unlike", "by class"] | None
+
+
 class World:
     """Simulated workers around the real machine; every choice comes from the test."""
 
-    def __init__(self, workers: int, *, stages: int | None, checkpoints: bool, shared: bool = False) -> None:
+    def __init__(self, workers: int, *, stages: Stages, checkpoints: bool, shared: bool = False) -> None:
         self.shared, self.steps = shared, STEPS
         self.workers: dict[str, SimulatedWorker] = {}
         self.votes: dict[int, tuple[Vote, bool]] = {}  # by generation: the newest, with its regroup flag
@@ -164,7 +168,14 @@ class World:
         self.checkpoints = checkpoints
         self.driver = Driver(
             FleetConfig(workers=workers, max_start_failures=10_000, slow_ratio=SLOW_RATIO),
-            plan={1: one_stage, 2: two_stages, None: make_plan}[stages],
+            plan={
+                1: one_stage,
+                2: two_stages,
+                None: make_plan,
+                "unlike": unlike_pipelines,
+                "by class": by_class,
+            }[stages],
+            class_of=lambda worker: "ab"[int(worker[1:]) % 2] if stages == "by class" else "",
             job=make_job(sections=SECTIONS, steps=STEPS).model_copy(update={"memory": Memory(shard_optimizer=shared)}),
             node_of=lambda worker: worker,
         )
@@ -193,6 +204,8 @@ class World:
             case Kill(worker=name):
                 self.workers[name].alive = False
             case Publish(event=GenerationStarted(record=record)):
+                for rank, name in enumerate(record.grid):
+                    assert record.plan.class_of(rank) in ("", self.driver.class_of(name)), "a seat on another device"
                 self.check_generation(record.generation, record.first_step, rollback=record.rollback)
             case Publish(event=StepRecorded(step=step)):
                 assert step == (self.recorded[-1] + 1 if self.recorded else 0), "steps are recorded in order, once"
@@ -344,9 +357,9 @@ class World:
             return
         if worker.reduced is None or worker.next_step != worker.reduced + 1:
             return
-        plan, place = assignment.plan, assignment.plan.place_of(worker.rank)
-        owners = {worker.holders[section][0] for section in worker.stage - worker.sections}
-        for owner in (self.workers[self.members(assignment)[plan.rank_of(each, place.stage)]] for each in owners):
+        plan, members = assignment.plan, self.members(assignment)
+        owners = {plan.home_of(worker.holders[each][0], each) for each in worker.stage - worker.sections}
+        for owner in (self.workers[members[rank]] for rank in owners):
             if not owner.alive or owner.generation != worker.generation or owner.next_step != worker.next_step:
                 return
         worker.lent = worker.stage - worker.sections
@@ -452,12 +465,12 @@ class World:
 class Storm(RuleBasedStateMachine):
     @initialize(
         workers=st.integers(2, 6),
-        stages=st.sampled_from([None, 2, 1]),
+        stages=st.sampled_from([None, 2, 1, "unlike", "by class"]),
         checkpoints=st.booleans(),
         shared=st.booleans(),
         late=st.booleans(),
     )
-    def begin(self, workers: int, stages: int | None, checkpoints: bool, shared: bool, late: bool) -> None:
+    def begin(self, workers: int, stages: Stages, checkpoints: bool, shared: bool, late: bool) -> None:
         self.world = World(workers, stages=stages, checkpoints=checkpoints, shared=shared)
         if late:  # plans and checkpoints are found while other things happen
             chance = random.Random(workers)
@@ -546,7 +559,7 @@ TestStorm.settings = settings(
 def test_random_storms(seed: int, shared: bool) -> None:
     """Longer than what hypothesis tries, and with deaths close together."""
     choose = random.Random(seed)
-    depths = [1, 2] if shared else [None, 2]
+    depths: list[Stages] = [1, 2] if shared else [None, 2, "unlike", "by class"]
     world = World(choose.randint(2, 6), stages=choose.choice(depths), checkpoints=choose.random() < 0.5, shared=shared)
     for _ in range(choose.randint(1, 6)):
         world.round()

@@ -7,8 +7,8 @@ import pytest
 from tests.unit.fleet.machine.test_preemption import flags, on_nodes
 from tests.unit.fleet.support import Driver, sends
 from varuna.core.messages import Finish, Hold, WorkerPhase
-from varuna.fleet.state.fleet import Running, Stopping
 from varuna.fleet.state.inputs import DrainRequested, NoticeReceived, SpawnRequested, WorkerSpawned
+from varuna.fleet.state.phases import Running, Stopping
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.state.stutter import Straggler
 

@@ -9,7 +9,7 @@ from varuna.core.messages import Finish, Hold, RaiseFlag, WorkerPhase
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AdviceReceived,
     DrainRequested,
@@ -20,6 +20,7 @@ from varuna.fleet.state.inputs import (
     WorkerSpawned,
 )
 from varuna.fleet.state.outputs import Release, Spawn
+from varuna.fleet.state.phases import Ended, Idle, Running, Stopping
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import Notice, WorkerLeft, WorkerLost
 from varuna.fleet.state.stutter import Straggler

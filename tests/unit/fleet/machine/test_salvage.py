@@ -128,3 +128,19 @@ def test_sums_stay_where_computing_again_is_faster_than_their_way(link_bytes_per
 
 def shallow(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
     return make_plan(job, workers, micro_batch, stages=4 if workers == 4 else 2)
+
+
+def test_whoever_saw_that_sums_are_wrong_speaks_for_those_who_did_not(driver: Driver) -> None:
+    """The vote reached rank 0 only: all others were stopped before they could read it, and offer what they have."""
+    everything = ((0, MICRO_BATCHES),)
+    for number in range(1, 4):
+        worker = f"w{number}"
+        sections = driver.seat_sections(worker)
+        held = sums(dict.fromkeys(sections, everything), range(MICRO_BATCHES))
+        if number == 1:
+            driver.kill("w1")
+        else:
+            answer(driver, worker, held)
+    driver.say("w0", Held(generation=0, next_step=1, sections=(0, 1), wrong_sums=True))
+    assert driver.fleet.generation == 1
+    assert driver.fleet.record.kept_micro_batches == 0

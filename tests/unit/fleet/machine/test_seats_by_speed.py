@@ -1,10 +1,11 @@
 """Each pipeline gets workers of one speed, and no more state moves than that takes."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.fleet.support import make_job, make_plan
-from varuna.core.plan import Plan, pipeline_speeds
+from varuna.core.dealing import pipeline_speeds
+from varuna.core.plan import Plan
 from varuna.fleet.machine.placement import seat_by_speed, transfers
 
 JOB = make_job(sections=4).model_copy(update={"global_batch": 64})
@@ -14,7 +15,7 @@ FRONT, BACK = frozenset({0, 1}), frozenset({2, 3})
 
 def dealt(workers: int, speeds: tuple[float, ...], stages: int = 2) -> Plan:
     plan = make_plan(JOB, workers, None, stages=stages)
-    return plan.model_copy(update={"speeds": pipeline_speeds(speeds, stages, plan.replicas)})
+    return plan.model_copy(update={"speeds": pipeline_speeds(speeds, (stages,) * plan.replicas)})
 
 
 def test_stages_change_pipelines_and_no_state_moves() -> None:
@@ -41,6 +42,7 @@ def test_optimizer_state_that_is_shared_out_stays_where_it_is() -> None:
 
 
 @given(st.integers(1, 4), st.lists(st.floats(0.05, 1.0), min_size=1, max_size=12))
+@example(3, [1.0, 1.0, 0.5, 1.0])
 def test_no_pipeline_is_slower_than_its_plan_says(stages: int, values: list[float]) -> None:
     names = [f"w{number}" for number in range(max(len(values), stages))]
     speeds = dict(zip(names, values, strict=False))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[4] / "varuna"
-IDENTITIES = {"worker", "name", "node", "version", "digest", "folder", "secret", "key", "file"}
+IDENTITIES = {"worker", "name", "node", "version", "digest", "folder", "secret", "key", "file", "device_class"}
 """Texts that are compared, since they name something."""
 SEARCHES = {"startswith", "endswith", "find", "index", "removeprefix"}
 RULES = [

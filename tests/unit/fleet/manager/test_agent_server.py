@@ -18,7 +18,6 @@ from tests.unit.fleet.support import join, make_job
 from tests.waiting import wait_for
 from varuna import __version__
 from varuna.core.messages import Beat, Finish, Hello
-from varuna.fleet.manager import agent_server as agents_module
 from varuna.fleet.manager.agent_link import AgentLink
 from varuna.fleet.manager.agent_server import AgentServer
 from varuna.fleet.manager.mailbox import Pulses
@@ -85,6 +84,8 @@ class Gate:
             logs=self.logs,
             audit=Audit(self.audited.append, warn=self.shown.append),
             write=lambda line: None,
+            return_s=0.05,
+            revoked_s=0.2,
         )
         self.client = TestClient(Starlette(routes=self.door.routes()))
         self.me = self.join()
@@ -277,10 +278,7 @@ def test_a_drained_machine_may_not_come_back(gate: Gate) -> None:
     assert gate.refused(gate.me) == f"node {gate.me.node} was removed (drained): join again with a new token"
 
 
-def test_a_drained_machine_may_not_go_on_over_the_connection_that_it_has(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agents_module, "_REVOKED_S", 0.01)
+def test_a_drained_machine_may_not_go_on_over_the_connection_that_it_has(gate: Gate) -> None:
     with gate.visit() as agent:
         agent.hear()
         agent.say(Started(worker=f"{gate.me.node}.0"))
@@ -358,9 +356,8 @@ def test_the_reason_with_which_a_connection_is_closed_fits(gate: Gate) -> None:
 
 @pytest.mark.parametrize(("code", "abruptly"), [(1000, False), (1005, True)])
 def test_an_agent_is_heard_without_its_workers_and_its_absence_is_no_word_about_them(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, code: int, abruptly: bool
+    gate: Gate, code: int, abruptly: bool
 ) -> None:
-    monkeypatch.setattr(agents_module, "_RETURN_S", 0.05)
     with gate.visit() as agent:
         agent.hear()
         agent.say(Started(worker=f"{gate.me.node}.0"))

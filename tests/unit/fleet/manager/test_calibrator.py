@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fleet.support import make_job, make_plan
+from tests.unit.fleet.support import by_class, make_job, make_plan
 from varuna.calibration.cache import cache_file, remember, remembered
 from varuna.calibration.file import RUN_FILE, read_calibration
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
-from varuna.core.devices import DeviceFacts, worker_bytes
+from varuna.core.devices import ClassSize, DeviceFacts, worker_bytes
 from varuna.core.errors import UsageError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
@@ -250,3 +250,111 @@ def test_what_a_spare_tells_keeps_nobody_from_learning(tmp_path: Path) -> None:
     assert heard.hear(made, "w0", beat(times()), 0.0) == []
     [told] = heard.hear(made, "w1", beat(times()), 0.0)
     assert isinstance(told, GenerationTimed)
+
+
+def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path) -> None:
+    plans: list[Calibration | None] = []
+    sizes = (ClassSize(name="a", workers=1), ClassSize(name="b", workers=1))
+    job = JOB.model_copy(update={"classes": sizes})
+    plan = by_class(job, 2, 2).model_copy(update={"step_s": 1e6})
+
+    def make(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        plans.append(calibration)
+        return plan
+
+    heard = Calibrator(make, run_dir=tmp_path, cache=cache_file)
+    offered = nominal_calibration(JOB.model).model_copy(update={"created": "today"})
+    for name in ("b", "c"):
+        hardware = offered.hardware.model_copy(update={"device_class": name})
+        heard.take(offered.model_copy(update={"hardware": hardware}).model_dump_json())
+    heard.plan(job, 2, 2)
+    assert plans[-1] is not None
+    assert plans[-1].classes == ("b",), "nothing is known of a, and nobody has c"
+    both = fleet()
+    record = both.record.model_copy(update={"plan": plan})
+    known = [replace(each, device_class=name) for each, name in zip(both.workers.values(), "ab", strict=True)]
+    both = replace(both, history=(record,), workers=Workers(known))
+    told = [each for w, s in (("w0", 5.0), ("w1", 20.0)) for each in heard.hear(both, w, beat(times(9, s)), 0.0)]
+    assert any(isinstance(each, GenerationTimed) for each in told)
+    heard.plan(job, 2, 2)
+    learned = plans[-1]
+    assert learned is not None
+    assert set(learned.classes) == {"a", "b"}
+    assert learned.of("b").compute_s(1) == pytest.approx(4 * learned.of("a").compute_s(1), rel=0.1)
+    assert read_calibration(tmp_path / RUN_FILE) == learned
+    expected = heard.compute_s(job, plan)
+    assert expected is not None
+    assert expected[1] == pytest.approx(4 * expected[0], rel=0.1)
+    again = Calibrator(make, run_dir=tmp_path / "later", cache=cache_file)
+    again.plan(job, 2, 2)
+    assert plans[-1] is not None
+    assert plans[-1].of("b").compute_s(1) == learned.of("b").compute_s(1)
+
+
+def test_operation_counts_may_be_off_by_any_factor(tmp_path: Path) -> None:
+    """Both classes are told apart after the first look, however long their actions take against the nominal ones."""
+    sizes = (ClassSize(name="a", workers=1), ClassSize(name="b", workers=1))
+    job = JOB.model_copy(update={"classes": sizes})
+    plan = by_class(job, 2, 2).model_copy(update={"step_s": 1e6})
+    heard = Calibrator(lambda *_: plan, run_dir=tmp_path, cache=None)
+    heard.plan(job, 2, 2)
+    both = fleet()
+    record = both.record.model_copy(update={"plan": plan})
+    known = [replace(each, device_class=name) for each, name in zip(both.workers.values(), "ab", strict=True)]
+    both = replace(both, history=(record,), workers=Workers(known))
+    for worker, seconds in (("w0", 5e4), ("w1", 2e5)):
+        heard.hear(both, worker, beat(times(9, seconds)), 0.0)
+    assert heard.calibration is not None
+    assert heard.calibration.of("b").compute_s(1) == pytest.approx(4 * heard.calibration.of("a").compute_s(1), rel=0.1)
+
+
+def test_a_calibration_of_the_user_is_for_all_classes_that_it_does_not_name(tmp_path: Path) -> None:
+    plans: list[Calibration | None] = []
+    sizes = (ClassSize(name="a", workers=1), ClassSize(name="b", workers=1))
+    given = nominal_calibration(JOB.model).model_copy(update={"created": "by hand"})
+
+    def make(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        plans.append(calibration)
+        return PLAN
+
+    def first(given: Calibration) -> Calibration | None:
+        heard = Calibrator(make, run_dir=tmp_path, cache=None, given=given)
+        other = given.model_copy(update={"hardware": given.hardware.model_copy(update={"device_class": "b"})})
+        heard.take(other.model_copy(update={"created": "measured"}).model_dump_json())
+        heard.plan(JOB.model_copy(update={"classes": sizes}), 2, 2)
+        return plans[-1]
+
+    assert first(given) == given
+    named = given.model_copy(update={"hardware": given.hardware.model_copy(update={"device_class": "a"})})
+    found = first(named)
+    assert found is not None
+    assert found.of("a").created == "by hand"
+    assert found.of("b").created == "measured"
+
+
+def test_figures_for_any_class_make_room_for_what_was_measured(tmp_path: Path) -> None:
+    given = nominal_calibration(JOB.model).model_copy(update={"created": "by hand"})
+    sizes = (ClassSize(name="a", workers=2),)
+    heard = Calibrator(lambda *_: PLAN.on_class("a"), run_dir=tmp_path, cache=cache_file, given=given)
+    heard.plan(JOB.model_copy(update={"classes": sizes}), 2, 2)
+    one = fleet()
+    record = one.record.model_copy(update={"plan": PLAN.on_class("a")})
+    one = replace(one, history=(record,), workers=Workers(replace(w, device_class="a") for w in one.workers.values()))
+    for worker in ("w0", "w1"):
+        heard.hear(one, worker, beat(times()), 0.0)
+    assert heard.calibration is not None
+    assert heard.calibration.classes == ("a",), "so that `varuna plan --run` asks for one number of GPUs"
+
+
+def test_a_file_that_names_no_class_is_for_the_workers_that_offer_it(tmp_path: Path) -> None:
+    plans: list[Calibration | None] = []
+    offered = nominal_calibration(JOB.model).model_copy(update={"created": "by hand"})
+
+    def make(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        plans.append(calibration)
+        return PLAN
+
+    heard = Calibrator(make, run_dir=tmp_path, cache=None)
+    heard.take(offered.model_dump_json())
+    heard.plan(JOB.model_copy(update={"classes": (ClassSize(name="a", workers=2),)}), 2, 2)
+    assert plans == [offered]

@@ -76,7 +76,7 @@ def test_readers_see_the_end_and_nobody_can_change_anything(folder: Path) -> Non
         reader = {"Authorization": f"Bearer {session}"}
         status = client.get("/status", headers=reader).json()
         assert (status["state"], status["read_only"]) == ("ended with exit code 1", True)
-        assert (status["plan"]["stages"], len(status["members"])) == (2, 3)
+        assert (status["plan"]["shape"], status["plan"]["depths"], len(status["members"])) == ("2x1", [2], 3)
         assert client.get("/logs/w0", headers=reader).text == "the last words of w0\n"
         assert client.get("/status").status_code == 401
         for path in ("stop", "morph", "drain", "checkpoint", "links"):

@@ -17,8 +17,8 @@ from varuna.fleet.manager.mailbox import Mailbox, Pulses
 from varuna.fleet.page.status import describe
 from varuna.fleet.run_folder.journal import Journal, read_events
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Idle
 from varuna.fleet.state.inputs import Event, FinishRequested, MessageReceived, StopRequested
+from varuna.fleet.state.phases import Idle
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import Asked, Audited, GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
 
@@ -113,7 +113,7 @@ class Play:
 
     def held(self, worker: str) -> Held:
         stage = PLAN.place_of(MEMBERS.index(worker)).stage
-        return Held(generation=0, next_step=1, sections=tuple(PLAN.sections_of(stage)))
+        return Held(generation=0, next_step=1, sections=tuple(PLAN.first_cut.sections_of(stage)))
 
     def end(self) -> None:
         self.script.append((self.script[-1][0] if self.script else -1, StopRequested("enough", 0)))

@@ -34,8 +34,15 @@ class Front:
         self.audited: list[Audited] = []
         self.now_s = 0.0
         self.checkpoints: str | None = "s3://bucket/run"
+        self.rescues = False
         door = OperatorApi(
-            status=lambda: {"loss": float("nan"), "steps": 3, "nodes": ["n0-vm"], "checkpoint_dir": self.checkpoints},
+            status=lambda: {
+                "loss": float("nan"),
+                "steps": 3,
+                "nodes": ["n0-vm"],
+                "checkpoint_dir": self.checkpoints,
+                "rescues": self.rescues,
+            },
             logs=folder,
             ask=self.ask,
             audit=Audit(self.audited.append, lambda: self.now_s),
@@ -177,9 +184,9 @@ def test_the_operator_may_change_the_run_and_each_time_is_written_down(front: Fr
     assert client.post("/tokens", headers=OPERATOR, json={"uses": 5, "life_s": 60}).json() == {"join": "varuna://5-60"}
     assert client.post("/checkpoint", headers=OPERATOR).status_code == 202
     assert [type(event) for event in front.events] == [FinishRequested, MorphRequested, DrainRequested, SaveRequested]
-    front.checkpoints = None
-    refused = client.post("/checkpoint", headers=OPERATOR)
-    assert (refused.status_code, "checkpoints=" in refused.json()["error"]) == (409, True)
+    for front.checkpoints, front.rescues in ((None, False), ("/runs/a/rescue", True)):
+        refused = client.post("/checkpoint", headers=OPERATOR)
+        assert (refused.status_code, "checkpoints=" in refused.json()["error"]) == (409, True)
     assert [line.action for line in front.audited if line.allowed] == [
         "stop the run",
         "morph",

@@ -14,7 +14,7 @@ from varuna.fleet.net.protocol import Exited, WorkerSnapshot
 from varuna.fleet.run_folder.journal import Journal, read_events
 from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Fleet, Idle, Running, Stopping
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     DrainRequested,
     FinishRequested,
@@ -25,6 +25,7 @@ from varuna.fleet.state.inputs import (
     WorkerSpawned,
 )
 from varuna.fleet.state.outputs import Instruction, Publish, Send
+from varuna.fleet.state.phases import Idle, Running, Stopping
 from varuna.fleet.state.run_events import Answered, Asked, GenerationStarted, RunEnded, StepRecorded
 from varuna.fleet.state.stutter import Straggler
 
@@ -93,7 +94,7 @@ class Shell:
         fleet = self.driver.fleet
         stage = fleet.record.plan.place_of(fleet.members.index(name)).stage
         votes = (make_vote(fleet.record.plan, fleet.generation, next_step - 1),)
-        sections = tuple(fleet.record.plan.sections_of(stage))
+        sections = tuple(fleet.record.plan.first_cut.sections_of(stage))
         return Held(generation=fleet.generation, next_step=next_step, sections=sections, votes=votes)
 
 
@@ -181,7 +182,7 @@ def test_a_generation_that_nobody_was_told_of_is_given_up_and_its_number_is_not_
 
 def _sections(fleet: Fleet, name: str) -> tuple[int, ...]:
     plan = fleet.record.plan
-    return tuple(plan.sections_of(plan.place_of(fleet.members.index(name)).stage))
+    return tuple(plan.first_cut.sections_of(plan.place_of(fleet.members.index(name)).stage))
 
 
 def test_a_lost_worker_that_comes_back_is_killed(shell: Shell) -> None:

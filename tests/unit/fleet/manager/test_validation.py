@@ -15,6 +15,7 @@ from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import WorkerDistrusted
 from varuna.fleet.state.outputs import Kill
+from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.worker import changed
 
 
@@ -117,7 +118,7 @@ def test_honest_words_pass_at_every_moment_of_a_morph() -> None:
         driver.held(name, 2)
     assert driver.fleet.generation == 1
     for name in driver.fleet.members:  # before the new generation has formed, they still hold what they had
-        old = tuple(plan.sections_of(plan.place_of(driver.fleet.history[0].members.index(name)).stage))
+        old = tuple(plan.first_cut.sections_of(plan.place_of(driver.fleet.history[0].members.index(name)).stage))
         assert objection(driver.fleet, name, Held(generation=1, next_step=2, sections=old)) is None
 
 
@@ -177,23 +178,53 @@ def test_what_is_shared_out_is_whole_with_its_holders_only() -> None:
     assert [bool(objection(driver.fleet, w0, held)) for held in said] == [False, False, True, True, True]
 
 
-def test_sums_of_the_rank_whose_copy_a_worker_keeps_are_no_lie() -> None:
-    def copied(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        return two_stages(job, workers, micro_batch).model_copy(update={"copies": Copies.KEPT})
+def copied(copies: Copies) -> Driver:
+    """2x1 or, with sums alone, 2x2, after a step; ranks keep copies of the next one of the other stage or replica."""
 
-    driver = Driver(FleetConfig(workers=2), plan=copied)
+    def planned(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        return two_stages(job, workers, micro_batch).model_copy(update={"copies": copies})
+
+    driver = Driver(FleetConfig(workers=4 if copies is Copies.SUMS else 2), plan=planned)
     driver.gather()
     driver.voted(0)
+    return driver
 
-    def held(*sections: int) -> Held:
-        whole: Spans = ((0, 3),)
-        sums = HeldSums(
-            micro_batch=2, sections=tuple(SectionSum(section=each, micro_batches=whole) for each in sections)
-        )
-        return Held(generation=0, next_step=1, sections=(0, 1), copies=(2, 3), sums=sums)
 
-    assert objection(driver.fleet, "w0", held(0, 1, 2, 3)) is None
+def sums_of(*sections: int, spans: Spans) -> tuple[SectionSum, ...]:
+    return tuple(SectionSum(section=each, micro_batches=spans) for each in sections)
+
+
+def test_sums_of_the_rank_whose_copy_a_worker_keeps_are_no_lie() -> None:
+    driver = copied(Copies.STATE)
+
+    def held(*sections: int, own: tuple[int, ...] = (), copies: tuple[int, ...] = (2, 3)) -> Held:
+        spans: Spans = ((0, 3),)
+        sums = HeldSums(micro_batch=2, sections=sums_of(*own, spans=spans), copies=sums_of(*sections, spans=spans))
+        return Held(generation=0, next_step=1, sections=(0, 1), copies=copies, sums=sums)
+
+    assert objection(driver.fleet, "w0", held(2, 3, own=(0, 1))) is None
     assert objection(driver.fleet, "w0", held(2)) is None
-    without = driver.fleet.record.model_copy(update={"copy_shift": 0})
+    assert "never given" in text(objection(driver.fleet, "w0", held(own=(2,)))), "they are not its own"
+    record = driver.fleet.record
+    fields = {name: getattr(record, name) for name in GenerationRecord.model_fields}
+    without = GenerationRecord.model_validate({**fields, "keepers": ()})
     driver.fleet = changed(driver.fleet, history=(without,))
-    assert "never given" in text(objection(driver.fleet, "w0", held(2).model_copy(update={"copies": ()})))
+    assert "never given" in text(objection(driver.fleet, "w0", held(2, copies=())))
+
+
+def test_copied_sums_are_of_the_owners_share_and_bring_no_state() -> None:
+    driver = copied(Copies.SUMS)
+    keeper = driver.fleet.members[2]
+    assert driver.fleet.record.copied_from(2) == 0, "which runs the same sections"
+    theirs, mine = ((0, 3),), ((4, 8),)
+
+    def held(spans: Spans, section: int = 0, copies: tuple[int, ...] = ()) -> Held:
+        sums = HeldSums(
+            micro_batch=2, sections=sums_of(0, 1, spans=mine), copies=sums_of(section, section + 1, spans=spans)
+        )
+        return Held(generation=0, next_step=1, sections=(0, 1), sums=sums, copies=copies)
+
+    assert objection(driver.fleet, keeper, held(theirs)) is None
+    assert "never given" in text(objection(driver.fleet, keeper, held(((2, 5),))))
+    assert "never given" in text(objection(driver.fleet, keeper, held(theirs, section=2)))
+    assert "nobody has sent it" in text(objection(driver.fleet, keeper, held(theirs, copies=(0, 1))))

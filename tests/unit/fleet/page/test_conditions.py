@@ -1,12 +1,13 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.unit.fleet.support import Driver, two_stages
+from tests.unit.fleet.support import Driver, by_class, two_stages
 from varuna.core.messages import Beat
 from varuna.fleet.page.conditions import slowness
 from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Departure, Finishing
+from varuna.fleet.state.fleet import Departure
+from varuna.fleet.state.phases import Finishing
 from varuna.fleet.state.worker import Standing
 
 
@@ -71,3 +72,26 @@ def test_slowness_is_against_the_median_of_the_same_stage() -> None:
     assert slowness(fleet) == {first: 1.0, third: 0.3 / 0.1, second: 1.0, fourth: 1.0}
     assert conditions(driver)[third] == ("slow", "3.00 times the compute of its peers")
     assert conditions(driver)[first][0] == "ok"
+
+
+def test_whoever_idles_is_told_why() -> None:
+    driver = Driver(FleetConfig(workers=5, slow_ratio=1.5), plan=two_stages)
+    driver.gather()
+    assert conditions(driver)["w4"] == ("wait", "2x2 is the best plan for 5 workers")
+    driver.voted(0, 1)
+    driver.kill("w4")  # its replacement comes when the plan is made
+    driver.hello("w5")
+    assert conditions(driver)["w5"] == ("wait", "it came after the plan was made")
+    driver.wait(5.0)
+    assert conditions(driver)["w5"] == ("wait", "to take it in would cost more than it brings")
+
+
+def test_classes_are_named_where_one_idles() -> None:
+    driver = Driver(
+        FleetConfig(workers=4, replace=False), plan=by_class, class_of=lambda name: "b" if name == "w3" else "a"
+    )
+    driver.gather()
+    assert driver.fleet.record.plan.classes == {"a": 2, "b": 1}
+    assert conditions(driver)["w2"] == ("wait", "2x1+1x1 is the best plan for 3 a and 1 b")
+    workers: Any = describe(driver.fleet, driver.now_s)["workers"]
+    assert [worker["device_class"] for worker in workers] == ["a", "a", "a", "b"]

@@ -4,11 +4,9 @@ import asyncio
 import json
 from typing import Any
 
-import pytest
 from starlette.types import Message
 
 from varuna.core.plan import Plan
-from varuna.fleet.page import live_feed
 from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.live_feed import EventStream, LiveFeed, difference, position
 from varuna.fleet.state.run_events import (
@@ -50,7 +48,7 @@ class Run:
         self.chronicle = Chronicle(changes_kept=changes_kept)
         self.now_s = 0.0
         self.told: dict[str, Any] = {"state": "training", "workers": [{"name": "w0", "pid": 1}]}
-        self.feed = LiveFeed(self.chronicle, lambda: self.told, lambda: self.now_s)
+        self.feed = LiveFeed(self.chronicle, lambda: self.told, lambda: self.now_s, tick_s=0.001, stall_s=0.01)
 
     def page(self, last: str = "") -> EventStream:
         return self.feed.stream(last, lambda: True)
@@ -87,6 +85,7 @@ def test_what_reading_back_a_checkpoint_has_shown_is_told() -> None:
     assert now["checkpoint"] == {"step": 6, "time_s": 3.0}
     assert now["verified"] == {"step": 3, "time_s": 2.0, "read_bytes": 2**20, "total_bytes": 2**22}
     chronicle.take(CheckpointVerified(step=6, read_bytes=0, total_bytes=9, damage="a part is missing", instead=3), 5.0)
+    assert (now["damaged"], chronicle.newest(10, 6.0)["damaged"]) == (1, 2)
     _, whole = chronicle.describe()
     assert whole["checkpoint"] == {"step": 6, "time_s": 3.0, "damage": "a part is missing", "instead": 3}
     marks = whole["marks"]
@@ -161,9 +160,7 @@ async def serve(stream: EventStream, feed: LiveFeed, reads: bool) -> tuple[str, 
     return body.decode(), max(pages)
 
 
-def test_a_page_that_does_not_read_is_dropped_and_the_others_hear_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_feed, "_STALL_S", 0.01)
-    monkeypatch.setattr(live_feed, "_TICK_S", 0.001)
+def test_a_page_that_does_not_read_is_dropped_and_the_others_hear_the_end() -> None:
     run = Run()
     assert asyncio.run(serve(run.page(), run.feed, reads=False)) == ("", 1)
     run.chronicle.take(RunEnded(exit_code=0, text="done"), 1.0)
@@ -172,3 +169,23 @@ def test_a_page_that_does_not_read_is_dropped_and_the_others_hear_the_end(monkey
     assert run.feed.pages == 0
     assert not run.feed.has_room
     assert asyncio.run(serve(run.feed.stream("", lambda: False), run.feed, reads=True))[0] == ""
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_has_that_until_the_next_one() -> None:
+    chronicle = Chronicle()
+    record = started(0).record.model_copy(update={"first_step": 40})
+    chronicle.take(GenerationStarted(record=record), 1.0)
+    told = chronicle.newest(100, 2.0)
+    assert told["checkpoint"] == {"step": 40, "time_s": 1.0, "resumed": True}
+    assert chronicle.describe()[1]["marks"] == told["marks"]
+    assert "Training goes on at step 40 on 2 workers" in str(told["marks"])
+    chronicle.take(CheckpointCommitted(step=60), 3.0)
+    assert chronicle.newest(100, 4.0)["checkpoint"] == {"step": 60, "time_s": 3.0}
+
+
+def test_a_notice_that_a_machine_will_leave_is_a_mark_of_its_own() -> None:
+    chronicle = Chronicle()
+    chronicle.take(Notice(text="node n3 will leave in 30 s (preemption notice)", departs=True), 1.0)
+    marks = chronicle.newest(10, 2.0)["marks"]
+    assert isinstance(marks, list)
+    assert [mark["kind"] for mark in marks] == ["leaving"]

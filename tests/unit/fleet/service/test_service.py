@@ -53,5 +53,6 @@ def test_a_manager_that_leaves_a_cluster_gives_its_folder_and_its_tokens_to_the_
         assert service.manage() is None
     assert len(tokens) == 1
     said = [event.text for event in seen if isinstance(event, Notice)]
-    assert len(said) == 2
-    assert all(text.startswith("manager at 127.0.0.1:") for text in said)
+    assert len(said) == 4
+    assert all(text.startswith("manager at 127.0.0.1:") for text in said[::2])
+    assert all(text.startswith("page at https://127.0.0.1:") for text in said[1::2])

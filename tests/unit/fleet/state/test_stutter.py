@@ -5,12 +5,13 @@ from functools import partial
 
 import pytest
 
-from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
+from tests.unit.fleet.support import Driver, by_class, make_job, make_plan, sends, two_stages, unlike_pipelines
 from varuna.core.messages import Beat, Leaving, RaiseFlag
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Running
+from varuna.fleet.state.inputs import Recalibrated
+from varuna.fleet.state.phases import Running
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.state.stutter import SLOW_RATIO, StutterEvidence, slower_than_peers, slower_than_predicted
 
@@ -267,3 +268,59 @@ def test_without_a_threshold_nobody_is_judged() -> None:
     driver.voted(0, 1)
     beat_all(driver, 50, w3=9.0)
     assert not driver.told(Notice)
+
+
+@pytest.mark.parametrize("slow", ["w1", "w4"])
+def test_stages_of_unlike_pipelines_are_compared_by_what_they_were_predicted_to_take(slow: str) -> None:
+    """Three stages of 1, 1 and 2 sections, and two of 2: each takes as long as it has sections."""
+    driver = Driver(FleetConfig(workers=5, slow_ratio=SLOW_RATIO), plan=unlike_pipelines, job=LONG)
+    driver.gather()
+    driver.voted(0, 1)
+    plan, usual = driver.fleet.record.plan, {}
+    for rank, name in enumerate(driver.fleet.record.grid):
+        usual[name] = float(len(plan.sections_at(rank)))
+    beat_all(driver, 20, **usual | {slow: 1.5 * usual[slow]})
+    assert not driver.fleet.slow  # nobody knows what a stage should take
+    expected_s = tuple(0.1 * len(slot.sections) for slot in plan.slots)
+    driver.feed(Recalibrated(driver.fleet.generation, expected_s, None))
+    beat_all(driver, 20, **usual)
+    assert not driver.fleet.slow
+    beat_all(driver, 20, **usual | {slow: 1.5 * usual[slow]})
+    assert driver.fleet.slow.keys() == {slow}
+    assert driver.fleet.speed_of(slow) == pytest.approx(1 / 1.5, rel=0.05)
+    driver.voted(2)
+    held_all(driver, 3)
+    assert slow in driver.fleet.record.cause
+
+
+def test_like_is_compared_with_like_and_a_slow_class_is_no_straggler() -> None:
+    classes = "aaaabbbb"
+    config = FleetConfig(workers=8, slow_ratio=SLOW_RATIO, replace=False)
+
+    def pipelines(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        """Two of each class, of two stages: as for one of each, twice."""
+        plan = by_class(job, workers, micro_batch)
+        more = tuple(each.model_copy(update={"replicas": 2}) for each in plan.more)
+        return Plan.model_validate({**dict(plan), "replicas": 4, "more": more})
+
+    driver = Driver(config, plan=pipelines, job=LONG, class_of=lambda name: classes[int(name[1:])])
+    driver.gather()
+    driver.voted(0, 1)
+    assert driver.fleet.record.plan.classes == {"a": 4, "b": 4}
+    driver.feed(Recalibrated(driver.fleet.generation, (1.0, 1.0, 1.0, 1.0)))  # nobody knows that b is slower
+    slow = {f"w{number}": 3.0 for number in range(4, 8)}
+    beat_all(driver, 30, **slow)
+    assert not driver.fleet.slow
+    beat_all(driver, 30, **{**slow, "w6": 6.0})
+    assert list(driver.fleet.slow) == ["w6"]
+
+
+def test_in_pipelines_on_several_classes_nobody_is_a_straggler() -> None:
+    """All count as the slowest there, and the fast ones are no measure for the others."""
+    config = FleetConfig(workers=4, slow_ratio=SLOW_RATIO, replace=False)
+    driver = Driver(config, plan=two_stages, job=LONG, class_of=lambda name: "a" if name < "w2" else "b")
+    driver.gather()
+    driver.voted(0, 1)
+    assert driver.fleet.record.plan.classes == {"": 4}
+    beat_all(driver, 40, w2=3.0, w3=3.0)
+    assert not driver.fleet.slow

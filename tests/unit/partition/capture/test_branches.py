@@ -14,7 +14,6 @@ from tests.unit.partition.in_turn import differences
 from varuna.checks.assumptions import check_assumptions
 from varuna.core.errors import DataError, ModelError
 from varuna.data.samples import SampleSource
-from varuna.partition.capture import export
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.initial.constructor import materialise
@@ -221,11 +220,11 @@ def test_the_path_of_eager_is_tried_where_a_model_asks_which_it_is(
     """With what the code says, with the samples, and to see which module is in the way: that one always as eager."""
     tried = []
 
-    def attempt(*_: object) -> None:
+    def attempt(*_: object, **__: object) -> None:
         tried.append(torch.compiler.is_compiling() if asks else None)
         raise ValueError("no way")
 
-    monkeypatch.setattr(export, "_attempt", attempt)
+    monkeypatch.setattr(torch.export, "export", attempt)
     with pytest.raises(ModelError, match="no way"):
         partition(Recipe(Layers), SampleSource(Plain(), seed=0).micro_batch([0, 1]).tensors)
     assert len(tried) == attempts

@@ -9,11 +9,11 @@ from varuna.calibration.file import read_calibration
 from varuna.calibration.format import Jitter, Link, NetworkCosts, OptimizerCosts, Ring
 from varuna.core.model import JobFacts, ModelFacts, Network, TiedParameter
 from varuna.core.plan import Plan
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import plan_run
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.predict import predict
 from varuna.planner.pricing.profile import Profile, profile
-from varuna.planner.request import PlanRequest
 from varuna.planner.sweep import rank_plans
 from varuna.schedule.policy import stash_limit
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts, uniform

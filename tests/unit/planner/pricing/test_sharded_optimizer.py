@@ -6,13 +6,13 @@ from tests.unit.planner.models import FAST, MB, calibrated, model, section
 from varuna.calibration.format import Calibration
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import plan_run
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.network import reduce_s
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spans import Spans
 from varuna.planner.pricing.stage_size import Size, Sizer
-from varuna.planner.request import PlanRequest
 from varuna.planner.sweep import rank_plans
 
 FOUR = model([section()] * 4)  # of each 100 MB of parameters and of gradients, and 200 MB of state

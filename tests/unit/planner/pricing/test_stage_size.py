@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from tests.unit.planner.models import MB, calibrated, model, section
 from varuna.calibration.format import Hardware, OptimizerCosts
 from varuna.core.model import ModelFacts, TiedParameter
-from varuna.core.plan import SAMPLES_AHEAD
 from varuna.planner.pricing.profile import Peaks, profile
 from varuna.planner.pricing.spans import Spans
 from varuna.planner.pricing.stage_size import Size, Sizer, StageBytes
+from varuna.schedule.buffers import SAMPLES_AHEAD
 
 FOUR = model([section()] * 4)
 

@@ -3,7 +3,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna.core.persistent import PersistentMap
+from varuna.fleet.state.persistent import PersistentMap
 
 # Few different hashes: keys whose hashes agree in many bits, or altogether, must be told apart too.
 KEYS = [f"k{number}" for number in range(200)]

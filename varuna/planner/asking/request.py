@@ -1,11 +1,13 @@
 """The request for a plan."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from varuna.calibration.format import Calibration
-from varuna.core.plan import are_speeds
+from varuna.core.dealing import are_speeds
+from varuna.core.devices import ClassSize
 from varuna.core.value import Value
 
 Objective = Literal["time", "dollar"]
@@ -19,12 +21,18 @@ class PlanRequest(Value):
     speeds: tuple[float, ...] = Field(
         default=(), description="of the workers, fastest first: at most 1, which is what was calibrated; () for all 1"
     )
+    classes: tuple[ClassSize, ...] = Field(
+        default=(), description="of the workers' devices, where they are known; else all are as the calibration says"
+    )
     global_batch: int = Field(ge=1, description="M, examples per step")
     micro_batch: int | None = Field(default=None, description="m if it is fixed")
     lowers_micro_batch: bool = Field(default=False, description="that m is a wish: halved where nothing fits")
     memory_bytes: int | None = Field(default=None, gt=0, description="of a worker, instead of the calibration's")
     gpus_per_vm: int | None = Field(default=None, ge=1, description="instead of the calibration's")
     stages: int | None = Field(default=None, description="P if it is fixed")
+    mixes: bool = Field(
+        default=True, description="pipelines may be of different depth, where workers would be left over otherwise"
+    )
     leaves_idle: bool = Field(default=True, description="workers may idle where rings cost more than they bring")
     tentative: bool = Field(default=False, description="steps may be applied before the vote, on copies")
     stash_moves: bool = Field(default=False, description="inputs that wait for R may do so in host memory")
@@ -46,7 +54,29 @@ class PlanRequest(Value):
                 f"speeds must give each of {self.workers} workers more than 0 and at most 1, fastest first; these are "
                 f"{len(speeds)}: {speeds}"
             )
+        if self.classes and sum(each.workers for each in self.classes) != self.workers:
+            raise ValueError(f"classes {self.classes} must name each of {self.workers} workers once")
+        if len(self.classes) > 1 and self.are_unequal:
+            raise ValueError("speeds are of workers of one class; those of several are equally fast in each")
         return self
+
+    def of_class(self, size: ClassSize) -> "PlanRequest":
+        """The same question for the workers of one class alone, whose plans are of no class."""
+        known = self.calibration.of(size.name)
+        memory_bytes = self.memory_bytes
+        if memory_bytes is None and known.hardware.device_class in ("", size.name):  # of another one it says nothing
+            memory_bytes = known.hardware.memory_bytes
+        update = {
+            "calibration": known,
+            "workers": size.workers,
+            "classes": (),
+            "memory_bytes": size.memory_bytes if memory_bytes is None else memory_bytes,
+        }
+        return self.model_copy(update=update)
+
+    def for_class(self, name: str) -> "PlanRequest":
+        """The same question for the workers of one class, if there are any."""
+        return next((self.of_class(size) for size in self.classes if size.name == name), self)
 
     @property
     def are_unequal(self) -> bool:
@@ -72,6 +102,17 @@ class PlanRequest(Value):
     def paid(self, workers: int) -> int:
         """GPUs in the VMs that ``workers`` occupy."""
         return -(-workers // self.vm_size) * self.vm_size
+
+    def hourly(self, classes: Mapping[str, int]) -> float | None:
+        """Dollars per hour of the VMs of these workers, counted by class; None: some class has no price."""
+        dollars = 0.0
+        for name, workers in classes.items():
+            hardware = self.calibration.of(name).hardware
+            if hardware.price_per_hour is None:
+                return None
+            vm_size = self.gpus_per_vm or hardware.gpus_per_vm
+            dollars += hardware.price_per_hour * -(-workers // vm_size) * vm_size
+        return dollars
 
     def score(self, workers: int, step_s: float) -> float:
         """The figure that plans are ranked by, the least first: seconds, or GPU-seconds, per step."""

@@ -1,17 +1,18 @@
-"""Workers of different speed: fast ones form pipelines of their own, which run more micro-batches.
+"""Pipelines of workers of different speed. Depths and cuts are those that are best for equal workers.
 
-Depths and cuts are those that are best for equal workers. For each of them, the workers are taken in the order of their
-speed, and the number of pipelines is tried again: a slow one that would end last is not worth having.
+The workers are taken in the order of their speed, and the number of pipelines is tried again: a slow one that would end
+last is not worth having.
 """
 
 from collections.abc import Iterator
 from itertools import pairwise
 
-from varuna.core.plan import Plan, pipeline_speeds
+from varuna.core.dealing import pipeline_speeds
+from varuna.core.plan import Plan
+from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.predict import Simulated, simulated
 from varuna.planner.pricing.profile import profile
-from varuna.planner.request import PlanRequest
 
 
 def with_speeds(plan: Plan, request: PlanRequest) -> Simulated:
@@ -27,7 +28,7 @@ def _tries(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     """One replica fewer or more changes little, unless the next one is slower."""
     stages = plan.stages
     most = min(request.workers // stages, plan.micro_batches)
-    paces = pairwise(pipeline_speeds(request.speeds, stages, most))
+    paces = pairwise(pipeline_speeds(request.speeds, (stages,) * most))
     counts = {plan.replicas, most} | {count for count, (this, next_) in enumerate(paces, 1) if this > next_}
     if request.calibration.optimizer.sharded:  # fewer replicas would hold more state each
         counts = {count for count in counts if count >= plan.replicas}
@@ -35,5 +36,5 @@ def _tries(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
         counts = {most}
     for count in sorted(counts):
         yield plan.model_copy(
-            update={"replicas": count, "speeds": pipeline_speeds(request.speeds, stages, count), "step_s": 0.0}
+            update={"replicas": count, "speeds": pipeline_speeds(request.speeds, (stages,) * count), "step_s": 0.0}
         )

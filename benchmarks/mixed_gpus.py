@@ -1,0 +1,91 @@
+"""Plans on paper for GPUs of two kinds: all at work, against one kind alone, and all as if they were of the slowest.
+
+Rows: 8 A100 with 16 V100, and 8 H100 with 24 T4, for the paper's 2.5B and 8.3B models, by the constants of
+``benchmarks.paper.machines``. ``bound`` is the sum of what each kind does alone with all of its GPUs.
+
+    python -m benchmarks.mixed_gpus [--global-batch 8192]
+
+Sailor (SOSP'25) reports 1.15 to 2.03 times the best homogeneous plan for A100s with V100s. With ``--speed`` it shows
+how long planning takes for many workers of three kinds.
+"""
+
+import argparse
+import time
+
+from benchmarks.paper.calibrations import GPT2, calibrate
+from benchmarks.paper.machines import A100, H100, T4, V100, Machine
+from varuna.calibration.format import Calibration
+from varuna.core.devices import ClassSize
+from varuna.planner.asking.request import PlanRequest
+from varuna.planner.sweep import rank_plans
+from varuna.planner.unlike.classes import as_slowest
+
+FLEETS = (((A100, 8), (V100, 16)), ((H100, 8), (T4, 24)))
+MANY = ((H100, 128), (V100, 128), (T4, 256))
+
+
+def asked(model: str, fleet: tuple[tuple[Machine, int], ...], global_batch: int) -> PlanRequest:
+    """The request for a fleet of some kinds."""
+    known: Calibration | None = None
+    for machine, _ in fleet:
+        each = calibrate(GPT2[model], machine)
+        named = each.hardware.model_copy(update={"device_class": _name(machine)})
+        each = each.model_copy(update={"hardware": named})
+        known = each if known is None else known.with_class(each)
+    assert known is not None
+    classes = tuple(ClassSize(name=_name(machine), workers=count) for machine, count in fleet)
+    workers = sum(count for _, count in fleet)
+    return PlanRequest(calibration=known, workers=workers, classes=classes, global_batch=global_batch, stash_moves=True)
+
+
+def _name(machine: Machine) -> str:
+    return machine.hardware.name.split("-")[0]
+
+
+def row(model: str, fleet: tuple[tuple[Machine, int], ...], global_batch: int) -> str:
+    """A row of the table."""
+    request = asked(model, fleet, global_batch)
+    best = rank_plans(request).plans[0]
+    alone = {}
+    for size in request.classes:
+        plans = rank_plans(request.of_class(size)).plans
+        alone[size.name] = plans[0].step_s if plans else float("inf")
+    slowest = rank_plans(as_slowest(request)).plans
+    slowest_s = slowest[0].step_s if slowest else float("inf")
+    bound_s = 1 / sum(1 / seconds for seconds in alone.values())
+    over_alone, over_slowest = min(alone.values()) / best.step_s, slowest_s / best.step_s
+    each = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in alone.items())
+    cuts = " + ".join(f"{cut.stages}x{len(replicas)} {cut.device_class}" for replicas, cut in best.cuts)
+    gpus = " + ".join(f"{count} {_name(machine)}" for machine, count in fleet)
+    return (
+        f"| {gpus} | {model} | {each} | {slowest_s:.1f} s | {cuts} | {best.step_s:.1f} s | {over_alone:.2f} "
+        f"| {over_slowest:.2f} | {best.step_s / bound_s:.3f} | {request.workers - best.workers} |"
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--global-batch", type=int, default=8192)
+    parser.add_argument("--speed", action="store_true")
+    args = parser.parse_args()
+    if args.speed:
+        for fleet in (MANY, *FLEETS):
+            request = asked("2.5b", fleet, args.global_batch)
+            before_s = time.process_time()
+            plan = rank_plans(request).plans[0]
+            took_s = time.process_time() - before_s
+            print(f"{request.workers} workers of {len(fleet)} kinds: {took_s:.2f} s of one core ({plan.shape})")
+        return
+    print(
+        "| GPUs | model | each alone | all as the slowest | plan | step | over best alone | over slowest | of bound "
+        "| idle |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for fleet in FLEETS:
+        for model in ("2.5b", "8.3b"):
+            print(row(model, fleet, args.global_batch), flush=True)
+
+
+if __name__ == "__main__":
+    main()

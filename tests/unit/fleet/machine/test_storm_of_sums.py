@@ -1,0 +1,199 @@
+"""Workers die at any point of a step, and others keep copies of their sums: each micro-batch counts once."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.unit.fleet.machine.test_machine_storm import SECTIONS, SimulatedWorker, Stages, World
+from varuna.core.messages import Held
+from varuna.core.model import JobFacts
+from varuna.core.plan import Copies, Plan
+from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, numbers_of, spans_of
+from varuna.fleet.manager import validation
+
+MICRO_BATCH = 2
+
+
+@dataclass
+class Summed:
+    """What a worker truly has of one step: own sums by section, and those of the rank that it keeps copies of."""
+
+    generation: int
+    step: int
+    own: dict[int, set[int]]
+    copies: dict[int, set[int]] = field(default_factory=dict)
+    losses: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    """micro-batches of its pipeline that it has run in this generation"""
+
+
+class SummingWorld(World):
+    """One whose workers add, send copies, and go on from what they are told to."""
+
+    def __init__(self, workers: int, *, stages: Stages) -> None:
+        self.summed: dict[str, Summed] = {}
+        self.kept = self.copied = 0
+        super().__init__(workers, stages=stages, checkpoints=True)
+
+        plan = self.driver.plan
+
+        def with_copies(job: JobFacts, count: int, micro_batch: int | None) -> Plan:
+            made = plan(job, count, micro_batch)
+            return made.model_copy(update={"copies": Copies.SUMS if made.replicas > 1 else Copies.NONE})
+
+        self.driver.plan = with_copies
+
+    def settle(self) -> bool:
+        """Form the newest generation's sums, once all its members are there; whether they are."""
+        fleet = self.driver.fleet
+        if not fleet.history:
+            return False
+        record = fleet.record
+        grid = [self.workers[name] for name in record.grid]
+        if all(self._is_settled(worker, record.generation) for worker in grid):
+            return True
+        members = [self.workers[name] for name in record.members]
+        if not all(w.alive and w.generation == record.generation and not w.stopped for w in members):
+            return False
+        if not all(worker.is_ready for worker in grid):
+            return False
+        self.summed = {w.name: self._begun(w, [each.name for each in members]) for w in grid}
+        return True
+
+    def _is_settled(self, worker: SimulatedWorker, generation: int) -> bool:
+        return worker.name in self.summed and self.summed[worker.name].generation == generation
+
+    def _begun(self, worker: SimulatedWorker, members: list[str]) -> Summed:
+        """What a rank begins a generation with."""
+        assert worker.assignment is not None
+        rest, step = worker.assignment.rest, worker.assignment.next_step
+        begun = Summed(worker.generation, step, {section: set() for section in worker.stage})
+        for each in rest.taken if rest is not None else ():
+            source = self.summed[members[each.source_rank]]
+            part = (source.copies if each.copied else source.own)[each.section]
+            assert source.step == step
+            assert part == set(numbers_of(each.micro_batches)), "it is what the manager was told"
+            assert not begun.own[each.section] & part, "nothing is added twice"
+            begun.own[each.section] |= part
+            self.copied += each.copied
+            self.kept += 1
+        begun.losses = {each.micro_batch for each in rest.losses} if rest is not None else set()
+        return begun
+
+    def now(self, worker: SimulatedWorker) -> Summed | None:
+        """What a rank has of the step that it runs."""
+        if not (self.settle() and worker.alive and worker.is_ready) or worker.left or not worker.stage:
+            return None
+        if not self._is_settled(worker, self.driver.fleet.generation) or worker.next_step is None:
+            return None
+        if self.summed[worker.name].step != worker.next_step:
+            own: dict[int, set[int]] = {section: set() for section in worker.stage}
+            self.summed[worker.name] = Summed(worker.generation, worker.next_step, own)
+        return self.summed[worker.name]
+
+    def add(self, worker: SimulatedWorker) -> None:
+        """A rank runs the next micro-batch of its pipeline."""
+        found, assignment = self.now(worker), worker.assignment
+        if found is None or assignment is None or worker.reduced == worker.next_step:
+            return
+        rest = assignment.rest if found.step == assignment.next_step else None
+        share = assignment.plan.micro_batches_of(worker.replica) if rest is None else numbers_of(rest.work)
+        left = [number for number in share if number not in found.done]
+        if not left:
+            return
+        found.done.add(left[0])
+        kept = {each.section: numbers_of(each.micro_batches) for each in rest.kept} if rest is not None else {}
+        for section, numbers in found.own.items():
+            if left[0] not in kept.get(section, ()):
+                assert left[0] not in numbers
+                numbers.add(left[0])
+        if SECTIONS - 1 in found.own:
+            found.losses.add(left[0])
+
+    def send(self, worker: SimulatedWorker) -> None:
+        """A keeper gets the sums of its owner."""
+        found, assignment = self.now(worker), worker.assignment
+        if found is None or assignment is None or assignment.copy_from is None:
+            return
+        name = self.members(assignment)[assignment.copy_from]
+        assert name != worker.name
+        theirs = self.now(self.workers[name])
+        if theirs is not None and theirs.step == found.step:
+            found.copies = {section: set(numbers) for section, numbers in theirs.own.items() if numbers}
+            found.losses |= theirs.losses
+
+    def vote(self) -> None:
+        """All finish the step: each micro-batch is in the sums of one replica."""
+        if not self.settle():
+            return
+        fleet = self.driver.fleet
+        before = self.votes.get(fleet.generation)
+        super().vote()
+        if self.votes.get(fleet.generation) == before:
+            return
+        plan = fleet.record.plan
+        grid = [self.workers[name] for name in fleet.record.grid]
+        for worker in grid:
+            worker.reduced = None
+            for _ in range(plan.micro_batches):
+                self.add(worker)
+            worker.reduced = worker.next_step
+        everything = set(range(plan.micro_batches))
+        for section in range(SECTIONS):
+            added = [j for rank in plan.homes_of(section) for j in self.summed[grid[rank].name].own[section]]
+            assert sorted(added) == sorted(everything)
+        for worker in grid:
+            found = self.summed[worker.name]
+            found.own = {section: set(everything) for section in found.own}
+            found.losses = set(everything)
+
+    def fetch(self, worker: SimulatedWorker) -> None:
+        """What is loaded has no sums."""
+        was_loading = worker.loading
+        super().fetch(worker)
+        if was_loading and not worker.loading:
+            self.summed.pop(worker.name, None)
+
+    def deliver(self, worker: SimulatedWorker) -> None:
+        """A worker that has stopped tells what it has; the manager believes it."""
+        if worker.outbox and isinstance(worker.outbox[0], Held):
+            held = worker.outbox[0] = self._with_sums(worker, worker.outbox[0])
+            if held.sums is not None and held.next_step is not None and self.driver.fleet.is_joined(worker.name):
+                assert validation._about_sums(self.driver.fleet, worker.name, held.next_step, held.sums) is None
+        super().deliver(worker)
+
+    def _with_sums(self, worker: SimulatedWorker, held: Held) -> Held:
+        found = self.summed.get(worker.name)
+        if found is None or held.next_step != found.step or worker.next_step != found.step:
+            return held
+
+        def told(sums: dict[int, set[int]]) -> tuple[SectionSum, ...]:
+            return tuple(SectionSum(section=s, micro_batches=spans_of(j)) for s, j in sorted(sums.items()) if j)
+
+        losses = tuple(MicroBatchLoss(micro_batch=number, values=(1.0, 2.0)) for number in sorted(found.losses))
+        sums = HeldSums(micro_batch=MICRO_BATCH, sections=told(found.own), copies=told(found.copies), losses=losses)
+        return held.model_copy(update={"sums": sums})
+
+
+@pytest.mark.parametrize("stages", [1, 2, "unlike"])
+def test_whoever_dies_each_micro_batch_counts_once(stages: Stages) -> None:
+    """Vote by vote, and whatever was told is what a generation begins with. Copies are gone on from, many times."""
+    kept = copied = 0
+    for seed in range(30):
+        choose = random.Random(seed)
+        world = SummingWorld(choose.randint(3, 6), stages=stages)
+        for _ in range(3):
+            world.round()
+        deaths = choose.choice([0.3, 1])
+        acts = (world.deliver, world.obey, world.learn, world.fetch, world.add, world.send, world.vote_and_tick)
+        rare = (world.hello, world.die, world.freeze)
+        for _ in range(500):
+            [act] = choose.choices((*acts, *rare), weights=[20, 20, 20, 10, 60, 40, 2, 3, deaths, deaths / 5])
+            act(world.someone(choose.randrange(20)))
+            if choose.random() < 0.02:
+                world.round()
+        world.check_liveness()
+        kept, copied = kept + world.kept, copied + world.copied
+    assert kept > 50
+    assert copied > 5

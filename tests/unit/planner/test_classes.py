@@ -1,0 +1,207 @@
+"""Devices of several classes: a pipeline is of one, all end together, and nobody is slower for it than without."""
+
+from itertools import product
+from statistics import mean
+
+import pytest
+
+from tests.unit.planner.models import FAST, MB, calibrated, model, request, section
+from varuna.calibration.format import Calibration, SectionKind
+from varuna.core.devices import ClassSize
+from varuna.core.errors import NoPlanError
+from varuna.core.plan import Plan
+from varuna.planner.asking.request import PlanRequest
+from varuna.planner.choose import best_plan
+from varuna.planner.report import report
+from varuna.planner.sweep import equal_pipelines, rank_plans
+from varuna.planner.unlike.classes import as_slowest
+from varuna.planner.unlike.dealt import PipelineKind, dealt
+
+FACTS = model([section(parameter_bytes=MB)] * 12)
+
+
+def _slower(kind: SectionKind, factor: float) -> SectionKind:
+    names = ("forward_s", "backward_s", "recompute_s", "input_s", "weight_s")
+    return kind.model_copy(update={name: tuple(factor * s for s in getattr(kind, name)) for name in names})
+
+
+def of_class(name: str, factor: float = 1.0, **hardware: object) -> Calibration:
+    known = calibrated(FACTS, across_vms=FAST)
+    kinds = {kind: _slower(each, factor) for kind, each in known.kinds.items()}
+    update = {"device_class": name, **hardware}
+    return known.model_copy(update={"kinds": kinds, "hardware": known.hardware.model_copy(update=update)})
+
+
+def asked(workers: dict[str, int], *calibrations: Calibration, **rest: object) -> PlanRequest:
+    first, *others = calibrations
+    for each in others:
+        first = first.with_class(each)
+    classes = tuple(ClassSize(name=name, workers=count) for name, count in workers.items())
+    given = {"micro_batch": 1, "calibration": first, "classes": classes, "global_batch": 96, **rest}
+    return request(FACTS, sum(workers.values()), given.pop("global_batch"), **given)  # type: ignore[arg-type]
+
+
+def shares(plan: Plan) -> dict[str, int]:
+    """Micro-batches of a worker, by class."""
+    found: dict[str, int] = {}
+    for replicas, cut in plan.cuts:
+        found[cut.device_class] = found.get(cut.device_class, 0) + sum(plan.shares[each] for each in replicas)
+    return found
+
+
+@pytest.mark.parametrize("factor", [1.7, 3.0, 8.0])
+def test_all_end_together_near_the_sum_of_their_speeds(factor: float) -> None:
+    wanted = asked({"A": 2, "B": 4}, of_class("A"), of_class("B", factor), global_batch=480)
+    plan = best_plan(wanted)
+    assert plan.classes == {"A": 2, "B": 4}
+    alone = best_plan(request(FACTS, 1, 480, micro_batch=1, calibration=of_class("A"))).step_s
+    bound_s = alone / (2 + 4 / factor)
+    assert 0.999 * bound_s <= plan.step_s <= 1.08 * bound_s
+    slowest_s = best_plan(as_slowest(wanted)).step_s
+    assert plan.step_s <= slowest_s / (factor * 2 + 4) * 6 * 1.08
+    assert shares(plan)["A"] / 2 > shares(plan)["B"] / 4
+
+
+def test_it_is_never_slower_than_the_best_class_alone() -> None:
+    for count in (1, 2, 5):
+        for factor in (2.0, 20.0, 500.0):
+            calibrations = of_class("A"), of_class("B", factor)
+            plan = best_plan(asked({"A": 3, "B": count}, *calibrations))
+            alone = best_plan(asked({"A": 3}, calibrations[0]))
+            assert plan.step_s <= alone.step_s
+            assert plan.classes["A"] == 3
+
+
+def test_a_class_that_is_too_slow_to_help_idles() -> None:
+    plan = best_plan(asked({"A": 8, "B": 1}, of_class("A"), of_class("B", 500.0)))
+    assert plan.classes == {"A": 8}
+
+
+def test_a_mix_may_leave_one_class_of_three_out() -> None:
+    plan = best_plan(asked({"A": 4, "B": 4, "C": 1}, of_class("A"), of_class("B", 1.8), of_class("C", 900.0)))
+    assert set(plan.classes) == {"A", "B"}
+
+
+def test_each_class_is_cut_for_its_own_memory() -> None:
+    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).memory_bytes)
+    calibrations = of_class("A"), of_class("B", 2.0, memory_bytes=whole // 3)
+    plan = best_plan(asked({"A": 2, "B": 8}, *calibrations))
+    assert set(plan.classes) == {"A", "B"}
+    for _, cut in plan.cuts:
+        assert cut.device_class == "A" or max(cut.memory_bytes) <= whole // 3
+
+
+def test_memory_that_workers_tell_counts_where_none_was_calibrated() -> None:
+    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).memory_bytes)
+    wanted = asked({"A": 2, "B": 8}, of_class("A"), of_class("B", 2.0))
+    told = (ClassSize(name="A", workers=2), ClassSize(name="B", workers=8, memory_bytes=whole // 3))
+    plan = best_plan(wanted.model_copy(update={"classes": told}))
+    assert all(max(cut.memory_bytes) <= whole // 3 for _, cut in plan.cuts if cut.device_class == "B")
+
+
+def test_a_class_that_holds_no_section_is_left_out_and_named() -> None:
+    ranking = rank_plans(asked({"A": 2, "B": 4}, of_class("A"), of_class("B", 2.0, memory_bytes=1000)))
+    assert ranking.plans[0].classes == {"A": 2}
+    [rejection] = ranking.rejected
+    assert rejection.device_class == "B"
+    assert rejection.reason.startswith("4 of B alone: ")
+
+
+def test_where_no_class_is_enough_alone_one_pipeline_has_several() -> None:
+    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).memory_bytes)
+    limits = {"memory_bytes": whole // 3}
+    plan = best_plan(asked({"A": 2, "B": 2}, of_class("A", **limits), of_class("B", 2.0, **limits)))
+    assert plan.classes == {"": 4}
+    assert plan.stages == 4
+    with pytest.raises(NoPlanError):
+        best_plan(asked({"A": 1, "B": 1}, of_class("A", **limits), of_class("B", 2.0, **limits)))
+
+
+def test_nominal_figures_send_nobody_away_and_tell_classes_apart() -> None:
+    same = of_class("A")
+    plan = best_plan(asked({"A": 3, "B": 2}, same, leaves_idle=False))
+    assert plan.workers == 5
+    assert set(plan.classes) == {"A", "B"}
+    assert max(plan.shares) - min(plan.shares) <= 1 or plan.more
+
+
+def test_replicas_that_divide_optimizer_state_are_all_as_the_slowest() -> None:
+    wanted = asked({"A": 2, "B": 2}, of_class("A"), of_class("B", 1.2))
+    shared = wanted.model_copy(update={"calibration": wanted.calibration.each(Calibration.with_sharded_optimizer)})
+    assert not best_plan(shared).more
+
+
+def test_the_cheapest_plan_weighs_prices_of_classes() -> None:
+    dear, cheap = of_class("A", price_per_hour=10.0), of_class("B", 2.0, price_per_hour=1.0)
+    wanted = asked({"A": 2, "B": 2}, dear, cheap)
+    assert set(best_plan(wanted).classes) == {"A", "B"}
+    assert best_plan(wanted.model_copy(update={"objective": "dollar"})).classes.keys() == {"B"}
+    assert wanted.hourly({"A": 2, "B": 1}) == 21.0
+
+
+def test_batches_too_small_for_all_leave_some_out() -> None:
+    plan = best_plan(asked({"A": 2, "B": 3}, of_class("A"), of_class("B", 1.1), global_batch=3))
+    assert plan.micro_batches == 3
+    assert plan.replicas <= 3
+
+
+def test_small_mixes_are_as_good_as_the_best_of_all_pairs_of_equal_pipelines() -> None:
+    """Within 2 % on average and 5 % at worst of every depth and number of pipelines in each class."""
+    excesses = []
+    for first, second, factor in product((1, 3, 4), (2, 5), (1.3, 2.5, 6.0)):
+        wanted = asked({"A": first, "B": second}, of_class("A"), of_class("B", factor), global_batch=60)
+        excesses.append(best_plan(wanted).step_s / _exhaustive_s(wanted) - 1)
+    assert mean(excesses) <= 0.02
+    assert max(excesses) <= 0.05
+
+
+def _exhaustive_s(wanted: PlanRequest) -> float:
+    sizes, best_s = wanted.classes, float("inf")
+    shapes = [
+        [
+            (stages, replicas)
+            for stages in range(1, size.workers + 1)
+            for replicas in range(1, size.workers // stages + 1)
+        ]
+        for size in sizes
+    ]
+    for chosen in product(*shapes):
+        kinds = []
+        for size, (stages, replicas) in zip(sizes, chosen, strict=True):
+            alone = equal_pipelines(wanted.of_class(size), stages, replicas, 1)
+            if alone is not None:
+                cut = alone.plan.first_cut._replace(device_class=size.name)
+                kinds.append((PipelineKind(cut, replicas, replicas / alone.step_s / replicas), alone.plan))
+        kinds.sort(key=lambda each: -each[0].pace)
+        scaled = [kind._replace(pace=kind.pace / kinds[0][0].pace) for kind, _ in kinds]
+        best_s = min(best_s, dealt(scaled, kinds[0][1], wanted).step_s)
+    return best_s
+
+
+def test_the_report_says_what_each_class_does_and_why_one_idles() -> None:
+    wanted = asked({"A": 2, "B": 4, "C": 3}, of_class("A"), of_class("B", 3.0), of_class("C", 2.0, memory_bytes=1000))
+    found = report(wanted, rank_plans(wanted), price_per_hour=None)
+    assert found.hardware == "2 x nominal + 4 x nominal + 3 x nominal"
+    first = found.plans[0]
+    assert {each.name: (each.shape, each.gpus) for each in first.classes} == {"A": ("1x2", 2), "B": ("1x4", 4)}
+    assert sum(each.micro_batches for each in first.classes) == 96
+    [why] = found.idle
+    assert why.startswith("3 of 3 C idle: stage ")
+    slow = asked({"A": 8, "B": 1}, of_class("A"), of_class("B", 500.0))
+    [why] = report(slow, rank_plans(slow), price_per_hour=1.0).idle
+    assert why.startswith("1 of 1 B idle: with more of them a step takes ")
+
+
+def test_calibrations_go_together_by_class() -> None:
+    first, second = of_class("A"), of_class("B", 2.0)
+    both = first.with_class(second)
+    assert both.classes == ("A", "B")
+    assert both.of("A") == first
+    assert both.of("B") == both.of("C") == both.of("") == second, "of what is not known, the slowest"
+    newer = of_class("A", 1.5)
+    assert both.with_class(newer).of("A") == newer
+    assert both.with_class(newer).classes == ("A", "B")
+    assert both.with_class(of_class("B", 4.0)).classes == ("A", "B")
+    for wrong in ([first], [second, second], [calibrated(model([section()] * 3))], [both.model_copy(), second]):
+        with pytest.raises(ValueError, match=r"classes of their own|different models"):
+            Calibration.model_validate({**dict(first), "others": wrong})

@@ -1,0 +1,4 @@
+"""What several commands have in common: options, and how they are read.
+
+In: what users typed. Out: values, or an error that says what to type.
+"""

@@ -1,0 +1,225 @@
+"""Pipelines on devices of several classes: each pipeline on one class, cut by what that class was calibrated to take.
+
+All share m, and the batch is dealt so that they end together. Beside that, every class is tried without the others, the
+best mix without each of its classes, and, where classes are nearly as fast or none has enough memory alone, all workers
+as if they were of the slowest class.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from varuna.core.devices import ClassSize
+from varuna.core.plan import Plan
+from varuna.planner.asking.ranking import Ranking, Rejection
+from varuna.planner.asking.request import PlanRequest
+from varuna.planner.pricing.predict import Prediction, Simulated
+from varuna.planner.unlike.dealt import PipelineKind, dealt
+from varuna.planner.unlike.left_over import CLEARLY
+
+Rank = Callable[[PlanRequest], Ranking]
+
+_ALIKE = 1.5
+"""Up to so many times as long classes may compute to be in one pipeline, where each fits alone."""
+_HEARD = 0.3
+"""A class that does so much less than the fastest one has no say in m."""
+_DEPTHS = 3
+"""Plans of a class that are tried beside those of the others."""
+
+
+class _Part(NamedTuple):
+    """Pipelines of one class, by a plan for it alone."""
+
+    plan: Plan
+    examples_per_s: float
+
+
+def by_class(request: PlanRequest, rank: Rank) -> Ranking:
+    """The plans for workers of several classes, best first.
+
+    Args:
+        request: with classes.
+        rank: ranks plans for workers of one class.
+    """
+    alone = {size: _alone(request, size, rank) for size in request.classes}
+    found = {
+        plan: prediction
+        for ranking in alone.values()
+        for plan, prediction in zip(ranking.plans, ranking.predictions, strict=True)
+    }
+    rejected = tuple(_closest(size, ranking) for size, ranking in alone.items() if ranking.rejected)
+    if not found and len(alone) == 1:
+        return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)
+    if len(alone) > 1:
+        if not found or not may_mix_classes(request) or _are_alike(request):
+            together = rank(as_slowest(request))
+            found |= dict(zip(together.plans, together.predictions, strict=True))
+            if not found:
+                return together
+        if may_mix_classes(request):
+            found |= dict(_mixes(request, {size: alone[size] for size in alone if alone[size].plans}, rank))
+    if not request.leaves_idle:
+        most = max(plan.workers for plan in found)
+        found = {plan: prediction for plan, prediction in found.items() if plan.workers == most}
+    ranked = sorted(found.items(), key=lambda each: (_score(each[0], request), each[0].stages))
+    fits = {size.name for size, ranking in alone.items() if ranking.plans}
+    return Ranking(
+        plans=tuple(plan for plan, _ in ranked),
+        predictions=tuple(prediction for _, prediction in ranked),
+        outpaced=(),  # each class has its own bounds
+        rejected=tuple(each for each in rejected if each.device_class not in fits),
+    )
+
+
+def may_mix_classes(request: PlanRequest) -> bool:
+    """Whether pipelines may be cut by class: not where replicas share out their state, or links are between GPUs."""
+    return request.mixes and not request.calibration.optimizer.sharded
+
+
+def as_slowest(request: PlanRequest) -> PlanRequest:
+    """The request as if all workers were of the slowest class, and had the least memory of any."""
+    parts = [request.of_class(size) for size in request.classes]
+    slowest = max(parts, key=lambda part: part.calibration.compute_s(1))
+    limits = [part.limit_bytes for part in parts if part.limit_bytes is not None]
+    hosts = [part.host_limit_bytes for part in parts if part.host_limit_bytes is not None]
+    hardware = slowest.calibration.hardware.model_copy(
+        update={"host_memory_bytes": min(hosts, default=None), "gpus_per_vm": 1 if _vms(parts) > 1 else slowest.vm_size}
+    )
+    return slowest.model_copy(
+        update={
+            "calibration": slowest.calibration.model_copy(update={"hardware": hardware}),
+            "workers": request.workers,
+            "memory_bytes": min(limits, default=None),
+        }
+    )
+
+
+def _are_alike(request: PlanRequest) -> bool:
+    """Whether the slowest class is so little slower that pipelines of several classes may be worth it."""
+    times_s = [request.calibration.of(size.name).compute_s(1) for size in request.classes]
+    return max(times_s) <= _ALIKE * min(times_s)
+
+
+def _vms(parts: Iterable[PlanRequest]) -> int:
+    return len({part.vm_size for part in parts})
+
+
+# -- one class ---------------------------------------------------------------------------------------------------
+
+
+def _alone(request: PlanRequest, size: ClassSize, rank: Rank, **changes: object) -> Ranking:
+    """The ranking of one class; its plans say that they are for it."""
+    asked = request.of_class(size)
+    ranking = rank(asked.model_copy(update={"wanted": max(asked.wanted, _DEPTHS), **changes}))
+    return replace(ranking, plans=tuple(plan.on_class(size.name) for plan in ranking.plans))
+
+
+def _closest(size: ClassSize, ranking: Ranking) -> Rejection:
+    """The closest miss of a class alone."""
+    closest = min(ranking.rejected, key=lambda each: (each.missing_bytes or 0, each.stages))
+    reason = f"{size.workers} of {size.name or 'an unknown class'} alone: {closest.reason}"
+    return closest.model_copy(update={"reason": reason, "device_class": size.name})
+
+
+# -- several -----------------------------------------------------------------------------------------------------
+
+
+def _mixes(request: PlanRequest, alone: dict[ClassSize, Ranking], rank: Rank) -> list[tuple[Plan, Prediction]]:
+    """The best plan that uses all of these classes, and what is better than it with some of them."""
+    if len(alone) < 2:
+        return []
+    rates = {size: _rate(ranking.plans[0]) for size, ranking in alone.items()}
+    heard = [
+        size for size in sorted(rates, key=lambda size: -rates[size]) if rates[size] >= _HEARD * max(rates.values())
+    ]
+    sizes = dict.fromkeys(alone[size].plans[0].micro_batch for size in heard)
+    tried = [_of_all(request, alone, rates, micro_batch, rank) for micro_batch in sizes]
+    found = [mix for mix in tried if mix is not None]
+    if not found:
+        return []
+    best = min(found, key=lambda mix: _score(mix.simulated.plan, request))
+    mixes = [best.simulated, *_without_one(request, best)]
+    return [(each.plan, each.prediction) for each in mixes]
+
+
+class _Mix(NamedTuple):
+    parts: tuple[_Part, ...]
+    simulated: Simulated
+
+
+def _of_all(
+    request: PlanRequest, alone: dict[ClassSize, Ranking], rates: dict[ClassSize, float], micro_batch: int, rank: Rank
+) -> _Mix | None:
+    """Pipelines of all classes with this m. Each class first gets the plans that suit its share of the batch."""
+    whole, alone_of = sum(rates.values()), {size.name: ranking for size, ranking in alone.items()}
+    choices: list[list[_Part]] = []
+    for size in alone:
+        batch = max(micro_batch, round(request.global_batch * rates[size] / whole))
+        asked = {"global_batch": batch, "micro_batch": micro_batch, "lowers_micro_batch": False, "mixes": False}
+        plans = _alone(request, size, rank, **asked).plans[:_DEPTHS]
+        if plans:
+            choices.append([_Part(plan, _rate(plan)) for plan in plans])
+    if len(choices) < 2:
+        return None
+    chosen = [each[0] for each in choices]
+    quick = _together(request, chosen, rounds=1)
+    for position in range(len(choices)):
+        for other in choices[position][1:]:
+            tried = [*chosen[:position], other, *chosen[position + 1 :]]
+            mix = _together(request, tried, rounds=1)
+            if mix is not None and (quick is None or mix.step_s < quick.step_s):
+                chosen, quick = tried, mix
+    best = _together(request, chosen)
+    if best is None:
+        return None
+    for position, part in enumerate(chosen):  # one of two depths, of a class that would leave workers over
+        plan = alone_of[part.plan.device_class].plans[0]
+        if plan.more and plan.micro_batch == micro_batch:
+            tried = [*chosen[:position], _Part(plan, _rate(plan)), *chosen[position + 1 :]]
+            mix = _together(request, tried)
+            if mix is not None and mix.step_s < best.step_s:
+                chosen, best = tried, mix
+    return _Mix(tuple(chosen), best)
+
+
+def _without_one(request: PlanRequest, mix: _Mix) -> list[Simulated]:
+    """The same without one of three classes or more, which may be too slow to be worth its messages."""
+    if len(mix.parts) < 3:
+        return []
+    left = ([part for part in mix.parts if part is not each] for each in mix.parts)
+    return [found for parts in left if (found := _together(request, parts)) is not None]
+
+
+def _together(request: PlanRequest, parts: Sequence[_Part], **how: int) -> Simulated | None:
+    """One plan of the pipelines of all parts, the fastest pipelines first; None: there are too few micro-batches."""
+    kinds = [
+        PipelineKind(cut, len(replicas), part.examples_per_s * part.plan.rate_of(replicas.start) / _paces(part.plan))
+        for part in parts
+        for replicas, cut in part.plan.cuts
+    ]
+    kinds.sort(key=lambda kind: -kind.pace)
+    micro_batch = parts[0].plan.micro_batch
+    if sum(kind.replicas for kind in kinds) > -(-request.global_batch // micro_batch):
+        return None
+    fastest = kinds[0].pace
+    scaled = [kind._replace(pace=kind.pace / fastest) for kind in kinds]
+    return dealt(scaled, parts[0].plan.model_copy(update={"global_batch": request.global_batch}), request, **how)
+
+
+def _paces(plan: Plan) -> float:
+    """Of all replicas together, the fastest counting 1."""
+    return sum(map(plan.rate_of, range(plan.replicas)))
+
+
+def _rate(plan: Plan) -> float:
+    return plan.global_batch / plan.step_s if plan.step_s else float("inf")
+
+
+def _score(plan: Plan, request: PlanRequest) -> float:
+    """The figure that plans are ranked by, the least first: seconds, or dollars, per step.
+
+    A plan that takes all for the slowest says nothing of what each class can do: it must be clearly faster.
+    """
+    doubt = 1.0 if plan.is_by_class or not any(size.name for size in request.classes) else 1 / CLEARLY
+    price = 1.0 if request.objective == "time" else request.hourly(plan.classes) or plan.workers
+    return plan.step_s * price * doubt

@@ -1,0 +1,16 @@
+"""How many samples, messages and inputs a stage has at once: the engine keeps to it, and plans have memory for it."""
+
+SAMPLES_AHEAD = 4
+"""Micro-batches whose samples a rank reads ahead of their F."""
+
+ACTIVATIONS_COMING = 2
+"""Buffers for the next activations, besides those that have arrived and wait for their F."""
+
+GRADIENTS_COMING = 2
+"""Gradients that have arrived and wait for their B, plus buffers for the next; further ones stay at their sender."""
+
+MESSAGES_LEAVING = 3
+"""The most activations that a stage has sent and the next one has not taken; at this number the next F waits."""
+
+STASH_IN_TRANSIT = 3
+"""Stash entries on the device besides those that stay: the newest, being copied out; the next; and the current one."""
