@@ -40,8 +40,9 @@ V100 = Machine(
     flops_per_s=43.6e12,
     layer_s=0.00067,
     head_share=0.74,
+    # One connection does not fill the card of 10 Gb/s.
     across_vms=NetworkCosts(
-        link=Link(latency_s=0.0003, bytes_per_s=0.255e9, jitter=Jitter(mean_s=0.005)),
+        link=Link(latency_s=0.0003, bytes_per_s=0.255e9, line_bytes_per_s=1.1e9, jitter=Jitter(mean_s=0.005)),
         rings=(Ring(latency_s=0.0003, bytes_per_s=0.47e9),),
     ),
     optimizer=OptimizerCosts(fixed_s=1.8),
@@ -69,7 +70,7 @@ V100_4 = replace(
         rings=(Ring(in_flight=4, latency_s=0.00005, bytes_per_s=4e9),),
     ),
     across_vms=NetworkCosts(
-        link=Link(latency_s=0.0003, bytes_per_s=0.255e9, jitter=Jitter(mean_s=0.005)),
+        link=Link(latency_s=0.0003, bytes_per_s=0.255e9, line_bytes_per_s=2.64e9, jitter=Jitter(mean_s=0.005)),
         rings=(
             Ring(in_flight=1, latency_s=0.0003, bytes_per_s=0.47e9),
             Ring(in_flight=4, latency_s=0.0003, bytes_per_s=0.47e9 * 2.4 / 4),
@@ -92,7 +93,7 @@ DGX2 = replace(
         rings=(Ring(in_flight=16, latency_s=0.00001, bytes_per_s=60e9),),
     ),
     across_vms=NetworkCosts(
-        link=Link(latency_s=0.00002, bytes_per_s=10e9),
+        link=Link(latency_s=0.00002, bytes_per_s=10e9, line_bytes_per_s=160e9),
         rings=(Ring(in_flight=16, latency_s=0.00002, bytes_per_s=5e9),),
     ),
     optimizer=OptimizerCosts(fixed_s=0.5),

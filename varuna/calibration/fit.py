@@ -150,10 +150,11 @@ def _network(measured: Sequence[Measured]) -> NetworkCosts | None:
     if not messages or not shapes:
         return None
     rings = tuple(_ring([r for each in measured for r in each.rings if (r.in_flight, r.ranks) == s]) for s in shapes)
-    return NetworkCosts(link=link_of(messages, [sample for each in measured for sample in each.staged]), rings=rings)
+    staged, line = ([s for each in measured for s in getattr(each, name)] for name in ("staged", "line"))
+    return NetworkCosts(link=link_of(messages, staged, line), rings=rings)
 
 
-def link_of(messages: Iterable[Sized], staged: Sequence[Sized] = ()) -> Link:
+def link_of(messages: Iterable[Sized], staged: Sequence[Sized] = (), line: Sequence[Sized] = ()) -> Link:
     """Latency and rate of the fastest decile of each size; what the others take beyond theirs is jitter.
 
     An added delay affects the fastest messages least and all sizes alike, so few messages suffice for both figures.
@@ -161,21 +162,23 @@ def link_of(messages: Iterable[Sized], staged: Sequence[Sized] = ()) -> Link:
     Args:
         messages: between host memories.
         staged: the same from one GPU's memory to the other's; the copies are what the fastest take longer.
+        line: two messages, of two neighbours at once.
     """
     by_size = _by_size(messages)
     fastest = _fastest(by_size)
-    line = fit_line(fastest.items())
+    alone = fit_line(fastest.items())
     copied = _fastest(_by_size(staged))
     copies = FittedLine(
         max(0.0, copied[min(copied)] - fastest[min(copied)]) if copied else 0.0,
-        fit_line(copied.items()).per_unit - line.per_unit if copied else 0.0,
+        fit_line(copied.items()).per_unit - alone.per_unit if copied else 0.0,
     )
     late = [max(0.0, seconds - fastest[size]) for size, times in by_size.items() for seconds in times]
     beyond = quantiles(late, _DECILES)
     mean_s = sum(a + b for a, b in pairwise(beyond)) / 2 / (len(beyond) - 1)
     return Link(
         latency_s=fastest[min(fastest)],
-        bytes_per_s=_rate(line) or _FASTEST_PER_S,
+        bytes_per_s=_rate(alone) or _FASTEST_PER_S,
+        line_bytes_per_s=_rate(fit_line(_fastest(_by_size(line)).items())) if line else None,
         staged_s=copies.fixed,
         staged_bytes_per_s=_rate(copies),
         jitter=Jitter(mean_s=mean_s, quantiles_s=beyond),

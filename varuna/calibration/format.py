@@ -130,6 +130,9 @@ class Link(Finite):
 
     latency_s: Seconds = Field(description="of a message without its serialisation")
     bytes_per_s: Rate = Field(description="at which messages leave")
+    line_bytes_per_s: Rate | None = Field(
+        default=None, description="of all messages that leave a host, or come to one; left out: as of one link"
+    )
     staged_s: Seconds = Field(default=0.0, description="further latency: copies between GPU and host at both ends")
     staged_bytes_per_s: Rate | None = Field(default=None, description="of both copies; left out: they take no time")
     jitter: Jitter = Jitter()
@@ -139,6 +142,16 @@ class Link(Finite):
         copied_s = 0.0 if self.staged_bytes_per_s is None else size_bytes / self.staged_bytes_per_s
         return self.latency_s + self.staged_s + copied_s
 
+    @property
+    def line_share(self) -> float:
+        """Of the time that a message takes on its link, for which it occupies the lines of both hosts."""
+        return 1.0 if self.line_bytes_per_s is None else min(1.0, self.bytes_per_s / self.line_bytes_per_s)
+
+    def at(self, *, latency_s: float, bytes_per_s: float) -> "Link":
+        """The link with another latency and rate; its line changes with it."""
+        line = self.line_bytes_per_s and self.line_bytes_per_s * bytes_per_s / self.bytes_per_s
+        return self.model_copy(update={"latency_s": latency_s, "bytes_per_s": bytes_per_s, "line_bytes_per_s": line})
+
 
 class Ring(Finite):
     """All-reduce over D ranks with k rings in flight: 2 (D - 1) rounds of latency + size / D / rate each."""
@@ -147,6 +160,10 @@ class Ring(Finite):
     ranks: Annotated[int, Field(ge=2)] | None = Field(default=None, description="D measured; None: any")
     latency_s: Seconds = Field(description="of a round")
     bytes_per_s: Rate = Field(description="of one of the rings, with all k running")
+
+    def at(self, *, latency_s: float, bytes_per_s: float) -> "Ring":
+        """The ring with another latency and rate."""
+        return self.model_copy(update={"latency_s": latency_s, "bytes_per_s": bytes_per_s})
 
 
 class NetworkCosts(Finite):

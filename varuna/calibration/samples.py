@@ -65,6 +65,7 @@ class Measured(Value):
     updates: tuple[Sized, ...] = Field(default=(), description="optimizer step, by bytes of parameters, sums, state")
     snapshots: tuple[Sized, ...] = Field(default=(), description="copying state out, by its bytes")
     messages: tuple[Sized, ...] = Field(default=(), description="between neighbours' host memories, both ways at once")
-    staged: tuple[Sized, ...] = Field(default=(), description="the same from one GPU's memory to the other's")
+    line: tuple[Sized, ...] = Field(default=(), description="two messages, of two neighbours at once: bytes of both")
+    staged: tuple[Sized, ...] = Field(default=(), description="as messages, from one GPU's memory to the other's")
     rings: tuple[RingSamples, ...] = ()
     pilots: tuple[PilotSamples, ...] = ()

@@ -102,9 +102,10 @@ def show(console: Console, calibration: Calibration) -> None:
 
 def _show_network(console: Console, network: NetworkCosts) -> None:
     link = network.link
+    together = "" if link.line_bytes_per_s is None else f", {format_bytes(link.line_bytes_per_s)}/s of two neighbours"
     console.print(
         f"a message: {1000 * link.latency_s:.3f} ms, jitter {1000 * link.jitter.mean_s:.3f} ms, "
-        f"{format_bytes(link.bytes_per_s)}/s",
+        f"{format_bytes(link.bytes_per_s)}/s{together}",
         highlight=False,
     )
     if link.staged_bytes_per_s is not None:

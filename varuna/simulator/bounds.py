@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from varuna.simulator.channels import busiest_line_s
 from varuna.simulator.costs import PipelineCosts, StageCosts, mean_travel_s
 
 
@@ -57,7 +58,8 @@ def bottleneck_s(costs: PipelineCosts, *, stash_limits: Sequence[int]) -> float:
     for k, (stage, limit) in enumerate(zip(costs.stages, stash_limits, strict=True)):
         recompute_s = 0.0 if k == last or limit == 1 or stage.keeps_all else stage.recompute_s
         pace_s = max(pace_s, stage.forward_s + recompute_s + stage.backward_s, trips_s[k] / limit)
-    return max(pace_s, *(max(link.activation_s, link.gradient_s) for link in costs.links), 0.0)
+    messages_s = max((max(link.activation_s, link.gradient_s) for link in costs.links), default=0.0)
+    return max(pace_s, messages_s, busiest_line_s(costs.links))
 
 
 def _recomputes(costs: PipelineCosts, stage: int, micro_batches: int, limit: int) -> int:

@@ -47,13 +47,16 @@ class LinkCosts:
     """The link between a stage and the next, per micro-batch.
 
     Each direction is a FIFO of its own: a message occupies it for its serialisation, then travels for the
-    latency and the jitter.
+    latency and the jitter. Messages that leave a host also pass its line, with all others that leave it, and the
+    line of the host that they come to: stages between two such links share a host.
     """
 
     latency_s: float = 0.0
     activation_s: float = 0.0
     gradient_s: float = 0.0
     jitter: Jitter = field(default_factory=Jitter)
+    line_share: float = 0.0
+    """of its serialisation, for which a message also occupies the lines of both hosts; 0: it passes none"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Event-driven simulation of one step of one pipeline (paper §"Parametrized Simulation").
 
-Every decision is the policy's own. A message's arrival is known as soon as its sender starts, so that the
-only events are "stage k may act now".
+Every decision is the policy's own. A message's arrival is known as soon as its sender starts, so that the only
+events are "stage k may act now"; and, where links share the lines of hosts, "a message has left".
 """
 
 import random
@@ -10,9 +10,12 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from varuna.schedule.actions import Kind
 from varuna.schedule.policy import Policy, make_policy, stash_limit
-from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, mean_travel_s, travel_times_s
+from varuna.simulator.channels import Arrivals, Flow, busiest_line_s, lines_of
+from varuna.simulator.costs import PipelineCosts, StageCosts, travel_times_s
 from varuna.simulator.trace import Row, StepTrace
 
+_FREE_LINE = 0.1
+"""Of a micro-batch's work on the slowest stage: on lines that are less busy, messages hardly ever meet."""
 _FORWARD = Kind.FORWARD  # enum members are looked up slowly
 
 
@@ -53,8 +56,7 @@ def simulate(
             keeps_all=stage.keeps_all,
         )
         pipeline.append(_Stage(k, chosen, stage))
-    _connect(pipeline, costs, micro_batches, seed)
-    _run(pipeline)
+    _run(pipeline, _connect(pipeline, costs, micro_batches, seed))
     for stuck in pipeline:
         if not stuck.policy.finished:
             raise RuntimeError(
@@ -108,6 +110,21 @@ class _Stage:
         self.starts_s: list[float] = []
         self.ends_s: list[float] = []
 
+    def act(self, kind: Kind, now_s: float) -> "tuple[float, _Channel | None]":
+        """Begin an action; returns when it ends, in seconds, and where its result goes."""
+        seconds, channel = self.work[kind]
+        if kind is _FORWARD:
+            if self.keeps_differ and self.policy.keeps(self.forwards):
+                seconds = self.record_s
+            self.forwards += 1
+        self.policy.count(kind)  # nobody asks it again before the end
+        end_s = self.busy_until_s = now_s + seconds
+        self.idle = False
+        self.kinds.append(kind)
+        self.starts_s.append(now_s)
+        self.ends_s.append(end_s)
+        return end_s, channel
+
     @property
     def row(self) -> Row:
         """The actions that this stage ran, with their times."""
@@ -115,24 +132,13 @@ class _Stage:
 
 
 class _Channel:
-    """A directed FIFO link."""
+    """A directed FIFO link; where it shares lines with others, its messages flow."""
 
-    __slots__ = ("arrivals", "delay_s", "delays_s", "free_s", "last_s", "receiver", "serialisation_s")
+    __slots__ = ("arrivals", "flow", "free_s", "receiver", "serialisation_s")
 
-    def __init__(
-        self,
-        receiver: _Stage,
-        arrivals: list[float],
-        serialisation_s: float,
-        link: LinkCosts,
-        delays_s: list[float] | None,
-    ) -> None:
-        self.receiver = receiver
-        self.arrivals = arrivals
-        self.serialisation_s = serialisation_s
-        self.delay_s = mean_travel_s(link)
-        self.delays_s = None if delays_s is None else iter(delays_s)
-        self.free_s = self.last_s = 0.0
+    def __init__(self, receiver: _Stage, arrivals: Arrivals, serialisation_s: float, flow: Flow | None) -> None:
+        self.receiver, self.arrivals, self.serialisation_s, self.flow = receiver, arrivals, serialisation_s, flow
+        self.free_s = 0.0
 
     def send(self, ready_s: float) -> float:
         """Put a message on the link as soon as it is ready and the link is free; returns its arrival in seconds."""
@@ -140,33 +146,35 @@ class _Channel:
         if ready_s > free_s:
             free_s = ready_s
         self.free_s = free_s = free_s + self.serialisation_s
-        if self.delays_s is None:
-            arrival_s = free_s + self.delay_s
-        else:
-            arrival_s = free_s + next(self.delays_s)
-            if arrival_s < self.last_s:  # messages of a link stay in order
-                arrival_s = self.last_s
-            self.last_s = arrival_s
-        self.arrivals.append(arrival_s)
-        return arrival_s
+        return self.arrivals.add(free_s)
 
 
-def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, seed: int | None) -> None:
-    """Set how long each action takes and where its result goes."""
+def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, seed: int | None) -> list[_Channel]:
+    """Set how long each action takes and where its result goes; returns channels whose messages flow, by number."""
+    lines, flowing = lines_of(costs.links), list[_Channel]()
+    work_s = max(stage.forward_s + stage.backward_s for stage in costs.stages)
+    is_crowded = busiest_line_s(costs.links) > _FREE_LINE * work_s
 
-    def weather(link: LinkCosts, name: str) -> list[float] | None:
-        return None if seed is None else travel_times_s(link, micro_batches, random.Random(f"{seed} {name}"))
+    def channel(sender: int, receiver: int) -> _Channel:
+        is_down, link, stage = receiver > sender, costs.links[min(sender, receiver)], pipeline[receiver]
+        name = f"{seed} {min(sender, receiver)} {'down' if is_down else 'up'}"
+        weather = None if seed is None else travel_times_s(link, micro_batches, random.Random(name))
+        arrivals = Arrivals(stage.activations if is_down else stage.gradients, link, weather)
+        seconds = link.activation_s if is_down else link.gradient_s
+        if not (is_crowded and seconds * link.line_share):
+            return _Channel(stage, arrivals, seconds, None)
+        flow = Flow(len(flowing), seconds, link.line_share, (lines[sender].out, lines[receiver].into))
+        flowing.append(_Channel(stage, arrivals, seconds, flow))
+        return flowing[-1]
 
     for k, (stage, stage_costs) in enumerate(zip(pipeline, costs.stages, strict=True)):
         downstream = upstream = None
         if k + 1 < len(pipeline):
-            link, receiver = costs.links[k], pipeline[k + 1]
-            downstream = _Channel(receiver, receiver.activations, link.activation_s, link, weather(link, f"{k} down"))
+            downstream = channel(k, k + 1)
         else:  # the loss's gradients are there from the start, like the dataset's inputs
             stage.gradients, stage.gradients_in = [0.0] * micro_batches, micro_batches
         if k:
-            link, receiver = costs.links[k - 1], pipeline[k - 1]
-            upstream = _Channel(receiver, receiver.gradients, link.gradient_s, link, weather(link, f"{k} up"))
+            upstream = channel(k, k - 1)
         else:
             stage.activations, stage.activations_in = [0.0] * micro_batches, micro_batches
         stage.work = {
@@ -176,13 +184,24 @@ def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, s
             Kind.INPUT: (stage_costs.input_s, upstream),
             Kind.WEIGHT: (stage_costs.weight_s, None),
         }
+    return flowing
 
 
-def _run(pipeline: list[_Stage]) -> None:
+_Event = tuple[float, int, _Stage]
+"""A stage may act."""
+_Passing = tuple[float, int, _Channel, bool]
+"""A message is ready for a channel, or (True) has left; a number tells events of one time apart."""
+
+
+def _run(pipeline: list[_Stage], flowing: list[_Channel]) -> None:
     """Let stages act until nothing happens any more."""
-    events = [(0.0, stage.index, stage) for stage in pipeline]
+    events: list[_Event] = [(0.0, stage.index, stage) for stage in pipeline]
+    passing: list[_Passing] = []
     heapify(events)
-    while events:
+    while events or passing:
+        if passing and (not events or passing[0][0] <= events[0][0]):
+            _pass(passing, events, flowing)
+            continue
         now_s, index, stage = events[0]
         if stage.busy_until_s > now_s:
             heappop(events)
@@ -195,8 +214,7 @@ def _run(pipeline: list[_Stage]) -> None:
         while gradients_in < count and gradients[gradients_in] <= now_s:
             gradients_in += 1
         stage.gradients_in = gradients_in
-        policy = stage.policy
-        kind = policy.choose(activations_in, gradients_in)
+        kind = stage.policy.choose(activations_in, gradients_in)
         if kind is None:
             stage.idle = True
             heappop(events)
@@ -205,23 +223,35 @@ def _run(pipeline: list[_Stage]) -> None:
             if gradients_in < count:
                 heappush(events, (gradients[gradients_in], index, stage))
             continue
-        stage.idle = False
-        seconds, channel = stage.work[kind]
-        if kind is _FORWARD:
-            if stage.keeps_differ and policy.keeps(stage.forwards):
-                seconds = stage.record_s
-            stage.forwards += 1
-        policy.count(kind)  # nobody asks it again before the end
-        end_s = stage.busy_until_s = now_s + seconds
-        stage.kinds.append(kind)
-        stage.starts_s.append(now_s)
-        stage.ends_s.append(end_s)
+        end_s, channel = stage.act(kind, now_s)
         heapreplace(events, (end_s, index, stage))
-        if channel is not None:
-            arrival_s = channel.send(end_s)
-            receiver = channel.receiver
-            if receiver.idle:
-                heappush(events, (arrival_s, receiver.index, receiver))
+        if channel is None:
+            continue
+        if channel.flow is not None:
+            heappush(passing, (end_s, 2 * channel.flow.number, channel, False))
+            continue
+        arrival_s = channel.send(end_s)
+        receiver = channel.receiver
+        if receiver.idle:
+            heappush(events, (arrival_s, receiver.index, receiver))
+
+
+def _pass(passing: list[_Passing], events: list[_Event], flowing: list[_Channel]) -> None:
+    """A message begins to leave, or has left; others are faster or slower from now on."""
+    now_s, _, channel, has_left = heappop(passing)
+    flow = channel.flow
+    assert flow is not None
+    if not has_left:
+        changed = flow.take(now_s)
+    elif flow.waiting and flow.done_s == now_s:
+        arrival_s, receiver = channel.arrivals.add(now_s), channel.receiver
+        if receiver.idle:
+            heappush(events, (arrival_s, receiver.index, receiver))
+        changed = flow.finish(now_s)
+    else:  # it was slower, or faster, than when that was said
+        return
+    for each in changed:
+        heappush(passing, (each.done_s, 2 * each.number + 1, flowing[each.number], True))
 
 
 def _reduced_s(costs: PipelineCosts, ends_s: Sequence[float]) -> list[float]:

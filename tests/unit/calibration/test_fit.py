@@ -155,6 +155,21 @@ def test_what_messages_of_a_gpu_take_longer_is_their_copies() -> None:
     assert (noisy.staged_s, noisy.staged_bytes_per_s) == (0.0, None), "copies that take less than nothing are noise"
 
 
+def test_two_neighbours_at_once_tell_how_wide_the_line_is() -> None:
+    messages = [Sized(size, 100 + size) for size in (8, 1008) for _ in range(5)]
+    one = link_of(messages, (), [Sized(2 * size, 130 + 2 * size) for size in (8, 1008) for _ in range(5)])
+    assert one.line_bytes_per_s == pytest.approx(1.0)
+    assert one.line_share == pytest.approx(1.0)
+    wide = link_of(messages, (), [Sized(2 * size, 130 + size) for size in (8, 1008) for _ in range(5)])
+    assert wide.line_bytes_per_s == pytest.approx(2.0)
+    assert wide.line_share == pytest.approx(0.5)
+    assert link_of(messages).line_bytes_per_s is None
+    assert link_of(messages).line_share == 1.0, "one line, where nobody has measured it"
+    slower = wide.at(latency_s=1.0, bytes_per_s=0.1)
+    assert slower.line_bytes_per_s == pytest.approx(0.2)
+    assert slower.line_share == pytest.approx(0.5)
+
+
 def test_workers_with_different_models_are_not_mixed() -> None:
     other = measured(worker=1, facts=facts().model_copy(update={"digest": "e"}))
     with pytest.raises(WorkerError, match="different models"):

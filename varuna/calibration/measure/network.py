@@ -14,7 +14,7 @@ from varuna.calibration.samples import RingSamples, Sized
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import Group
 from varuna.engine.base.wait_bounds import Awaited, Patience
-from varuna.engine.device.host_copies import HostCopies
+from varuna.engine.device.host_copies import DONE, HostCopies
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import Packed
 from varuna.engine.links.traffic import Traffic
@@ -22,6 +22,8 @@ from varuna.engine.links.traffic import Traffic
 _WAIT_S = 60.0
 _TAG = 77
 _TIME_BYTES = 8
+_TRIO = 3
+"""Workers of which the one in the middle has two neighbours, as most stages have."""
 
 
 class Repeats(NamedTuple):
@@ -106,6 +108,29 @@ class Peers:
             samples += [Sized(size, seconds) for seconds in _swap_many(pair, 1 - place, tag + 1, size, rounds, traffic)]
         return samples
 
+    def line(self, sizes: Sequence[int]) -> tuple[Sized, ...]:
+        """Seconds until messages of two neighbours are here, which begin together, while as many go to them.
+
+        The second of the first three workers tells, with the bytes of both; others find nothing.
+
+        Args:
+            sizes: of one message, in bytes.
+        """
+        if self._group is None or self.size < _TRIO:
+            return ()
+        self.meet()
+        trio = None
+        if self.rank < _TRIO:
+            trio = Group(self._store, "calibrate/line", self.rank, _TRIO, self._host)
+        samples: list[Sized] = []
+        for tag, size in zip(count(_TAG, 2), sizes, strict=False):
+            begin_s = time.monotonic()
+            _swap_with_neighbours(trio, self.rank, tag, size, self._pace.warm_rounds)
+            rounds = self._pace.rounds(self.agree((time.monotonic() - begin_s) / self._pace.warm_rounds))
+            taken_s = _swap_with_neighbours(trio, self.rank, tag + 1, size, rounds)
+            samples += [Sized(2 * size, seconds) for seconds in taken_s]
+        return tuple(samples) if self.rank == 1 else ()
+
     def rings(self, sizes: Sequence[int], copies: HostCopies) -> tuple[RingSamples, ...]:
         """All-reduce over D = 2 and all workers, with one ring and with as many as there is room for; by ``copies``."""
         if self._group is None:
@@ -157,6 +182,30 @@ def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, t
         copies.point().wait()
         taken_s.append(time.monotonic() - float(received[:_TIME_BYTES].view(torch.float64)[0]))
     sender.close()
+    return taken_s
+
+
+def _swap_with_neighbours(trio: Group | None, rank: int, tag: int, size_bytes: int, rounds: int) -> list[float]:
+    """Send to the ranks before and after this one at once; seconds until what they sent meanwhile is here."""
+    if trio is None:
+        return []
+    inbox, neighbours = Inbox(Patience(last_s=_WAIT_S)), [each for each in (rank - 1, rank + 1) if 0 <= each < _TRIO]
+    senders = []
+    for peer in neighbours:
+        senders.append(Sender(trio, peer, tag, inbox, f"with rank {peer}"))
+        coming = [((peer, number), size_bytes) for number in range(rounds)]
+        Receiver(trio, peer, tag, inbox, f"with rank {peer}", coming)
+    message, taken_s = torch.zeros(size_bytes, dtype=torch.uint8), []
+    for number in range(rounds):
+        trio.all_reduce(torch.zeros(1))  # all have the messages before
+        begin_s = time.monotonic()
+        for sender in senders:
+            sender.send(Packed(message, DONE))
+        for peer in neighbours:
+            inbox.take((peer, number), lambda peer=peer: Awaited("a message of the calibration", (peer,)))  # type: ignore[misc]
+        taken_s.append(time.monotonic() - begin_s)
+    for sender in senders:
+        sender.close()
     return taken_s
 
 

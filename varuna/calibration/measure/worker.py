@@ -91,6 +91,7 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
         tell("timing messages and all-reduces")
     messages = peers.messages(sent_bytes, Traffic())
     staged = peers.messages(sent_bytes, job.traffic) if job.traffic.streams is not None else ()
+    line = peers.line([sent_bytes[0], sent_bytes[-1]])
     rings = peers.rings(_gradient_bytes(facts), job.traffic.sums)
     pilots: list[PilotSamples] = []
     if whole:
@@ -118,6 +119,7 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
         updates=tuple(sample for each in computed for sample in each.updates),
         snapshots=tuple(sample for each in computed for sample in each.snapshots),
         messages=messages,
+        line=line,
         staged=staged,
         rings=rings,
         pilots=tuple(pilots),

@@ -185,6 +185,7 @@ class Pricer:
                 activation_s=there / link.bytes_per_s,
                 gradient_s=back / link.bytes_per_s,
                 jitter=link.jitter,
+                line_share=link.line_share if crosses else 0.0,
             )
         return known
 

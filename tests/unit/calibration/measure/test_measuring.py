@@ -126,16 +126,21 @@ def test_messages_and_rings_are_measured_between_real_ranks() -> None:
     store = local_store()
     messages: dict[int, tuple[Sized, ...]] = {}
     rings: dict[int, tuple[RingSamples, ...]] = {}
+    lines: dict[int, tuple[Sized, ...]] = {}
 
     def measure(rank: int) -> None:
         peers = Peers(store, rank, 3, "127.0.0.1")
         assert peers.agree(float(rank)) == 2.0
         messages[rank] = peers.messages((64, 4096), Traffic())
+        lines[rank] = peers.line((64, 4096))
         rings[rank] = peers.rings((64, 4096), HostCopies())
 
     run_all([partial(measure, rank) for rank in range(3)])
     assert {size for size, _ in messages[0]} == {64, 4096}
     assert messages[2] == (), "it has no partner"
+    assert {size for size, _ in lines[1]} == {128, 8192}, "of both neighbours"
+    assert all(seconds > 0 for _, seconds in lines[1])
+    assert lines[0] == lines[2] == ()
     assert [(ring.ranks, ring.in_flight) for ring in rings[0]] == [(2, 1), (3, 1)]
     assert [bool(ring.samples) for ring in rings[2]] == [False, True]
     assert all(seconds > 0 for ring in rings[1] for _, seconds in ring.samples)

@@ -78,7 +78,9 @@ def test_kept_sections_move_from_the_recompute_to_the_stash() -> None:
 
 def test_costs_of_links_are_those_of_the_cut() -> None:
     costs = pipeline_costs(of(model([section(0.5)] * 4), 2), plan((0, 3), 4), gpus_per_vm=1)
-    assert costs.links == (LinkCosts(latency_s=0.25, activation_s=1, gradient_s=1),)
+    assert costs.links == (LinkCosts(latency_s=0.25, activation_s=1, gradient_s=1, line_share=1.0),)
+    within = pipeline_costs(of(model([section(0.5)] * 4), 2), plan((0, 3), 4), gpus_per_vm=2)
+    assert within.links == (LinkCosts(latency_s=0.25, activation_s=1, gradient_s=1),), "it leaves no host"
 
 
 def test_links_within_a_vm_use_its_own_network() -> None:
