@@ -35,9 +35,13 @@ class RankTimes(Value):
     waited_s: float = Field(description="of it, for activations, gradients and samples")
     reduced_s: float = Field(description="of it, after the last action, for all-reduces and tied gradients")
     actions: dict[str, Typical] = Field(description="F, R, B, I, W on the training thread")
-    messages: Carried | None = Field(default=None, description="one way, until it was there; it waited for no other")
+    messages: Carried | None = Field(
+        default=None, description="to or from the next stage, one way, until it was there; it waited for no other"
+    )
     reductions: Carried | None = Field(default=None, description="all-reduce of one section; waits for peers included")
-    vote_s: float | None = Field(default=None, description="of the shortest votes: whoever comes last waits for nobody")
+    round_s: float | None = Field(
+        default=None, description="of the all-reduce of the fastest vote: latency, since a vote has hardly any bytes"
+    )
 
     @property
     def compute_s(self) -> float:
@@ -73,7 +77,7 @@ def merged(times: Iterable[RankTimes]) -> RankTimes:
         actions={kind: _typical([each.actions[kind] for each in found if kind in each.actions]) for kind in kinds},
         messages=_carried([each.messages for each in found if each.messages is not None]),
         reductions=_carried([each.reductions for each in found if each.reductions is not None]),
-        vote_s=min((each.vote_s for each in found if each.vote_s is not None), default=None),
+        round_s=min((each.round_s for each in found if each.round_s is not None), default=None),
     )
 
 

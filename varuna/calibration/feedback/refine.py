@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
 
-from varuna.calibration.format import Calibration, Link, NetworkCosts, OptimizerCosts, Ring, SectionKind
+from varuna.calibration.feedback.cables import seen_networks, stretched
+from varuna.calibration.format import Calibration, OptimizerCosts, SectionKind
 from varuna.core.plan import Plan
-from varuna.core.times import Carried, RankTimes
+from varuna.core.times import RankTimes
 from varuna.planner.pricing.costs import Around, around_sections, pipeline_costs
 from varuna.planner.pricing.predict import Prediction, predictions
 from varuna.planner.pricing.profile import profile
@@ -22,13 +22,25 @@ _CLOSE = 0.01
 """So near to the measured step a prediction may stay."""
 _LARGEST_GAP, _HALVINGS = 8.0, 10
 """By so much, at most, the network is corrected for a whole step; and how often the rest is halved."""
-_LONG_LATENCY_S = 0.005
-"""What a message may take beyond its bytes, unless more was measured: hosts of a region are nearer."""
-Wire = TypeVar("Wire", Link, Ring)
 _RUN_NOTE = "refined by a run"
 
 
-def refine(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes], *, is_whole: bool = True) -> Calibration:
+Options = Callable[[Calibration], Calibration]
+"""What a job's options change in a calibration, which is of no job."""
+
+
+def _as_it_is(calibration: Calibration) -> Calibration:
+    return calibration
+
+
+def refine(
+    calibration: Calibration,
+    plan: Plan,
+    stages: Sequence[RankTimes],
+    *,
+    options: Options = _as_it_is,
+    is_whole: bool = True,
+) -> Calibration:
     """The calibration under which ``plan`` takes what it took.
 
     Times of a stage's sections are scaled so that their sum is what its actions took. A kind of section that several
@@ -39,6 +51,7 @@ def refine(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes], *,
         calibration: that the plan was made from, or a nominal one.
         plan: that ran.
         stages: what its stages took.
+        options: of the job that ran.
         is_whole: other pipelines than these do not make the step longer.
     """
     m = plan.micro_batch
@@ -58,17 +71,16 @@ def refine(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes], *,
         spans = [[order[section] for section in _ran(plan, k, stages[k], letters)] for k in range(plan.stages)]
         wanted = [_inside_s(stage, letters, beyond) for stage, beyond in zip(stages, around, strict=True)]
         kinds = _scaled(kinds, spans, wanted, m, names)
-    across = _network(calibration.across_vms, plan, stages)
     notes = tuple(note for note in calibration.notes if not note.startswith(_RUN_NOTE))
     found = calibration.model_copy(
         update={
             "kinds": kinds,
-            "optimizer": _optimizer(calibration, plan, stages),
-            "across_vms": across,
+            "optimizer": _optimizer(calibration, options, plan, stages),
+            **seen_networks(calibration, plan, stages),
             "notes": (*notes, f"{_RUN_NOTE}: {plan.shape}, m = {m}, {min(each.steps for each in stages)} steps"),
         }
     )
-    return _with_whole_steps(found, plan, max(each.step_s for each in stages)) if is_whole else found
+    return _with_whole_steps(found, options, plan, max(each.step_s for each in stages)) if is_whole else found
 
 
 _COLUMNS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
@@ -169,68 +181,14 @@ def _mean(factors: Mapping[str, float], known: Mapping[str, float], seen: set[st
     return sum(known[name] * factors[name] for name in seen) / before_s if before_s > 0 else 1.0
 
 
-def _optimizer(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]) -> OptimizerCosts:
+def _optimizer(calibration: Calibration, options: Options, plan: Plan, stages: Sequence[RankTimes]) -> OptimizerCosts:
     """What is fixed makes up for what is not as predicted; the stage that waited least for the vote tells the truth."""
     known = calibration.optimizer
-    varying_s = costs_of(calibration, plan).optimizer_s - known.fixed_s
+    varying_s = costs_of(options(calibration), plan).optimizer_s - known.fixed_s
     return known.model_copy(update={"fixed_s": max(0.0, min(each.ending_s for each in stages) - varying_s)})
 
 
-def _network(network: NetworkCosts, plan: Plan, stages: Sequence[RankTimes]) -> NetworkCosts:
-    """Links and rings that take what messages and all-reduces took; a ring's fastest rank waited least for others.
-
-    Where only one of the two was seen, the other is as much slower or faster: they are of the same cables.
-    """
-    link, rings = network.link, network.rings
-    sent = [each.messages for each in stages if each.messages is not None]
-    by_link = _change(link, sent) if sent else None
-    reduced = [each.reductions for each in stages if each.reductions is not None]
-    by_ring = None
-    if reduced and plan.replicas > 1:
-        ring = next((each for each in rings if each.ranks in (None, plan.replicas)), rings[0])
-        by_ring = _change(ring, reduced, ranks=plan.replicas)
-    known = by_link or by_ring
-    return network if known is None else _changed(network, by_link or known, by_ring or known)
-
-
-class _Change(NamedTuple):
-    """By how much a cable is slower than was known."""
-
-    latency: float
-    seconds_per_byte: float
-
-
-def _change(known: Link | Ring, seen: Sequence[Carried], *, ranks: int = 0) -> _Change:
-    """The change under which transfers take what they took; with ``ranks``, all-reduces of so many.
-
-    Transfers of one size do not tell latency from bandwidth: that latency is long is believed up to a bound, the rest
-    is put down to bandwidth.
-    """
-    rounds, part = (2 * (ranks - 1), 1 / ranks) if ranks else (1, 1.0)
-    factor = _factor(seen, lambda size: rounds * (known.latency_s + size * part / known.bytes_per_s))
-    sizes = sorted(each.size_bytes for each in seen)
-    sent_s = sizes[len(sizes) // 2] * part / known.bytes_per_s
-    latency_s = min(known.latency_s * factor, max(known.latency_s, _LONG_LATENCY_S))
-    if not known.latency_s or not sent_s or latency_s == known.latency_s * factor:
-        return _Change(factor, factor)
-    left_s = (known.latency_s + sent_s) * factor - latency_s
-    return _Change(latency_s / known.latency_s, max(left_s, sent_s) / sent_s)
-
-
-def _changed(network: NetworkCosts, by_link: _Change, by_ring: _Change) -> NetworkCosts:
-    """The network with its links and rings so changed, none with a latency that is not believed."""
-
-    def scaled(each: Wire, change: _Change) -> Wire:
-        latency_s = min(each.latency_s * change.latency, max(each.latency_s, _LONG_LATENCY_S))
-        return each.model_copy(
-            update={"latency_s": latency_s, "bytes_per_s": each.bytes_per_s / change.seconds_per_byte}
-        )
-
-    rings = tuple(scaled(ring, by_ring) for ring in network.rings)
-    return network.model_copy(update={"link": scaled(network.link, by_link), "rings": rings})
-
-
-def _with_whole_steps(calibration: Calibration, plan: Plan, measured_s: float) -> Calibration:
+def _with_whole_steps(calibration: Calibration, options: Options, plan: Plan, measured_s: float) -> Calibration:
     """The calibration with a network for which a step takes as long as measured, as far as a network can explain it.
 
     What messages and all-reduces take by themselves says little about how they meet: on one cable, behind each other in
@@ -240,27 +198,24 @@ def _with_whole_steps(calibration: Calibration, plan: Plan, measured_s: float) -
         return calibration
 
     def network(factor: float) -> Calibration:
+        known = {"across_vms": calibration.across_vms, "within_vm": calibration.within_vm}
         return calibration.model_copy(
-            update={"across_vms": _changed(calibration.across_vms, *[_Change(factor, factor)] * 2)}
+            update={name: stretched(each, factor) for name, each in known.items() if each is not None}
         )
 
+    def step_s(factor: float) -> float:
+        return predicted(options(network(factor)), plan).step_s
+
     low, high = 1 / _LARGEST_GAP, _LARGEST_GAP
-    if abs(predicted(calibration, plan).step_s / measured_s - 1) <= _CLOSE:
-        return calibration
-    if not predicted(network(low), plan).step_s <= measured_s <= predicted(network(high), plan).step_s:
-        return calibration  # no network explains that
+    if abs(step_s(1.0) / measured_s - 1) <= _CLOSE or not step_s(low) <= measured_s <= step_s(high):
+        return calibration  # near enough, or no network explains that
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
-        if predicted(network(middle), plan).step_s < measured_s:
+        if step_s(middle) < measured_s:
             low = middle
         else:
             high = middle
     return network((low * high) ** 0.5)
-
-
-def _factor(measured: Sequence[Carried], predicted_s: Callable[[float], float]) -> float:
-    ratios = sorted(each.seconds / max(predicted_s(each.size_bytes), 1e-9) for each in measured)
-    return min(max(ratios[len(ratios) // 2], 1 / _LARGEST_FACTOR), _LARGEST_FACTOR)
 
 
 def predicted(calibration: Calibration, plan: Plan) -> Prediction:

@@ -223,9 +223,9 @@ class Runtime:
         return "starting" if acting is None else f"step {acting[0]}: {acting[1]}"
 
     def take_trips(self) -> list[Trip]:
-        """How long messages between this stage and its neighbours took, since the last call."""
-        ends = (self._forward_pass.trips_up, self._forward_pass.trips_down)
-        return [trip for end in ends if end is not None for trip in end.take()]
+        """How long messages to and from the next stage took, since the last call: both ends of a link find out."""
+        trips = self._forward_pass.trips_down
+        return [] if trips is None else trips.take()
 
     def take_messages(self) -> Messages:
         """Messages of the step that has just ended."""

@@ -24,6 +24,7 @@ class Reporter:
         self._steps: deque[tuple[float, StepTimes]] = deque(maxlen=_STEPS_KEPT)
         self._messages: deque[tuple[float, float]] = deque(maxlen=_TRANSFERS_KEPT)
         self._reductions: deque[tuple[int, float]] = deque(maxlen=_TRANSFERS_KEPT)
+        self._rounds_s: deque[float] = deque(maxlen=_STEPS_KEPT)
 
     def begin(self) -> None:
         """Begin a generation: drop what was under another plan."""
@@ -43,14 +44,16 @@ class Reporter:
         step_s: float,
         messages: Sequence[tuple[float, float]],
         reductions: Sequence[tuple[int, float]],
+        voters: int,
     ) -> None:
         """Take the times of a step.
 
         Args:
             times: its actions, waits and phases.
             step_s: all of it.
-            messages: bytes and seconds of what came and went, one way, of those that waited for no other.
+            messages: bytes and seconds between here and the next stage, one way, of those that waited for no other.
             reductions: bytes and seconds of every all-reduce.
+            voters: ranks whose all-reduce the vote is, in 2 (voters - 1) rounds.
         """
         with self._lock:
             if self._skip:
@@ -59,6 +62,8 @@ class Reporter:
             self._steps.append((step_s, times))
             self._messages += messages
             self._reductions += reductions
+            if times.vote_s is not None and voters > 1:
+                self._rounds_s.append(times.vote_s / (2 * (voters - 1)))
 
     def drain(self) -> RankTimes | None:
         """Times since the last call; None if no whole step was done."""
@@ -77,13 +82,13 @@ class Reporter:
                 actions={kind: Typical(len(values), median(values)) for kind, values in seconds.items()},
                 messages=_carried(self._messages),
                 reductions=_carried(self._reductions),
-                vote_s=min((s for _, times in self._steps if (s := times.vote_s) is not None), default=None),
+                round_s=min(self._rounds_s, default=None),
             )
             self._clear()
             return told
 
     def _clear(self) -> None:
-        for kept in (self._steps, self._messages, self._reductions):
+        for kept in (self._steps, self._messages, self._reductions, self._rounds_s):
             kept.clear()
 
 

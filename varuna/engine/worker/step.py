@@ -102,6 +102,7 @@ def _report(generation: Generation, reporter: Reporter, recent: RecentSteps, beg
         step_s=time.monotonic() - begin_s,
         messages=runtime.take_trips(),
         reductions=[(carry.size_bytes, carry.seconds) for carry in sums],
+        voters=generation.plan.workers,
     )
     assignment = generation.assignment
     recent.take(RanStep(assignment.generation, assignment.rank, runtime.times, runtime.take_messages(), sums))

@@ -30,7 +30,7 @@ from varuna.fleet.state.inputs import MorphRequested, Recalibrated
 from varuna.fleet.state.morph_gain import weigh
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
 from varuna.planner.asking.request import PlanRequest
-from varuna.planner.choose import RunPlanner
+from varuna.planner.choose import RunPlanner, with_options
 from varuna.planner.micro_batch import describe_sizes, knows_sizes
 from varuna.planner.pricing.predict import Prediction
 
@@ -179,7 +179,11 @@ class Calibrator:
         return plan.step_s if known is None else known.step_s
 
     def _prediction(self, plan: Plan) -> Prediction | None:
-        return None if self.calibration is None else predicted(self.calibration, plan)
+        return None if self.calibration is None else predicted(self._for_job(self.calibration), plan)
+
+    def _for_job(self, calibration: Calibration) -> Calibration:
+        """With what the job's options change."""
+        return calibration if self._job is None else with_options(calibration, self._job)
 
     def hear(self, fleet: Fleet, worker: str, beat: Beat, now_s: float) -> list[Told]:
         """A worker told what its steps took; what follows from that, if anything."""
@@ -223,7 +227,7 @@ class Calibrator:
             names.add(name)
             if stages and (plan.is_by_class or base.classes == ("",)):
                 alone = plan.as_if_all(cut) if plan.more else plan
-                refined = refine(base.of(name), alone, stages, is_whole=not plan.more)
+                refined = refine(base.of(name), alone, stages, options=self._for_job, is_whole=not plan.more)
                 hardware = refined.hardware.model_copy(update={"device_class": name})
                 refined = refined.model_copy(update={"hardware": hardware})
                 found = refined if found is None else found.with_class(refined)
@@ -257,7 +261,7 @@ class Calibrator:
                 stages=tuple(stages),
             )
         ]
-        gap = explain_gap(base, plan, stages) if self.calibration is not None else None
+        gap = explain_gap(self._for_job(base), plan, stages) if self.calibration is not None else None
         if gap is not None and not self._explained:
             self._explained = True
             told.append(Notice(text=f"{gap}. Future plans take this into account"))

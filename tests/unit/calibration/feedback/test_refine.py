@@ -103,22 +103,23 @@ def test_operation_counts_give_way_to_what_was_measured() -> None:
     assert after.action_s <= 0.5 * min(each.actions["F"].seconds for each in fast)
 
 
-def test_links_and_rings_are_scaled_to_what_they_took() -> None:
+def test_links_and_rings_take_what_was_seen() -> None:
     before = calibrated(FACTS)
     link, [ring] = before.across_vms.link, before.across_vms.rings
     told = [
         each.model_copy(
             update={
-                "messages": Carried(5, 10**6, 2 * (link.latency_s + 10**6 / link.bytes_per_s)),
-                "reductions": Carried(5, 10**8, 3 * 2 * (ring.latency_s + 10**8 / 2 / ring.bytes_per_s)),
+                "messages": Carried(5, 10**6, 0.0002 + 2 * 10**6 / link.bytes_per_s),
+                "reductions": Carried(5, 10**8, 2 * (0.0002 + 3 * 10**8 / 2 / ring.bytes_per_s)),
+                "round_s": 0.0002,
             }
         )
         for each in as_predicted(before, plan(2))
     ]
-    after = refine(before, plan(2), told).across_vms
+    after = refine(before, plan(2), told, is_whole=False).across_vms
     assert after.link.bytes_per_s == pytest.approx(link.bytes_per_s / 2)
-    assert after.link.latency_s == pytest.approx(2 * link.latency_s)
     assert after.rings[0].bytes_per_s == pytest.approx(ring.bytes_per_s / 3)
+    assert after.link.latency_s == after.rings[0].latency_s == pytest.approx(0.0002)
 
 
 def test_a_run_within_a_tenth_of_its_prediction_is_not_worth_a_word() -> None:
@@ -178,15 +179,40 @@ def test_a_faster_run_is_explained_as_well() -> None:
 
 
 def test_a_slow_message_is_a_narrow_cable_rather_than_a_long_one() -> None:
+    """The vote, which has hardly any bytes, says how long it is; rings have the same cables."""
     before = calibrated(FACTS)
-    told = [each.model_copy(update={"messages": Carried(5, 160_000, 0.065)}) for each in as_predicted(before, plan())]
+    told = [
+        each.model_copy(update={"messages": Carried(5, 160_000, 0.065), "round_s": 0.005})
+        for each in as_predicted(before, plan())
+    ]
     after = refine(before, plan(), told, is_whole=False).across_vms
     assert after.link.latency_s == pytest.approx(0.005)
     assert after.link.latency_s + 160_000 / after.link.bytes_per_s == pytest.approx(0.065)
-    slower = before.across_vms.link.bytes_per_s / after.link.bytes_per_s
-    assert after.rings[0].bytes_per_s == pytest.approx(before.across_vms.rings[0].bytes_per_s / slower), (
-        "the same cables"
-    )
+    added = 1 / after.link.bytes_per_s - 1 / before.across_vms.link.bytes_per_s
+    assert 1 / after.rings[0].bytes_per_s - 1 / before.across_vms.rings[0].bytes_per_s == pytest.approx(added)
+
+
+def test_a_long_cable_is_not_taken_for_a_narrow_one() -> None:
+    before = calibrated(FACTS)
+    told = [
+        each.model_copy(update={"messages": Carried(5, 160_000, 0.065), "round_s": 0.08})
+        for each in as_predicted(before, plan())
+    ]
+    after = refine(before, plan(), told, is_whole=False).across_vms
+    assert after.link.latency_s > 0.9 * 0.065 - 1e-9
+    assert after.link.latency_s + 160_000 / after.link.bytes_per_s == pytest.approx(0.065)
+
+
+def test_a_faster_cable_is_believed_too() -> None:
+    before = calibrated(FACTS)
+    rate = before.across_vms.link.bytes_per_s
+    told = [
+        each.model_copy(update={"messages": Carried(5, 10**7, 10**7 / (4 * rate)), "round_s": 0.0002})
+        for each in as_predicted(before, plan())
+    ]
+    after = refine(before, plan(), told, is_whole=False).across_vms
+    assert after.link.bytes_per_s == pytest.approx(4 * rate, rel=0.15)
+    assert after.rings[0].bytes_per_s == pytest.approx(4 * before.across_vms.rings[0].bytes_per_s, rel=0.15)
 
 
 def test_a_ring_tells_of_links_where_no_message_was_sent() -> None:
@@ -196,6 +222,31 @@ def test_a_ring_tells_of_links_where_no_message_was_sent() -> None:
     after = refine(before, alone, told, is_whole=False).across_vms
     assert after.rings[0].bytes_per_s == pytest.approx(10**8 / 2 / (100.0 / 2 - after.rings[0].latency_s))
     assert after.link.bytes_per_s < before.across_vms.link.bytes_per_s / 100
+
+
+def test_messages_within_a_vm_tell_nothing_of_cables_between_vms() -> None:
+    near = NetworkCosts(link=Link(latency_s=0.00001, bytes_per_s=1e10), rings=FAST.rings)
+    before = calibrated(FACTS, within_vm=near)
+    before = before.model_copy(update={"hardware": before.hardware.model_copy(update={"gpus_per_vm": 2})})
+    told = [
+        each.model_copy(update={"messages": Carried(5, 10**6, 0.001), "round_s": 0.00002})
+        for each in as_predicted(before, plan())
+    ]
+    after = refine(before, plan(), told, is_whole=False)
+    assert after.across_vms == before.across_vms
+    assert after.within_vm is not None
+    assert after.within_vm.link.bytes_per_s == pytest.approx(1e9, rel=0.03)
+
+
+def test_what_a_job_changes_in_its_costs_is_not_put_down_to_the_network() -> None:
+    """Reductions in bf16 have half the bytes; the calibration is of no job."""
+    slow = Ring(latency_s=0.0001, bytes_per_s=1e6)
+    before = calibrated(FACTS, across_vms=NetworkCosts(link=Link(latency_s=0.0001, bytes_per_s=1e9), rings=(slow,)))
+    told = as_predicted(before.rounded(), plan(2))
+    assert told[0].step_s < 0.99 * as_predicted(before, plan(2))[0].step_s
+    after = refine(before, plan(2), told, options=Calibration.rounded)
+    assert after.across_vms == before.across_vms
+    assert refine(before, plan(2), told).across_vms != before.across_vms
 
 
 @pytest.mark.parametrize("factor", [0.93, 1.1, 1.5, 3.0])

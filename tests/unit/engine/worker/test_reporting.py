@@ -1,3 +1,5 @@
+import pytest
+
 from tests.unit.engine.ranks import Setup, SmallLanguage
 from tests.unit.schedule.validator import parse_row
 from varuna.core.times import Carried, Typical
@@ -16,7 +18,7 @@ def test_the_first_steps_of_a_generation_are_not_told() -> None:
     reporter = Reporter()
     for _ in range(2):
         for _ in range(WARM_STEPS):
-            reporter.take(step(1.0), step_s=9.0, messages=[], reductions=[])
+            reporter.take(step(1.0), step_s=9.0, messages=[], reductions=[], voters=1)
         assert reporter.drain() is None
         reporter.begin()
 
@@ -24,36 +26,42 @@ def test_the_first_steps_of_a_generation_are_not_told() -> None:
 def test_a_report_holds_medians_since_the_last_one() -> None:
     reporter = Reporter()
     for number in range(WARM_STEPS + 3):
-        reporter.take(step(1.0, 3.0, 5.0), step_s=10.0 + number, messages=[(100, 0.25)], reductions=[(7, 2.0)])
+        voted = step(1.0, 3.0, 5.0)
+        voted = voted._replace(phases=(*voted.phases, StepPhase("vote", 0.0, 3.0 - number / 2)))
+        reporter.take(voted, step_s=10.0 + number, messages=[(100, 0.25)], reductions=[(7, 2.0)], voters=3)
     told = reporter.drain()
     assert told is not None
     assert (told.steps, told.step_s, told.reduced_s) == (3, 13.0, 0.5)
     assert told.actions == {"F": Typical(6, 2.0), "B": Typical(3, 5.0)}
     assert told.messages == Carried(3, 100, 0.25)
     assert told.reductions == Carried(3, 7, 2.0)
+    assert told.round_s == pytest.approx((3.0 - (WARM_STEPS + 2) / 2) / 4), "four rounds of the shortest vote"
     assert reporter.drain() is None
 
 
 def test_what_nobody_drains_does_not_grow() -> None:
     reporter = Reporter()
     for _ in range(WARM_STEPS + 3 * _STEPS_KEPT):
-        reporter.take(step(1.0), step_s=1.0, messages=[(1, 1.0)] * 10, reductions=[])
+        reporter.take(step(1.0), step_s=1.0, messages=[(1, 1.0)] * 10, reductions=[], voters=1)
     told = reporter.drain()
     assert told is not None
     assert told.steps == _STEPS_KEPT
     assert told.messages is not None
     assert told.messages == Carried(2 * 10 * _STEPS_KEPT, 1, 1.0)
+    assert told.round_s is None
 
 
 def test_every_rank_of_a_run_tells_what_its_steps_took() -> None:
     setup = Setup(SmallLanguage)
     setup.run(2, 2, steps=5)
     for session in setup.finished:
-        told = session.heartbeat.beat().times
+        assert session.current is not None
+        stage, told = session.current.stage, session.heartbeat.beat().times
         assert told is not None
         assert told.steps == 3
         assert set(told.actions) >= {"F", "B"}
-        assert told.messages is not None
-        assert told.messages.size_bytes > 0
+        assert (told.messages is None) == stage.is_last, "whoever has a next stage tells of that link"
+        assert told.messages is None or (told.messages.size_bytes > 0 and told.messages.seconds > 0)
+        assert told.round_s is not None
         assert told.reductions is not None
         assert 0 < told.compute_s < told.step_s

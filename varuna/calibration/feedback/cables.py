@@ -1,0 +1,125 @@
+"""What messages, all-reduces and votes of a run tell of its network. Pure."""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
+from varuna.core.plan import Plan
+from varuna.core.times import RankTimes
+from varuna.planner.pricing.network import crossings
+
+_LEAST, _MOST = 0.1, 0.9
+"""Of the seconds of a transfer: what latency that was not seen may be, and what it may be at all."""
+_LONG_LATENCY_S = 0.005
+"""Whole steps stretch no latency beyond this: hosts of a region are nearer."""
+Wire = TypeVar("Wire", Link, Ring)
+_Transfers = Sequence[tuple[float, float]]
+"""Bytes and seconds."""
+
+
+def seen_networks(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]) -> dict[str, NetworkCosts]:
+    """Networks on which transfers take what they took, by field of the calibration.
+
+    Where it has no figures for transfers within a VM, these count as what they were planned as: across VMs.
+
+    Args:
+        calibration: with what was known before.
+        plan: that ran.
+        stages: what its stages told; all-reduces are of the replica that waited least for others.
+    """
+    vm_size = calibration.hardware.gpus_per_vm
+    crossed = crossings(plan.stages, plan.replicas, vm_size)
+    rounds_s = [each.round_s for each in stages if each.round_s is not None]
+    rounds, found = 2 * (plan.replicas - 1), {}
+    for name, is_within in (("across_vms", False), ("within_vm", True)):
+        known: NetworkCosts | None = getattr(calibration, name)
+        if known is None:
+            continue
+        belongs = [calibration.within_vm is None or is_within != crosses for crosses in crossed]
+        sent = [each.messages for each, of_it in zip(stages, belongs, strict=False) if of_it and each.messages]
+        summed = [each.reductions for each in stages if rounds and each.reductions]
+        if calibration.within_vm is not None and is_within == (plan.workers > vm_size):
+            summed = []
+        found[name] = _seen(
+            known,
+            [(each.size_bytes, each.seconds) for each in sent],
+            [(each.size_bytes / plan.replicas, each.seconds / rounds) for each in summed],
+            replicas=plan.replicas,
+            round_s=min(rounds_s, default=None),
+        )
+    return found
+
+
+def stretched(network: NetworkCosts, factor: float) -> NetworkCosts:
+    """A network on which bytes take longer, or less long, by a factor, and latencies up to a bound."""
+
+    def wire(known: Wire) -> Wire:
+        latency_s = min(known.latency_s * factor, max(known.latency_s, _LONG_LATENCY_S))
+        return known.at(latency_s=latency_s, bytes_per_s=known.bytes_per_s / factor)
+
+    return network.model_copy(update={"link": wire(network.link), "rings": tuple(map(wire, network.rings))})
+
+
+class _Cable(NamedTuple):
+    latency_s: float
+    s_per_byte: float
+
+
+def _cable(wire: Link | Ring) -> _Cable:
+    return _Cable(wire.latency_s, 1 / wire.bytes_per_s)
+
+
+def _seen(
+    network: NetworkCosts, messages: _Transfers, rounds: _Transfers, *, replicas: int, round_s: float | None
+) -> NetworkCosts:
+    """A network on which messages, and rounds of all-reduces, take what they took.
+
+    Where only one of the two was seen, the other has the same cables: each byte takes as much longer there.
+    """
+    link = _cable(network.link)
+    ring = _cable(next((each for each in network.rings if each.ranks in (None, replicas)), network.rings[0]))
+    by_link, by_ring = _explained(link, messages, round_s), _explained(ring, rounds, round_s)
+
+    def changed(wire: Wire, before: _Cable, after: _Cable | None) -> Wire:
+        if after is None:
+            return wire
+        known = _cable(wire)
+        return wire.at(
+            latency_s=_moved(known.latency_s, before.latency_s, after.latency_s),
+            bytes_per_s=1 / _moved(known.s_per_byte, before.s_per_byte, after.s_per_byte),
+        )
+
+    seen = (link, by_link) if by_link is not None else (ring, by_ring)
+    other = (ring, by_ring) if by_ring is not None else (link, by_link)
+    return network.model_copy(
+        update={
+            "link": changed(network.link, *seen),
+            "rings": tuple(changed(each, *other) for each in network.rings),
+        }
+    )
+
+
+def _explained(known: _Cable, seen: _Transfers, round_s: float | None) -> _Cable | None:
+    """The cable on which transfers take what they took; None if there was none.
+
+    Transfers of one size do not tell latency from bandwidth. A round of the vote, which has hardly any bytes, bounds
+    the latency; what is beyond that is put down to bandwidth.
+
+    Args:
+        known: before.
+        seen: transfers.
+        round_s: of the fastest vote.
+    """
+    if not seen:
+        return None
+    shortest_s = min(seconds for _, seconds in seen)
+    beyond_s = median(seconds - size * known.s_per_byte for size, seconds in seen)
+    most_s = min(known.latency_s if round_s is None else round_s, _MOST * shortest_s)
+    latency_s = min(max(beyond_s, min(known.latency_s, _LEAST * shortest_s)), most_s)
+    return _Cable(latency_s, median((seconds - latency_s) / max(size, 1.0) for size, seconds in seen))
+
+
+def _moved(value: float, before: float, after: float) -> float:
+    """A value, where another one like it has moved: as much more, or as many times less."""
+    return value + after - before if after > before else value * (after / before if before else 1.0)
