@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.accuracy_cases import Case, Setting, on_hosts, on_one_host  # noqa: E402
 from benchmarks.accuracy_job import half  # noqa: E402
 from benchmarks.emulated.hosts import Hosts  # noqa: E402
 from tests.scenarios.network import why_not  # noqa: E402
@@ -55,107 +56,6 @@ WARM_STEPS = 2
 SEEDS = 20
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a calibration is of."""
-
-    model: str
-    network: str
-    workers: int
-    """at once"""
-    mbits_per_s: int = 0
-    """of each host's line; 0: all ranks are on one host"""
-    per_host: int = 1
-    width: int = 4096
-    tied: bool = False
-    reduction: str = "fp32"
-
-    @property
-    def name(self) -> str:
-        if not self.mbits_per_s:
-            return self.network
-        parts = [f"{self.mbits_per_s}Mb/s", f"w{self.width}" if self.model == "slept" else ""]
-        parts += ["tied" if self.tied else "", self.reduction if self.reduction != "fp32" else ""]
-        return ",".join(filter(None, [*parts, f"{self.per_host}/host" if self.per_host > 1 else ""]))
-
-    def arguments(self, global_batch: int, micro_batch: int) -> list[str]:
-        found = ["--model", self.model, "--network", self.network, "--reduction", self.reduction]
-        found += ["--width", str(self.width), *(["--tied"] if self.tied else [])]
-        return [*found, "--global-batch", str(global_batch), "--micro-batch", str(micro_batch)]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One configuration."""
-
-    setting: Setting
-    stages: int
-    replicas: int
-    policy: str
-    micro_batch: int
-    global_batch: int
-    depths: tuple[int, ...] = ()
-    """of the pipelines, deepest first, if they differ"""
-
-    @property
-    def ranks(self) -> int:
-        return sum(self.depths) or self.stages * self.replicas
-
-    @property
-    def name(self) -> str:
-        shape = "+".join(map(str, self.depths)) or f"{self.stages}x{self.replicas}"
-        return f"{self.setting.model} {shape} m={self.micro_batch} {self.policy} {self.setting.name}"
-
-
-def _cases() -> list[Case]:
-    one, two = Setting("gpt2", "none", 1), Setting("gpt2", "none", 2)
-    mid = Setting("gpt2", "mid", 2)
-    real = [
-        Case(one, 1, 1, "varuna", 1, 16),
-        Case(one, 1, 1, "varuna", 2, 16),
-        Case(two, 2, 1, "varuna", 2, 32),
-        Case(two, 2, 1, "adaptive", 2, 32),
-        Case(two, 2, 1, "gpipe", 2, 32),
-        Case(two, 1, 2, "varuna", 2, 32),
-        Case(mid, 2, 1, "varuna", 2, 32),
-        Case(mid, 2, 1, "gpipe", 2, 32),
-    ]
-    slept = []
-    for network in ("none", "mid", "bad"):
-        setting = Setting("slept", network, 8)
-        slept += [
-            Case(setting, 8, 1, "varuna", 2, 48),
-            Case(setting, 4, 2, "adaptive", 2, 48),
-            Case(setting, 8, 1, "gpipe", 2, 48),
-        ]
-    slept += [Case(Setting("slept", "mid", 8), 2, 4, "varuna", 2, 48)]
-    for network, depths in (("none", (3, 2)), ("none", (4, 3)), ("mid", (3, 2)), ("mid", (4, 3)), ("mid", (3, 3, 2))):
-        slept.append(Case(Setting("slept", network, 8), depths[0], len(depths), "varuna", 2, 24 * len(depths), depths))
-    slept += [Case(Setting("slept", network, 8), 2, 2, "varuna", 2, 48) for network in ("none", "mid")]
-    return [*real, *slept]
-
-
-def _cases_on_hosts() -> list[Case]:
-    def each(shapes: str, mbits_per_s: int, *, batch: int = 16, model: str = "slept", **more: Any) -> list[Case]:
-        pairs = [(int(shape[0]), int(shape[2])) for shape in shapes.split()]
-        workers = max(stages * replicas for stages, replicas in pairs)
-        setting = Setting(model, "none", workers, mbits_per_s, **more)
-        return [Case(setting, stages, replicas, "varuna", 2, batch) for stages, replicas in pairs]
-
-    every = "2x1 3x1 4x1 1x2 2x2 1x4"
-    return [
-        *each(every, 20),
-        *each(every, 100, width=65536),
-        *each("2x1 4x1 2x2", 100, width=65536, tied=True),
-        *each("1x2 2x2 1x4", 100, width=65536, reduction="bf16"),
-        *each("4x1 2x2 1x4", 100, width=65536, per_host=2),
-        *each(every, 1000, width=65536),
-        *each("4x1 2x2 1x4", 10_000, width=65536),
-        *each("2x1 1x2", 20, model="gpt2", batch=32),
-        *each("2x1 1x2", 100, model="gpt2", batch=32),
-    ]
-
-
 def calibrated(setting: Setting, cases: list[Case], hosts: Hosts | None = None) -> Calibration:
     """What `varuna calibrate` finds for a setting, at the sizes of its cases."""
     measured = []
@@ -164,8 +64,10 @@ def calibrated(setting: Setting, cases: list[Case], hosts: Hosts | None = None) 
         if hosts is not None:
             measured += hosts.collect(JOB, arguments, setting.workers)
         else:
-            measured += collect(JOB, arguments, workers=setting.workers, store=StoreHost().address())
-    return assemble(measured, name=setting.model)
+            store = StoreHost()
+            measured += collect(JOB, arguments, workers=setting.workers, store=store.address())
+    found = assemble(measured, name=setting.model)
+    return found.rounded() if setting.reduction == "bf16" else found
 
 
 def plan_of(case: Case, calibration: Calibration) -> Plan:
@@ -280,7 +182,7 @@ def main() -> None:
     if options.hosts and (reason := why_not("tc")):
         raise SystemExit(f"skipped: {reason}")
     rows: list[dict[str, Any]] = []
-    cases = [case for case in (_cases_on_hosts() if options.hosts else _cases()) if options.only in case.name]
+    cases = [case for case in (on_hosts() if options.hosts else on_one_host()) if options.only in case.name]
     for setting in dict.fromkeys(case.setting for case in cases):
         rows += _measure(setting, [case for case in cases if case.setting == setting], options)
     result: dict[str, Any] = {"rows": rows}

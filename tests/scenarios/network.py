@@ -21,6 +21,8 @@ _PR_SET_PDEATHSIG = 1
 _START_S = 10.0
 _SHAPED = "burst 16kb latency 400ms"
 """The bucket is small: what passes a line that was idle at full speed hides how narrow it is."""
+_USUAL = "cubic"
+"""How TCP avoids congestion where nobody has chosen otherwise; this machine may have."""
 _prctl = ctypes.CDLL(None).prctl  # a child that was forked from threads may not look it up
 
 
@@ -58,6 +60,7 @@ class Network:
                 self._ip(host, f"address add {address}/24 dev eth0")
                 self._ip(host, "link set eth0 up")
                 self._ip(host, "link set lo up")
+                self._ip(host, f"route replace {SUBNET}.0/24 dev eth0 congctl {_USUAL}")
         except BaseException:
             self.close()
             raise
