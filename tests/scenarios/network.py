@@ -60,7 +60,6 @@ class Network:
                 self._ip(host, f"address add {address}/24 dev eth0")
                 self._ip(host, "link set eth0 up")
                 self._ip(host, "link set lo up")
-                self._ip(host, f"route replace {SUBNET}.0/24 dev eth0 congctl {_USUAL}")
         except BaseException:
             self.close()
             raise
@@ -72,6 +71,7 @@ class Network:
     def shape(self, bits_per_s: float) -> None:
         """Every host's line carries so many bits a second, in each direction."""
         for host in self.addresses:
+            self._ip(host, f"route replace {SUBNET}.0/24 dev eth0 congctl {_USUAL}")
             for where, device in ((host, "eth0"), ("", f"to-{host}")):
                 shaped = f"qdisc replace dev {device} root tbf rate {bits_per_s:.0f}bit {_SHAPED}"
                 self._inside(where, ["tc", *shaped.split()])
