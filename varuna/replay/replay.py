@@ -167,6 +167,7 @@ class Replay:
         checkpoints_s: tuple[float, ...],
     ) -> ReplayOutcome:
         duration_s, price = self._trace.end_s, self._calibration.hardware.price_per_hour
+        ideal = self.ideal_samples  # 0 where the nodes that hold the model come as the recording ends
         gpu_hours = sum((end - begin) * nodes for begin, end, nodes in self._trace.spans()) * self._gpus / 3600.0
         shares: dict[str, float] = {}
         for stretch in stretches:
@@ -179,12 +180,12 @@ class Replay:
             duration_s=duration_s,
             steps=steps,
             samples=steps * self._job.global_batch,
-            ideal_samples=self.ideal_samples,
+            ideal_samples=ideal,
             steps_redone=redone,
             micro_batches_kept=kept,
             micro_batches=-(-self._job.global_batch // self._plans.micro_batch),
             morphs=morphs,
-            lost={cause: round(samples / self.ideal_samples, 5) for cause, samples in (lost or {}).items()},
+            lost={cause: round(samples / ideal, 5) for cause, samples in (lost or {}).items()} if ideal else {},
             plans={shape: round(share, 4) for shape, share in sorted(shares.items(), key=lambda s: -s[1])},
             training_share=training_s / duration_s,
             gpu_hours=gpu_hours,

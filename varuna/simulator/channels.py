@@ -35,21 +35,21 @@ class Arrivals:
         return arrival_s
 
 
-class Line:
+class HostLine:
     """Of a host, one way: what passes at once has an equal part of it, as connections of TCP do."""
 
     __slots__ = ("flows",)
 
     def __init__(self) -> None:
-        self.flows: list[Flow] = []
+        self.flows: list[SharedLink] = []
         """with a message on its way"""
 
 
-class Lines(NamedTuple):
+class HostLines(NamedTuple):
     """Of a host, both ways."""
 
-    out: Line
-    into: Line
+    out: HostLine
+    into: HostLine
 
 
 def busiest_line_s(links: Sequence[LinkCosts]) -> float:
@@ -60,20 +60,20 @@ def busiest_line_s(links: Sequence[LinkCosts]) -> float:
     return max(gradient_s + activation_s for gradient_s, activation_s in zip(gradients_s, activations_s, strict=True))
 
 
-def lines_of(links: Sequence[LinkCosts]) -> list[Lines]:
+def lines_of(links: Sequence[LinkCosts]) -> list[HostLines]:
     """Those of each stage's host: a link whose messages pass no line stays within a host."""
-    found = [Lines(Line(), Line())]
+    found = [HostLines(HostLine(), HostLine())]
     for link in links:
-        found.append(Lines(Line(), Line()) if link.line_share else found[-1])
+        found.append(HostLines(HostLine(), HostLine()) if link.line_share else found[-1])
     return found
 
 
-class Flow:
+class SharedLink:
     """Messages of a link that pass the lines of two hosts, one after another."""
 
     __slots__ = ("done_s", "left_s", "lines", "number", "rate", "serialisation_s", "share", "since_s", "waiting")
 
-    def __init__(self, number: int, serialisation_s: float, share: float, lines: tuple[Line, Line]) -> None:
+    def __init__(self, number: int, serialisation_s: float, share: float, lines: tuple[HostLine, HostLine]) -> None:
         """Begin without any.
 
         Args:
@@ -88,7 +88,7 @@ class Flow:
         self.left_s = self.since_s = self.done_s = 0.0
         self.rate = 1.0
 
-    def take(self, now_s: float) -> "list[Flow]":
+    def take(self, now_s: float) -> "list[SharedLink]":
         """Take a message; returns flows whose ``done_s`` has changed."""
         self.waiting += 1
         if self.waiting > 1:
@@ -98,7 +98,7 @@ class Flow:
         self.left_s, self.since_s, self.rate = self.serialisation_s, now_s, 0.0
         return self._shared(now_s)
 
-    def finish(self, now_s: float) -> "list[Flow]":
+    def finish(self, now_s: float) -> "list[SharedLink]":
         """A message has left whole; returns flows whose ``done_s`` has changed."""
         self.waiting -= 1
         if not self.waiting:
@@ -109,7 +109,7 @@ class Flow:
         self.done_s = now_s + self.left_s / self.rate
         return [self]
 
-    def _shared(self, now_s: float) -> "list[Flow]":
+    def _shared(self, now_s: float) -> "list[SharedLink]":
         """Divide the lines anew; returns flows that are faster or slower now."""
         out, into = self.lines
         changed = []

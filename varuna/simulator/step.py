@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from varuna.schedule.actions import Kind
 from varuna.schedule.policy import Policy, make_policy, stash_limit
-from varuna.simulator.channels import Arrivals, Flow, busiest_line_s, lines_of
+from varuna.simulator.channels import Arrivals, SharedLink, busiest_line_s, lines_of
 from varuna.simulator.costs import PipelineCosts, StageCosts, travel_times_s
 from varuna.simulator.trace import Row, StepTrace
 
@@ -136,7 +136,7 @@ class _Channel:
 
     __slots__ = ("arrivals", "flow", "free_s", "receiver", "serialisation_s")
 
-    def __init__(self, receiver: _Stage, arrivals: Arrivals, serialisation_s: float, flow: Flow | None) -> None:
+    def __init__(self, receiver: _Stage, arrivals: Arrivals, serialisation_s: float, flow: SharedLink | None) -> None:
         self.receiver, self.arrivals, self.serialisation_s, self.flow = receiver, arrivals, serialisation_s, flow
         self.free_s = 0.0
 
@@ -163,7 +163,7 @@ def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, s
         seconds = link.activation_s if is_down else link.gradient_s
         if not (is_crowded and seconds * link.line_share):
             return _Channel(stage, arrivals, seconds, None)
-        flow = Flow(len(flowing), seconds, link.line_share, (lines[sender].out, lines[receiver].into))
+        flow = SharedLink(len(flowing), seconds, link.line_share, (lines[sender].out, lines[receiver].into))
         flowing.append(_Channel(stage, arrivals, seconds, flow))
         return flowing[-1]
 

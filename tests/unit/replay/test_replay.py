@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from typer.testing import CliRunner
 
@@ -158,8 +158,13 @@ def test_an_instant_that_counts_fewer_nodes_than_it_names_is_refused(tmp_path: P
         read_trace(path)
 
 
+LATE = Trace(changes=(Change(0.0, ("a",), ()), Change(0.4, ("b", "c", "d"), ())), end_s=0.4)
+"""Its nodes come as it ends."""
+
+
 @settings(max_examples=20, deadline=None)
 @given(recordings(), some.sampled_from([0.0, 30.0, 600.0]))
+@example(LATE, 0.0)
 def test_any_recording_can_be_replayed(recorded: Trace, notice_s: float) -> None:
     try:
         cluster = replay(recorded)

@@ -3,15 +3,15 @@
 import pytest
 
 from varuna.simulator.bounds import bottleneck_s, lower_bounds_s
-from varuna.simulator.channels import Flow, Line, busiest_line_s
+from varuna.simulator.channels import HostLine, SharedLink, busiest_line_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, uniform
 from varuna.simulator.step import simulate
 
 
-def flows(*shares: float) -> list[Flow]:
+def flows(*shares: float) -> list[SharedLink]:
     """Flows of messages of one second that leave one host for others."""
-    out = Line()
-    return [Flow(number, 1.0, share, (out, Line())) for number, share in enumerate(shares)]
+    out = HostLine()
+    return [SharedLink(number, 1.0, share, (out, HostLine())) for number, share in enumerate(shares)]
 
 
 def test_one_message_alone_takes_what_it_takes() -> None:
@@ -47,7 +47,7 @@ def test_a_second_message_of_a_link_waits_for_the_first() -> None:
 
 def test_the_narrower_end_counts() -> None:
     first, second = flows(1.0, 1.0)
-    third = Flow(2, 1.0, 1.0, (Line(), second.lines[1]))
+    third = SharedLink(2, 1.0, 1.0, (HostLine(), second.lines[1]))
     for flow in (first, second, third):
         flow.take(0.0)
     assert second.done_s == 2.0, "half of its sender's line, and of its receiver's"
