@@ -13,6 +13,8 @@ _LEAST, _MOST = 0.1, 0.9
 """Of the seconds of a transfer: what latency that was not seen may be, and what it may be at all."""
 _LONG_LATENCY_S = 0.005
 """Whole steps stretch no latency beyond this: hosts of a region are nearer."""
+_LEAST_S_PER_BYTE = 1e-12
+"""A clock may say that a transfer took no time."""
 Wire = TypeVar("Wire", Link, Ring)
 _Transfers = Sequence[tuple[float, float]]
 """Bytes and seconds."""
@@ -117,7 +119,8 @@ def _explained(known: _Cable, seen: _Transfers, round_s: float | None) -> _Cable
     beyond_s = median(seconds - size * known.s_per_byte for size, seconds in seen)
     most_s = min(known.latency_s if round_s is None else round_s, _MOST * shortest_s)
     latency_s = min(max(beyond_s, min(known.latency_s, _LEAST * shortest_s)), most_s)
-    return _Cable(latency_s, median((seconds - latency_s) / max(size, 1.0) for size, seconds in seen))
+    s_per_byte = median((seconds - latency_s) / max(size, 1.0) for size, seconds in seen)
+    return _Cable(latency_s, max(s_per_byte, _LEAST_S_PER_BYTE))
 
 
 def _moved(value: float, before: float, after: float) -> float:

@@ -215,6 +215,16 @@ def test_a_faster_cable_is_believed_too() -> None:
     assert after.rings[0].bytes_per_s == pytest.approx(4 * before.across_vms.rings[0].bytes_per_s, rel=0.15)
 
 
+@pytest.mark.parametrize("round_s", [None, 0.0, 1e-4])
+def test_transfers_that_took_no_time_by_the_clock_are_survived(round_s: float | None) -> None:
+    before = calibrated(FACTS)
+    seen = {"messages": Carried(1, 100, 0.0), "reductions": Carried(1, 0, 0.0), "round_s": round_s}
+    told = [each.model_copy(update=seen) for each in as_predicted(before, plan(2))]
+    after = refine(before, plan(2), told, is_whole=False).across_vms
+    assert 0 < after.link.bytes_per_s <= 1e13
+    assert after.link.latency_s >= 0
+
+
 def test_a_ring_tells_of_links_where_no_message_was_sent() -> None:
     before = calibrated(FACTS)
     alone = plan(2).model_copy(update={"stages": 1, "starts": (0,), "stash_limits": (8,), "replicas": 2})
