@@ -88,6 +88,9 @@ class Assignment(Value):
     copy_from: int | None = Field(default=None, description="rank of whose the same this rank keeps copies, if any")
     checkpoint: str | None = Field(default=None, description="place of the checkpoint to restore, if any")
     fresh: bool = Field(default=False, description="start from the model's own initialisation")
+    losses_per_hour: float = Field(
+        default=0.0, ge=0, description="of workers, as the plan was made for; 0: none was seen"
+    )
     secret: str = Field(default="", description="that members know and others do not; empty: nobody asks for it")
 
     @property

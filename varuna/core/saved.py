@@ -1,9 +1,10 @@
-"""What workers report of a part of a section that is durable; manifests are made of these."""
+"""What workers report of a part of a section that is durable; manifests are made of these. And how often to save."""
 
-from math import prod
+from math import inf, prod, sqrt
 
 from pydantic import Field
 
+from varuna.core.plan import Plan
 from varuna.core.value import Value
 
 ITEM_BYTES = {
@@ -12,6 +13,10 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes of an element, by safetensors' name of its dtype."""
 
+SAVED_EVERY_S, ALONE_EVERY_S = 600.0, 60.0
+"""Between checkpoints, and between those of a state that is held once while no loss was seen."""
+_LEAST_S, _STALLS = 10.0, 20
+"""The least that Young's rule may say; and without a rate of losses, so many times what a checkpoint stops training."""
 
 STRETCH_BYTES = 16 * 2**20
 """Of a long piece so many bytes can be checked alone: a multiple of every element's size, and part of the format."""
@@ -54,3 +59,32 @@ class SavedShard(Value):
     size_bytes: int = Field(ge=0)
     pieces: tuple[Piece, ...] = ()
     scalars: str = Field(default="{}", description="JSON of optimizer state that is not a tensor; in part 0")
+
+
+def young_s(stall_s: float, between_losses_s: float) -> float:
+    """Young's rule: the interval at which what saving stops, and what losses undo, cost the same.
+
+    Args:
+        stall_s: how long a checkpoint stops training.
+        between_losses_s: on average.
+    """
+    return sqrt(2.0 * stall_s * between_losses_s)
+
+
+def paying_every_s(stall_s: float, losses_per_hour: float, plan: Plan, usual_s: float = ALONE_EVERY_S) -> float:
+    """Seconds between checkpoints that pay for a run that outlives the loss of workers.
+
+    A loss undoes what came after the newest checkpoint where it takes the last holder of a section. With one replica
+    every loss may. Otherwise others must go at the same moment: of N workers any, so each further replica makes it N
+    times rarer.
+
+    Args:
+        stall_s: how long a checkpoint stops training.
+        losses_per_hour: that were seen; 0: none.
+        plan: that runs.
+        usual_s: with one replica, while no loss was seen; with more, nothing says that they pay then.
+    """
+    if losses_per_hour:
+        between_s = 3600 / losses_per_hour * plan.workers ** (plan.replicas - 1)
+        return max(min(usual_s, _LEAST_S), young_s(stall_s, between_s))
+    return max(usual_s, _STALLS * stall_s) if plan.replicas == 1 else inf

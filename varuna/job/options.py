@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Literal, get_args
 
 from varuna.core.errors import UsageError
+from varuna.core.saved import SAVED_EVERY_S
 from varuna.data.collate import CollateFunction
 from varuna.job.arguments import check_function, check_number, check_whole, described
 from varuna.partition.batch_weight import WeightFunction
@@ -14,7 +15,7 @@ from varuna.partition.capture.capture import LossFunction
 from varuna.partition.lengths import check_lengths
 from varuna.store.opening import location
 
-CHECKPOINTED_EVERY = timedelta(minutes=10)
+CHECKPOINTED_EVERY = timedelta(seconds=SAVED_EVERY_S)
 
 OnNan = Literal["stop", "continue"]
 """What a run does when the loss or the gradients of a step are not finite."""
@@ -28,8 +29,9 @@ class Checkpoints:
 
     Attributes:
         path: folder that all machines share, or URL (``s3://``, ``gs://``, ``az://``).
-        every: steps (int) or time between checkpoints. Default: 10 minutes, or about one while a manager's run holds
-            every section once, since a lost worker then costs the steps since the newest checkpoint.
+        every: steps (int) or time between checkpoints. Default: 10 minutes. With a manager, a minute while
+            every section is held once, since a lost worker may then cost the steps since the newest checkpoint; and,
+            once workers were lost, as often as pays (Young's rule).
         keep_last: number of newest checkpoints to keep.
         keep_every: also keep, for good, the checkpoints whose step is a multiple of this.
         frozen: also save parameters that are not trained. False: they are read again from where the run began.

@@ -14,6 +14,7 @@ from varuna.checks.mixing import check_mixing
 from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
 from varuna.core.model import JobFacts
+from varuna.core.saved import ALONE_EVERY_S
 from varuna.engine.base.compute_process import settle
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.device.capacity import device_class
@@ -37,8 +38,8 @@ from varuna.store.opening import open_store
 
 RESCUE_VARIABLE = "VARUNA_RESCUE"
 """Folder of ``varuna run`` for the state of a script that gives no ``checkpoints=``."""
-_RESCUED_S, _ALONE_S = 2.0, 60.0
-"""Least time between checkpoints while every section is held once: of a script without ``checkpoints=``, and with."""
+_RESCUED_S = 2.0
+"""Least time between checkpoints of a script without ``checkpoints=``, while every section is held once."""
 _RESCUED_BYTES, _DISK_SHARE = 4 * 2**30, 8
 """Of state that is kept for a script that did not ask for it, and the share of the free disk that it may take."""
 
@@ -60,7 +61,7 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
         check_writable(store)
         left_out = None if spec.checkpoints.frozen else LeftOut(spec.partitioned.trainable)
         every = spec.checkpoints.every
-        alone_s = _ALONE_S if every == CHECKPOINTED_EVERY else float("inf")
+        alone_s = ALONE_EVERY_S if every == CHECKPOINTED_EVERY else None
         saver = Snapshotter(store, every, membership.saved, membership.unsaved, alone_s=alone_s, left_out=left_out)
     # first, since it may ask for more than the next
     check_mixing(spec.partitioned, spec.micro_batch, accepted=spec.loss.per_micro_batch)

@@ -5,10 +5,10 @@ on the plan: with D replicas it is about the lost one's share, with copies of it
 them, with one replica and no copies the steps since the newest checkpoint.
 """
 
-from math import sqrt
 from typing import NamedTuple
 
 from varuna.core.plan import Copies, Plan
+from varuna.core.saved import paying_every_s
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.copy_costs import copied_rounds, copies_take_s
 from varuna.planner.pricing.profile import profile
@@ -20,8 +20,6 @@ REGROUPED_S = 2.5
 """From then until the new groups are there; ``benchmarks.recovery`` shows less on one machine."""
 SNAPSHOT_BYTES_PER_S = 5e9
 """Rate at which state is copied out for a checkpoint, unless the calibration says so."""
-CHECKPOINT_S = 60.0
-"""Between two checkpoints, at most, while D is 1."""
 
 
 class Expected(NamedTuple):
@@ -81,12 +79,5 @@ def _again_s(plan: Plan, request: PlanRequest, state_bytes: float, link: float) 
 
 def _checkpoint_age_s(plan: Plan, request: PlanRequest, state_bytes: float) -> float:
     """Seconds of work before the step in flight that no checkpoint has: half of Young's interval, in whole steps."""
-    rate = request.losses_per_hour / 3600
     stall_s = state_bytes / plan.replicas / (request.calibration.snapshot_bytes_per_s or SNAPSHOT_BYTES_PER_S)
-    every_s = young_s(stall_s, 1 / rate) if rate else CHECKPOINT_S
-    return max(0.0, every_s - plan.step_s) / 2
-
-
-def young_s(stall_s: float, between_losses_s: float) -> float:
-    """Young's rule: the interval at which stalls and lost work cost the same."""
-    return sqrt(2.0 * stall_s * between_losses_s)
+    return max(0.0, paying_every_s(stall_s, request.losses_per_hour, plan) - plan.step_s) / 2

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from varuna.calibration.format import Calibration
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
+from varuna.core.saved import young_s
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, Morphed, RunEvent, StepRecorded
-from varuna.planner.goodput import young_s
 from varuna.replay.broken_steps import BrokenSteps
 from varuna.replay.costs import MorphCosts, RestartCosts
 from varuna.replay.job import job_of, state_bytes

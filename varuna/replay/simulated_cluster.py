@@ -25,6 +25,7 @@ from varuna.core.messages import (
 )
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
+from varuna.core.saved import SAVED_EVERY_S, paying_every_s
 from varuna.core.sums import HeldSums
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
@@ -43,7 +44,6 @@ from varuna.fleet.state.outputs import Ask, Instruction, Kill, Publish, Send
 from varuna.fleet.state.phases import Idle, Running
 from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, Planner, WhichCheckpoint, plan_answer
 from varuna.fleet.state.run_events import RunEvent
-from varuna.planner.goodput import young_s
 from varuna.replay.broken_steps import BrokenSteps
 from varuna.replay.copied import StateCopies
 from varuna.replay.costs import MorphCosts
@@ -377,8 +377,7 @@ class SimulatedCluster:
         plan = assignment.plan
         share_bytes = max(self._bytes_by_slot(plan)) / plan.replicas
         stall_s = share_bytes / self._costs.snapshot_bytes_per_s
-        # Half of all changes are losses.
-        every_s = young_s(stall_s, 2 * self.fleet.experience.gap_s(self.now_s))
+        every_s = min(SAVED_EVERY_S, paying_every_s(stall_s, assignment.losses_per_hour, plan))
         is_due = self._costs.checkpoints and self.now_s + plan.step_s / 2 >= self._saved_s + every_s
         if not (is_due or self._life.save):
             return 0.0

@@ -351,8 +351,8 @@ class Session:
         if generation.assignment.rank == 0:
             flags["regroup"] = float(self.standing.asked("regroup"))
             flags["stop"] = float(self._stopping or self.standing.asked("stop"))
-            alone = generation.plan.replicas == 1 and self._membership.survives
-            due = self._saver is not None and self._saver.is_due(step, alone=alone)
+            outliving = generation.plan if self._membership.survives else None
+            due = self._saver is not None and self._saver.is_due(step, outliving)
             flags["checkpoint"] = float(self.standing.asked("checkpoint") or due or self._saves_next)
         if generation.reports_lr:
             flags["lr"] = generation.stage.optimizer.lr or 0.0

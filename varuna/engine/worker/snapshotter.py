@@ -14,7 +14,8 @@ from varuna.checkpoint.io.writer import BackgroundWriter
 from varuna.checkpoint.pieces import SMALLEST_PART_BYTES
 from varuna.core.errors import CheckpointError, StoreError
 from varuna.core.messages import Assignment
-from varuna.core.saved import SavedShard
+from varuna.core.plan import Plan
+from varuna.core.saved import SavedShard, paying_every_s
 from varuna.engine.device.host_copies import DONE, Ready
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.loop_state import LOOP
@@ -24,8 +25,8 @@ from varuna.store.retry import writer_id
 
 FLUSH_BOUND_S = 600.0
 """How long the end of a run waits for the last checkpoint to be durable."""
-_STALLS, _WRITES = 20, 10
-"""A state that nobody else holds is saved so often that copying takes 1/20 of the time, and writing 1/10, at most."""
+_WRITES = 10
+"""However often a state should be saved because of losses, writing it takes 1/10 of the time at most."""
 
 
 class _Snapshot(NamedTuple):
@@ -50,7 +51,7 @@ class Snapshotter:
         on_saved: Callable[[SavedShard], None],
         on_unsaved: Callable[[str], None] | None = None,
         *,
-        alone_s: float = float("inf"),
+        alone_s: float | None = None,
         smallest_part_bytes: int = SMALLEST_PART_BYTES,
         left_out: LeftOut | None = None,
     ) -> None:
@@ -61,12 +62,14 @@ class Snapshotter:
             every: steps or time between them; None: they serve this run alone, and are made by ``alone_s`` only.
             on_saved: hears of every durable part.
             on_unsaved: hears of failures. Default: a warning.
-            alone_s: least time between checkpoints while every section is held once, so that a loss costs little.
+            alone_s: time between checkpoints while every section is held once and no loss was seen, so that the first
+                one costs little. Default: losses are no reason for more checkpoints than ``every`` says.
             smallest_part_bytes: of a section; smaller ones are not divided.
             left_out: what is not saved; None: everything is.
         """
         self._every, self._warn, self._alone_s = every, on_unsaved or warn, alone_s
         self._stall_s = self._write_s = 0.0  # of the newest save
+        self._losses_per_hour = 0.0
         self.is_rescue = every is None
         """Its checkpoints end with the run, so that the last step needs none."""
         self._last_s = time.monotonic()
@@ -80,22 +83,28 @@ class Snapshotter:
         self._on_saved = on_saved
         self._writer = BackgroundWriter(store, on_saved=self._saved, on_error=lambda error: self._warn(str(error)))
 
-    def is_due(self, step: int, *, alone: bool = False) -> bool:
+    def is_due(self, step: int, outliving: Plan | None = None) -> bool:
         """Whether the state after ``step`` should be saved; asked on rank 0 before it runs, told to all by the vote.
 
-        The end of a step that is nearest to the due moment is taken. ``alone``: every section is held once, and the
-        run outlives the loss of its holder.
+        The end of a step that is nearest to the due moment is taken. ``outliving``: the plan of a run that outlives the
+        loss of workers.
         """
         if isinstance(self._every, int):
             return (step + 1) % self._every == 0
         every_s = float("inf") if self._every is None else self._every.total_seconds()
-        if alone and not self._writer.is_saving:
-            every_s = min(every_s, max(self._alone_s, _STALLS * self._stall_s, _WRITES * self._write_s))
+        if outliving:
+            every_s = min(every_s, self._paying_s(outliving))
         now_s, (asked_step, asked_s) = time.monotonic(), self._asked
         if step != asked_step:
             self._step_s = now_s - asked_s if step == asked_step + 1 else 0.0
             self._asked = step, now_s
         return now_s + 1.5 * self._step_s - self._last_s >= every_s
+
+    def _paying_s(self, plan: Plan) -> float:
+        if self._alone_s is None or self._writer.is_saving or (self.is_rescue and plan.replicas > 1):
+            return float("inf")
+        every_s = paying_every_s(self._stall_s, self._losses_per_hour, plan, self._alone_s)
+        return max(every_s, _WRITES * self._write_s)
 
     def inherit(self, assignment: Assignment) -> None:
         """Write, in the background, what lost ranks of the last generation have not; a spare too may have copied it.
@@ -111,6 +120,7 @@ class Snapshotter:
     def begin(self, stage: Stage, assignment: Assignment) -> None:
         """Begin a generation with a seat, after ``inherit``: make room for its snapshots, in the background."""
         self._asked = -2, 0.0  # a morph is not a step
+        self._losses_per_hour = assignment.losses_per_hour
         stage.copied = self._copied  # it has taken over storages that may still be copied
         expected = {section: self._kept(_expected_state(stage, section)) for section in stage.sharding.held}
         size_bytes = needed_bytes(self._parts(stage, assignment, expected))

@@ -39,6 +39,7 @@ def assignments(
                 copy_from=record.copied_from(rank),
                 checkpoint=record.checkpoint,
                 fresh=record.rollback and record.checkpoint is None,
+                losses_per_hour=record.losses_per_hour,
             ),
         )
 

@@ -117,8 +117,9 @@ def test_a_state_that_nobody_else_holds_is_saved_as_often_as_that_costs_little(
     saver = Snapshotter(store, None, lambda shard: None, alone_s=2.0)
     assert saver.is_rescue
     now_s[0] += 3600.0
-    assert not saver.is_due(0)  # somebody else holds it, too
-    assert saver.is_due(0, alone=True)
+    assert not saver.is_due(0)  # nobody goes on after a loss
+    assert not saver.is_due(0, make_plan(setup, replicas=2))  # somebody else holds it, too
+    assert saver.is_due(0, plan)
     stage = stage_of(setup, plan)
     state_of = stage.state_of
 
@@ -130,12 +131,18 @@ def test_a_state_that_nobody_else_holds_is_saved_as_often_as_that_costs_little(
     saver.save(stage, assigned(plan))  # the copy takes half a second
     saver.flush()
     now_s[0] += 9.0
-    assert not saver.is_due(5, alone=True)
+    assert not saver.is_due(5, plan)
     now_s[0] += 1.0
-    assert saver.is_due(5, alone=True)
+    assert saver.is_due(5, plan)
+    saver.begin(stage, assigned(plan).model_copy(update={"losses_per_hour": 100.0}))  # by Young's rule, 6 s apart
+    now_s[0] -= 5.1  # it asks for the state as well
+    assert not saver.is_due(5, plan)
+    now_s[0] += 0.2
+    assert saver.is_due(5, plan)
+    saver.flush()
     often = Snapshotter(store, timedelta(seconds=1), lambda shard: None, alone_s=60.0)
     now_s[0] += 1.0
-    assert often.is_due(0, alone=True)  # as its user wants, not rarer
+    assert often.is_due(0, plan)  # as its user wants, not rarer
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -306,6 +306,7 @@ def test_the_next_manager_plans_for_the_losses_that_the_last_one_saw(shell: Shel
     seen = shell.driver.fleet.record.losses_per_hour
     assert shell.driver.fleet.generation == 1
     assert 1 < seen < 3, "one loss soon after the begin"
+    assert shell.driver.assignments[NAMES[0]].losses_per_hour == seen, "workers save their state as often as pays"
     fleet = shell.die_and_start_again()
     assert fleet.loss_rate.planned_per_hour == seen
     assert fleet.loss_rate.to_plan_for(shell.driver.now_s) == seen
