@@ -14,6 +14,7 @@ from tests.unit.fleet.machine.test_machine_storm import SECTIONS, STEPS, Simulat
 from tests.unit.fleet.support import Driver, make_job, sends, two_stages
 from varuna.core.messages import Beat, Hold
 from varuna.fleet.machine import advance
+from varuna.fleet.machine.exits import expire
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import MessageReceived, NodeHeard, NodeParted, Tick, WorkerSpawned
@@ -276,7 +277,7 @@ def test_cables_between_machines_alone_cost_nobody_but_time() -> None:
 @pytest.mark.parametrize("seed", [3001, 3002])
 def test_the_rules_end_after_passes_that_workers_and_phases_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
-    first_rule, under_way, workers = advance.expire, list[Transition](), 0
+    under_way, workers = list[Transition](), 0
 
     def count(transition: Transition) -> None:
         nonlocal workers
@@ -285,7 +286,7 @@ def test_the_rules_end_after_passes_that_workers_and_phases_bound(seed: int, mon
             passes.append(0)
         passes[-1] += 1
         assert passes[-1] <= 1 + 2 * (workers * len(Standing) + 5)
-        first_rule(transition)
+        expire(transition)  # the first rule
 
     monkeypatch.setattr(advance, "expire", count)
     world, choose = world_of(seed)
