@@ -67,10 +67,20 @@ def test_what_training_needs_is_imported_without_collections_in_between(
         gc.enable()
 
 
-def test_a_torch_that_is_missing_or_too_new_is_said_with_the_command_that_helps() -> None:
+def test_a_torch_that_is_missing_or_too_new_is_said_with_the_command_that_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program = "import sys; sys.modules['torch'] = None; import varuna; varuna.Trainer"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "Training needs torch. In a clone of Varuna: pip install '.[torch]'" in done.stderr
-    odd = AttributeError("no attribute '__func__'")
-    assert varuna._remedy(odd, "2.15.0").endswith("found 2.15.0: pip install 'torch==2.13.*'")
-    assert varuna._remedy(odd, "2.13.0+cpu") == ""
+
+    def odd(name: str) -> None:
+        raise AttributeError("no attribute '__func__'")
+
+    monkeypatch.setattr(varuna, "import_module", odd)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.15.0")
+    with pytest.raises(ImportError, match=r"'__func__'\. .* found 2\.15\.0: pip install 'torch==2\.13\.\*'$"):
+        _ = varuna.Trainer
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu")
+    with pytest.raises(AttributeError, match=r"^no attribute '__func__'$"):
+        _ = varuna.Trainer

@@ -99,7 +99,11 @@ def claim(
         StoreError: the store cannot be used.
     """
     me = LeaseOwner(
-        writer=writer, host=socket.gethostname(), machine=_machine(), pid=os.getpid(), started=_started("self")
+        writer=writer,
+        host=socket.gethostname(),
+        machine=process_scope(),
+        pid=os.getpid(),
+        started=process_started("self"),
     )
     while True:
         epochs = _epochs(store)
@@ -173,10 +177,10 @@ def _exists(owner: LeaseOwner) -> bool:
         return False
     except PermissionError:
         pass  # it is somebody else's, but it exists
-    return owner.started == _started(str(owner.pid)) and not _is_dead(owner.pid)
+    return owner.started == process_started(str(owner.pid)) and not has_ended(owner.pid)
 
 
-def _is_dead(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Whether a process has ended, and only its number is still there: in a container nobody may ask for that."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
@@ -184,7 +188,7 @@ def _is_dead(pid: int) -> bool:
         return False
 
 
-def _machine(proc: Path = Path("/proc")) -> str:
+def process_scope(proc: Path = Path("/proc")) -> str:
     """The scope of process numbers: a boot of a machine, and a namespace of processes within it."""
     try:
         boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
@@ -193,7 +197,7 @@ def _machine(proc: Path = Path("/proc")) -> str:
         return socket.gethostname()
 
 
-def _started(process: str) -> str:
+def process_started(process: str) -> str:
     """When a process began, in the kernel's ticks; empty where the kernel does not say."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]

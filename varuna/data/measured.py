@@ -25,10 +25,11 @@ from varuna.data.readers import CAN_FORK, Reader, SampleRequest
 from varuna.data.spare import Spare
 from varuna.process.console import say, say_once
 
-_WHILE_S, _LONG_S = 2.0, 10.0
+WHILE_S, LONG_S = 2.0, 10.0
 """Reading is looked at after so long, if there were several micro-batches, and after so long in any case."""
-_SEVERAL, _FEW = 8, 3
-_QUICK_S = 0.0005
+SEVERAL, FEW = 8, 3
+"""Micro-batches that are several, and that are after a long time."""
+QUICK_S = 0.0005
 """A sample that takes less needs no process: sending it would take as long."""
 _ANSWER_S, _TIMES = 30.0, 20
 """A reader has so long for a micro-batch, or so many times as long as the thread."""
@@ -54,7 +55,7 @@ class MeasuredReading:
         self._asked: deque[SampleRequest] = deque()
         self._idle: deque[Reader] = deque()
         self._busy: deque[Reader] = deque()
-        self._watch: _Watch | None = None
+        self._watch: ReadingWatch | None = None
         self._waited_s = 0.0
         self._longest_s = 0.0
         """that reading a micro-batch has taken"""
@@ -167,18 +168,18 @@ class MeasuredReading:
         """Count a micro-batch that was read; every now and then, decide."""
         self._longest_s = max(self._longest_s, took.seconds)
         at_once, self._at_once = self._at_once, 0
-        if not self.processes and took.seconds < _QUICK_S * len(ask.positions):
+        if not self.processes and took.seconds < QUICK_S * len(ask.positions):
             if self._watch is None:
                 self._let_spare_go()
         elif at_once and self._why_not() is None:
             self._start(at_once, ask, batch, "")
         if self._watch is None:
-            self._watch = _Watch(self._waited_s)
+            self._watch = ReadingWatch(self._waited_s)
             return
         self._watch.count(took)
         if not self._watch.is_over:
             return
-        pace, self._watch = self._watch.pace(self._waited_s), _Watch(self._waited_s)
+        pace, self._watch = self._watch.pace(self._waited_s), ReadingWatch(self._waited_s)
         self._decide(pace, ask, batch)
 
     def _decide(self, pace: Pace, ask: SampleRequest, batch: MicroBatch) -> None:
@@ -187,7 +188,7 @@ class MeasuredReading:
             self._back_to_thread(f"{had} processes read samples no faster than a thread did")
             return
         if not pace.is_slow:
-            if pace.read_s < _QUICK_S * len(ask.positions):  # only the first was slow: it imported, or opened files
+            if pace.read_s < QUICK_S * len(ask.positions):  # only the first was slow: it imported, or opened files
                 self._let_spare_go()
             return
         wanted = pace.wanted
@@ -256,24 +257,35 @@ def _digest(batch: MicroBatch) -> tuple[tuple[int, ...], int]:
     return batch.indices, sample_digest(batch.tensors)
 
 
-class _Watch:
-    """What is seen of reading from one micro-batch on."""
+class ReadingWatch:
+    """What is seen of reading from one micro-batch on.
+
+    Args:
+        waited_s: that training has waited for samples so far, in all.
+    """
 
     def __init__(self, waited_s: float) -> None:
         self._begin_s, self._idle_s, self._waited_s = time.monotonic(), _idle_s(), waited_s
         self._count, self._read_s, self._read_cpu_s = 0, 0.0, 0.0
 
     def count(self, took: ReadTime) -> None:
+        """A micro-batch was read."""
         self._count += 1
         self._read_s += took.seconds
         self._read_cpu_s += took.processor_s
 
     @property
     def is_over(self) -> bool:
+        """Enough was seen to decide."""
         seconds = time.monotonic() - self._begin_s
-        return self._count >= (_SEVERAL if seconds < _LONG_S else _FEW) and seconds >= _WHILE_S
+        return self._count >= (SEVERAL if seconds < LONG_S else FEW) and seconds >= WHILE_S
 
     def pace(self, waited_s: float) -> Pace:
+        """What was seen, per micro-batch.
+
+        Args:
+            waited_s: that training has waited for samples so far, in all.
+        """
         seconds, count = time.monotonic() - self._begin_s, self._count
         return Pace(
             period_s=seconds / count,

@@ -36,7 +36,7 @@ _GIVEN: Mapping[str, tuple[str, ...]] = {
 }
 """What each of them is called with."""
 
-_ELSEWHERE: Mapping[str, str] = {
+WRITTEN_ELSEWHERE: Mapping[str, str] = {
     "batch_size": "global_batch=..., the examples of one optimizer step over all workers",
     "criterion": "loss=...",
     "collate_fn": "collate=...",
@@ -73,7 +73,7 @@ def refuse_unknown(unknown: Mapping[str, object], known: Mapping[str, object]) -
     """
     for name in unknown:
         near = get_close_matches(name, known, 1)
-        remedy = _ELSEWHERE.get(name) or (f"{near[0]}=" if near else f"some of {', '.join(known)}")
+        remedy = WRITTEN_ELSEWHERE.get(name) or (f"{near[0]}=" if near else f"some of {', '.join(known)}")
         raise UsageError(f"Trainer() has no argument {name}=. Pass {remedy}.")
 
 

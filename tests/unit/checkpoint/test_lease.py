@@ -9,8 +9,7 @@ import pytest
 
 from tests.unit.store.flaky import Time
 from tests.waiting import wait_for
-from varuna.checkpoint import lease as lease_module
-from varuna.checkpoint.lease import EXPIRY_S, Lease, LeaseOwner, claim
+from varuna.checkpoint.lease import EXPIRY_S, Lease, LeaseOwner, claim, has_ended, process_scope, process_started
 from varuna.core.errors import CheckpointError
 from varuna.store.base import Store
 from varuna.store.opening import open_store
@@ -70,8 +69,8 @@ def test_a_run_on_another_machine_that_stands_still_is_replaced(store: Store) ->
 
 
 def test_a_dead_process_of_this_machine_is_replaced_at_once_and_a_live_one_never(store: Store) -> None:
-    here = lease_module._machine()
-    parent = elsewhere(machine=here, pid=os.getppid(), started=lease_module._started(str(os.getppid())))
+    here = process_scope()
+    parent = elsewhere(machine=here, pid=os.getppid(), started=process_started(str(os.getppid())))
     write(store, parent)
     with pytest.raises(CheckpointError, match="another run"):
         take(store)
@@ -86,9 +85,9 @@ def test_a_dead_process_of_this_machine_is_replaced_at_once_and_a_live_one_never
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the kernel does not say")
 def test_a_process_that_has_ended_and_that_nobody_has_waited_for_is_dead(store: Store) -> None:
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as child:
-        started = lease_module._started(str(child.pid))
-        wait_for(lambda: lease_module._is_dead(child.pid))
-        write(store, elsewhere(machine=lease_module._machine(), pid=child.pid, started=started))
+        started = process_started(str(child.pid))
+        wait_for(lambda: has_ended(child.pid))
+        write(store, elsewhere(machine=process_scope(), pid=child.pid, started=started))
         assert take(store).is_held()
 
 

@@ -27,9 +27,14 @@ BATCHES = 12
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decide after three micro-batches, and take every sample for a slow one; training seems to wait."""
-    for name, value in {"_WHILE_S": 0.0, "_SEVERAL": 3, "_FEW": 3, "_QUICK_S": 0.0}.items():
+    for name, value in {"WHILE_S": 0.0, "SEVERAL": 3, "FEW": 3, "QUICK_S": 0.0}.items():
         monkeypatch.setattr(varuna.data.measured, name, value)
-    monkeypatch.setattr(varuna.data.measured._Watch, "pace", lambda _watch, _waited_s: pace(waited_s=0.05))
+    seems(monkeypatch, waited_s=0.05)
+
+
+def seems(monkeypatch: pytest.MonkeyPatch, **changed: float) -> None:
+    """Whatever training does, this is what is seen of reading."""
+    monkeypatch.setattr(varuna.data.measured.ReadingWatch, "pace", lambda _watch, _waited_s: pace(**changed))
 
 
 class Told(Drawn):
@@ -168,8 +173,8 @@ def test_what_only_the_thread_can_read_is_read_by_the_thread(
 def test_a_slow_first_sample_alone_does_not_keep_the_process_that_forks_readers(
     tmp_path: Path, sources: list[SampleSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varuna.data.measured._Watch, "pace", lambda _watch, _waited_s: pace(waited_s=0.0, read_s=1e-4))
-    monkeypatch.setattr(varuna.data.measured, "_QUICK_S", 0.05)
+    seems(monkeypatch, waited_s=0.0, read_s=1e-4)
+    monkeypatch.setattr(varuna.data.measured, "QUICK_S", 0.05)
     others = set(multiprocessing.active_children())  # a run of another test may still have its own
     sources.append(source := SampleSource(SlowAtFirst(tmp_path), seed=3, processes=None))
     source.prepare()

@@ -14,6 +14,7 @@ from tests.unit.fleet.machine.test_machine_storm import SECTIONS, STEPS, Simulat
 from tests.unit.fleet.support import Driver, make_job, sends, two_stages
 from varuna.core.messages import Beat, Hold
 from varuna.fleet.machine import advance
+from varuna.fleet.machine.exits import expire
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import MessageReceived, NodeHeard, NodeParted, Tick, WorkerSpawned
@@ -276,20 +277,18 @@ def test_cables_between_machines_alone_cost_nobody_but_time() -> None:
 @pytest.mark.parametrize("seed", [3001, 3002])
 def test_the_rules_end_after_passes_that_workers_and_phases_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
-    real_pass, real_conclude = advance._pass, advance._conclude
+    under_way, workers = list[Transition](), 0
 
     def count(transition: Transition) -> None:
+        nonlocal workers
+        if under_way != [transition]:  # another event
+            under_way[:], workers = [transition], len(transition.fleet.workers)
+            passes.append(0)
         passes[-1] += 1
-        real_pass(transition)
-
-    def conclude(transition: Transition) -> None:
-        workers = len(transition.fleet.workers)
-        passes.append(0)
-        real_conclude(transition)
         assert passes[-1] <= 1 + 2 * (workers * len(Standing) + 5)
+        expire(transition)  # the first rule
 
-    monkeypatch.setattr(advance, "_pass", count)
-    monkeypatch.setattr(advance, "_conclude", conclude)
+    monkeypatch.setattr(advance, "expire", count)
     world, choose = world_of(seed)
     for _ in range(4):
         world.unplug(choose.sample(world.nodes, choose.randint(1, len(world.nodes))))

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 import varuna
 from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
 from varuna import CheckpointError, Checkpoints, Collate, DataError, Loss, ModelError, Network, Trainer, UsageError
-from varuna.job.arguments import _ELSEWHERE, choose_device
+from varuna.job.arguments import WRITTEN_ELSEWHERE, choose_device
 from varuna.job.spec import JobSpec
 
 
@@ -108,7 +108,7 @@ def test_what_a_trainer_does_not_take_is_refused_with_how_it_is_written(name: st
 
 def test_every_option_that_is_written_elsewhere_exists_there() -> None:
     """A remedy that itself is refused would lead nowhere."""
-    for name, remedy in _ELSEWHERE.items():
+    for name, remedy in WRITTEN_ELSEWHERE.items():
         argument, _, value = remedy.partition("=")
         assert argument in signature(Trainer).parameters
         if value.startswith("varuna."):

@@ -371,14 +371,16 @@ def test_a_run_of_no_steps_waits_for_no_checkpoint(tmp_path: Path, setup: Setup)
     assert alone(setup, tmp_path, 0) == []
 
 
-def test_an_error_in_the_first_model_reaches_the_training_thread(setup: Setup) -> None:
-    def refuse(names: Sequence[str], checks: bool) -> Any:
+class Refused(Setup):
+    """Its first model is no good."""
+
+    def initial(self, rank: int, names: Sequence[str]) -> Any:
         raise UsageError("the model is not what was captured")
 
-    setup.directory = None
+
+def test_an_error_in_the_first_model_reaches_the_training_thread() -> None:
     [solo] = members(1)
-    session = setup.session(solo, solo.world.store, 2)
-    session._setting = session._setting._replace(initial=refuse)
+    session = Refused(build=SmallLanguage).session(solo, solo.world.store, 2)
     outcome: list[str] = []
     advance: Callable[[], object] = lambda: list(session.steps())  # noqa: E731
 

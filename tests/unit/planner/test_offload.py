@@ -9,7 +9,7 @@ from varuna.calibration.format import Calibration, Hardware, OptimizerCosts
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
-from varuna.fleet.machine.joins import _first_difference
+from varuna.fleet.machine.joins import first_difference
 from varuna.planner.choose import plan_run
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spans import Spans
@@ -88,7 +88,7 @@ def test_host_memory_is_a_limit_that_the_gpus_of_a_vm_share() -> None:
 
 
 def test_ranks_with_another_wish_are_refused_by_name() -> None:
-    assert _first_difference("job", job(offloaded=True), job(offloaded=False)) == (
+    assert first_difference("job", job(offloaded=True), job(offloaded=False)) == (
         "job.memory.offload_optimizer",
         True,
         False,

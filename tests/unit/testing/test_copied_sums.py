@@ -14,11 +14,13 @@ from tests.waiting import wait_for
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums, numbers_of
 from varuna.engine.base.spans import Span, subscribe
+from varuna.engine.base.transport import Group
 from varuna.engine.copies import sending
 from varuna.engine.copies.keeping import KeptCopy
-from varuna.engine.copies.sending import CopySender
+from varuna.engine.copies.sending import CopiedStage, CopySender
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import Begun, Sums
+from varuna.engine.worker import generation
 from varuna.schedule.copy_pace import SumsPace
 from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault, Phase
@@ -147,21 +149,23 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Watched]:
     """Watches a run that loses a rank."""
-    copies, complete = CopySender._copy_sums, KeptCopy.complete_sum
+    complete = KeptCopy.complete_sum
 
     def watched(owner: int) -> Watched:
         found = Watched(owner)
 
-        def sends(sender: CopySender, step: int, stage: Stage, begin_s: float) -> None:
-            found.note_sender(sender._where["rank"], stage)
-            copies(sender, step, stage, begin_s)
+        class Noted(CopySender):
+            def __init__(self, group: Group, keeper: int, copied: CopiedStage, **where: Any) -> None:
+                if copied.stage is not None:
+                    found.note_sender(where["rank"], copied.stage)
+                super().__init__(group, keeper, copied, **where)
 
         def completes(copy: KeptCopy, step: int, held: HeldSums, values: Any) -> None:
             complete(copy, step, held, values)
             if step == STEP:
                 found.note_copy(held)
 
-        monkeypatch.setattr(CopySender, "_copy_sums", sends)
+        monkeypatch.setattr(generation, "CopySender", Noted)
         monkeypatch.setattr(KeptCopy, "complete_sum", completes)
         return found
 

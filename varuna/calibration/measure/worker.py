@@ -61,7 +61,7 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
     moved = on_device(model, spec.device)
     job = engine_job(spec, moved, buffers)
     job = replace(job, memory=replace(spec.memory, offload_optimizer=False))  # the planner adds what streaming takes
-    memory_bytes = _smallest(usable_bytes(spec.device, peers.size), peers)
+    memory_bytes = least_memory(usable_bytes(spec.device, peers.size), peers)
     windows = choose_windows(facts, kinds, memory_bytes=memory_bytes)
     whole = len(windows) == 1
     sizes = sizes_to_measure(spec.global_batch, spec.micro_batch)
@@ -153,7 +153,7 @@ def _pilots(
     return found
 
 
-def _smallest(memory_bytes: int | None, peers: Peers) -> int | None:
+def least_memory(memory_bytes: int | None, peers: Peers) -> int | None:
     """The least memory of all workers: what is measured depends on it, and must be the same everywhere."""
     found = peers.agree(0.0 if memory_bytes is None else 1.0)
     least = -peers.agree(-float("inf") if memory_bytes is None else -float(memory_bytes))

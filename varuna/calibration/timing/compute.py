@@ -97,7 +97,7 @@ def measure_window(
         is_cut_short = bool(agree(float(bool(samples) and begin_s + per_example_s * size > effort.deadline_s)))
         if is_cut_short:
             return None
-        passes = _rounds(window, at_longest(job.model, batch(size)), size, agree, effort, best_s * size)
+        passes = timed_rounds(window, at_longest(job.model, batch(size)), size, agree, effort, best_s * size)
         if passes is None:
             return None
         per_example_s = (time.monotonic() - begin_s) / size
@@ -111,7 +111,7 @@ def measure_window(
     return Computed(tuple(samples), updates, snapshots, is_cut_short)
 
 
-def _rounds(
+def timed_rounds(
     window: Window,
     batch: dict[str, Tensor],
     size: int,

@@ -18,9 +18,10 @@ from torch import Tensor
 _STAMP = struct.Struct("ddd")
 STAMP_BYTES = _STAMP.size
 """Room at the end of every message between stages."""
-_WINDOW = 32
+WINDOW = 32
 """Messages of which the fastest counts: it has waited for no other one."""
-_KEPT = 4096
+KEPT = 4096
+"""Trips that are kept until somebody takes them: then the oldest are forgotten."""
 
 
 class Trip(NamedTuple):
@@ -38,8 +39,8 @@ class Trips:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._came: deque[Trip] = deque(maxlen=_WINDOW)  # the newest messages, by both clocks
-        self._found: deque[Trip] = deque(maxlen=_KEPT)
+        self._came: deque[Trip] = deque(maxlen=WINDOW)  # the newest messages, by both clocks
+        self._found: deque[Trip] = deque(maxlen=KEPT)
 
     def stamp(self, message: Tensor) -> None:
         """Write into a message, which is about to be sent, what the other end will want to know."""

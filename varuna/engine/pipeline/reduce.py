@@ -26,7 +26,8 @@ from varuna.engine.links.links import Courier
 from varuna.engine.stage.cross_stage import StageExchange
 from varuna.engine.stage.stage import Stage
 
-_TIED_TAG = 1000
+TIED_TAG = 1000
+"""Of messages with the sums of the first tied parameter; each has one of its own."""
 _REMEMBERED = 256
 
 
@@ -233,7 +234,7 @@ class Reducer:
         for number, tied in enumerate(self._stage.job.model.facts.tied):
             if tied.name in self._stage.totals.views:
                 with self._span("tied", step, number):
-                    self._sum_one(tied, _TIED_TAG + number)
+                    self._sum_one(tied, TIED_TAG + number)
 
     def _sum_one(self, tied: TiedParameter, tag: int) -> None:
         """Exchange the sums of all sections that use a parameter, then add them in section order.

@@ -11,7 +11,7 @@ from varuna.engine.pipeline.timeline import StepTimes
 WARM_STEPS = 2
 """First steps of a generation, which are not reported: the optimizer builds its state, and caches are cold."""
 
-_STEPS_KEPT, _TRANSFERS_KEPT = 1_000, 20_000
+STEPS_KEPT, TRANSFERS_KEPT = 1_000, 20_000
 """Most steps and transfers that are kept: without a manager nobody drains them, and memory must not grow."""
 
 
@@ -21,10 +21,10 @@ class Reporter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._skip = WARM_STEPS
-        self._steps: deque[tuple[float, StepTimes]] = deque(maxlen=_STEPS_KEPT)
-        self._messages: deque[tuple[float, float]] = deque(maxlen=_TRANSFERS_KEPT)
-        self._reductions: deque[tuple[int, float]] = deque(maxlen=_TRANSFERS_KEPT)
-        self._rounds_s: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._steps: deque[tuple[float, StepTimes]] = deque(maxlen=STEPS_KEPT)
+        self._messages: deque[tuple[float, float]] = deque(maxlen=TRANSFERS_KEPT)
+        self._reductions: deque[tuple[int, float]] = deque(maxlen=TRANSFERS_KEPT)
+        self._rounds_s: deque[float] = deque(maxlen=STEPS_KEPT)
 
     def begin(self) -> None:
         """Begin a generation: drop what was under another plan."""

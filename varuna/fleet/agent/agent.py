@@ -68,17 +68,9 @@ class _Confirmed:
     outputs: list[Output]
 
 
-_Input = (
-    MessageReceived
-    | ConnectionLost
-    | WorkerExited
-    | FromUplink
-    | SpotWarning
-    | RiskWarning
-    | DownBody
-    | _Impatience
-    | _Confirmed
-)
+_OfMachine = MessageReceived | ConnectionLost | WorkerExited | SpotWarning | RiskWarning | _Impatience
+AgentInput = _OfMachine | FromUplink | DownBody | _Confirmed
+"""What an agent's own thread takes in, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,9 @@ class AgentConfig:
 
 
 class Agent:
-    """One agent; ``run`` may be called once, on a thread that outlives the workers. ``notify`` is for any thread.
+    """One agent; ``run`` may be called once, on a thread that outlives the workers.
+
+    ``happened``, ``notify`` and ``signalled`` are for any thread; ``run`` alternates ``take_next`` and ``tend``.
 
     Args:
         place: where the manager is.
@@ -113,17 +107,17 @@ class Agent:
         tell: Callable[[str], None],
     ) -> None:
         self._home, self._card, self._config, self._tell = home, card, config, tell
-        self._inputs: queue.SimpleQueue[_Input] = queue.SimpleQueue()
+        self._inputs: queue.SimpleQueue[AgentInput] = queue.SimpleQueue()
         self._slots = Slots(config.workers)
         self._roster = WorkerRecords(kept=4 * config.workers)
         token = secrets.token_urlsafe(24)
-        self._server = WorkerServer(port=0, token=token, on_event=self._inputs.put)
+        self._server = WorkerServer(port=0, token=token, on_event=self.happened)
         self._local = {"VARUNA_MANAGER": self._server.worker_url, "VARUNA_TOKEN": token}
         self._launcher = Launcher(
             [str(config.script), *config.args],
             environment=config.environment,
             run_dir=home.logs_of(card),
-            on_exit=self._inputs.put,
+            on_exit=self.happened,
             write=self._print,
         )
         self._forwarder = LogForwarder(home.logs_of(card))
@@ -135,9 +129,9 @@ class Agent:
             snapshots=self._roster.snapshots,
             beats=self._roster.beats,
             host=lambda: self._host.newest,
-            on_event=self._inputs.put,
-            on_body=self._inputs.put,
-            on_confirmed=lambda outputs: self._inputs.put(_Confirmed(outputs)),
+            on_event=self.happened,
+            on_body=self.happened,
+            on_confirmed=lambda outputs: self.happened(_Confirmed(outputs)),
         )
         self._run, self._interface, self._main = "", config.interface, ""
         self._connected = self._complained = False
@@ -145,11 +139,16 @@ class Agent:
         self.is_released = False  # whether the run does not need this machine any more
         self._quiet_since_s = time.monotonic()  # since when there is neither a worker nor a manager
         self._progress_s = time.monotonic()  # newest moment at which a step was done, or the manager was there
-        self._exit: int | None = None
+        self.exit_code: int | None = None
+        """None: the agent serves on"""
+
+    def happened(self, event: AgentInput) -> None:
+        """Something happened, here or at the manager: ``take_next`` will see to it."""
+        self._inputs.put(event)
 
     def notify(self, notice: SpotWarning | RiskWarning) -> None:
         """This machine will be taken away, or may be."""
-        self._inputs.put(notice)
+        self.happened(notice)
 
     def run(self) -> int:
         """Serve the run until it is over, or this machine is; leaves no process running. Returns the exit code.
@@ -162,10 +161,10 @@ class Agent:
         self._host.start()
         self._uplink.start()
         try:
-            with handled(self._on_signal):
-                while self._exit is None:
-                    self._take_next()
-                    self._tend(time.monotonic())
+            with handled(self.signalled):
+                while self.exit_code is None:
+                    self.take_next()
+                    self.tend(time.monotonic())
                     if not self._run and time.monotonic() > begin_s + _FIRST_WELCOME_S:
                         raise FleetError(f"no manager answered at {self._uplink.place} for {_FIRST_WELCOME_S:.0f} s")
         finally:
@@ -175,11 +174,11 @@ class Agent:
             self._host.stop()
             self._uplink.stop(_FLUSH_S if self._connected else 0.0)
             self._server.stop()
-        return self._exit
+        return self.exit_code
 
     # -- what happens --------------------------------------------------------------------------------------
 
-    def _take_next(self) -> None:
+    def take_next(self) -> None:
         """What happens next, if anything does soon; what cannot be said in a message is said here, and left out."""
         try:
             self._take(self._inputs.get(timeout=_TICK_S))
@@ -191,7 +190,7 @@ class Agent:
                 f"{first_problem(error)}"
             )
 
-    def _take(self, event: _Input) -> None:
+    def _take(self, event: AgentInput) -> None:
         match event:
             case MessageReceived(worker=worker, message=message):
                 self._hear(worker, message)
@@ -202,7 +201,7 @@ class Agent:
             case SpotWarning() | RiskWarning():
                 self._note_notice(event)
             case _Impatience(number=number):
-                self._exit = 128 + number
+                self.exit_code = 128 + number
             case _:
                 self._take_from_manager(event)
 
@@ -309,13 +308,13 @@ class Agent:
         self.is_released = True
         if dismissal.drained:
             self._home.forget()
-        self._exit = dismissal.exit_code
+        self.exit_code = dismissal.exit_code
 
     # -- time passes ---------------------------------------------------------------------------------------
 
-    def _tend(self, now_s: float) -> None:
+    def tend(self, now_s: float) -> None:
         """Start workers, forward logs, and see whether there is anything left to do."""
-        if self._exit is not None:
+        if self.exit_code is not None:
             return
         if self._run and self._connected and not self._departure.is_near:
             for slot in self._slots.due(now_s):
@@ -325,12 +324,12 @@ class Agent:
                 self._uplink.send(output, epoch=self._forwarder.epoch)
         if self._departure.is_over(now_s):
             self._tell("the notice period is over")
-            self._exit = 0
+            self.exit_code = 0
         if self._connected:
             self._progress_s = now_s
         elif self._run and now_s > self._progress_s + _STUCK_S:
             self._tell(f"no manager and no step for {_STUCK_S / 60:.0f} minutes; exiting")
-            self._exit = 1
+            self.exit_code = 1
         if not self._run or not self._slots.all_done:
             self._quiet_since_s = now_s
         elif now_s > self._quiet_since_s + _ALONE_S:
@@ -372,7 +371,7 @@ class Agent:
         if worst and text:
             self._tell(text.rstrip())
         self._tell("no workers left and no instructions from the manager; exiting")
-        self._exit = 1 if worst else 0
+        self.exit_code = 1 if worst else 0
 
     def _last_words(self) -> None:
         """What happened since the last look, and the rest of the logs."""
@@ -392,9 +391,9 @@ class Agent:
     def _print(self, line: bytes) -> None:
         self._uplink.send(Printed(worker=self._main or self._card.identity.node + ".0", data=line[: 2**15]))
 
-    def _on_signal(self, number: int) -> None:
+    def signalled(self, number: int) -> None:
         """The first one is a notice, even after a cloud's: machines that are shut down get one. A second means now."""
         if self._departure.note_signal():
-            self._inputs.put(_Impatience(number))
+            self.happened(_Impatience(number))
         else:
-            self._inputs.put(SpotWarning(SIGTERM_NOTICE_S, f"received {signal.Signals(number).name}"))
+            self.happened(SpotWarning(SIGTERM_NOTICE_S, f"received {signal.Signals(number).name}"))

@@ -81,18 +81,17 @@ class ScaleSet:
 
     Args:
         where: ``SUBSCRIPTION/RESOURCE_GROUP/NAME``.
-        token: of Resource Manager; None: azure-identity finds it, as for Azure's own tools.
-        url: of Resource Manager; by default what the environment says.
+        api: Resource Manager; None: where the environment says, with the token that azure-identity finds, as for
+            Azure's own tools.
 
     Raises:
         UsageError: the name or the address is none, or azure-identity is not installed.
     """
 
-    def __init__(self, where: str, *, token: Callable[[], str] | None = None, url: str = "") -> None:
+    def __init__(self, where: str, *, api: Rest | None = None) -> None:
         self._path = resource_path(where)
         self.name = f"scale set {self._path.rpartition('/')[2]}"
-        url = (url or os.environ.get(ENDPOINT_VARIABLE) or _ENDPOINT).rstrip("/")
-        self._rest = Rest("Azure", url, token or _identity(url))
+        self._rest = api or _resource_manager()
         self._sku: dict[str, Any] = {}
         self._operation = ""  # of the newest resize
         self._evicted = 0
@@ -151,6 +150,11 @@ class ScaleSet:
         if not answer.is_ok:
             raise explain(answer.status, answer.content.get("error"))
         return answer
+
+
+def _resource_manager() -> Rest:
+    url = (os.environ.get(ENDPOINT_VARIABLE) or _ENDPOINT).rstrip("/")
+    return Rest("Azure", url, _identity(url))
 
 
 def _identity(url: str) -> Callable[[], str]:

@@ -83,17 +83,17 @@ class InstanceGroup:
 
     Args:
         where: ``PROJECT/ZONE/NAME`` or ``PROJECT/REGION/NAME``.
-        token: of the API; None: google-auth finds it, as for Google's own tools.
-        url: of the API; by default what the environment says.
+        api: Compute Engine's; None: where the environment says, with the token that google-auth finds, as for Google's
+            own tools.
 
     Raises:
         UsageError: the name or the address is none, or google-auth is not installed.
     """
 
-    def __init__(self, where: str, *, token: Callable[[], str] | None = None, url: str = "") -> None:
+    def __init__(self, where: str, *, api: Rest | None = None) -> None:
         self._path = resource_path(where)
         self.name = f"instance group {where.rpartition('/')[2]}"
-        self._rest = Rest("Google Cloud", url or os.environ.get(ENDPOINT_VARIABLE) or _ENDPOINT, token or _adc())
+        self._rest = api or Rest("Google Cloud", os.environ.get(ENDPOINT_VARIABLE) or _ENDPOINT, _adc())
         self._instances: list[dict[str, Any]] = []
 
     def read(self) -> GroupState:

@@ -58,15 +58,16 @@ class AgentSet:
         where: ``NAME`` in this pod's namespace, or ``NAMESPACE/NAME``.
         url: of the API server; by default this pod's.
         account: this pod's service account: token, authority and namespace.
+        api: the API server's; None: that of ``url``, which asks for no token, or of this pod.
 
     Raises:
         UsageError: the name is none, or there is neither a pod nor an address.
     """
 
-    def __init__(self, where: str, *, url: str = "", account: Path = ACCOUNT) -> None:
+    def __init__(self, where: str, *, url: str = "", account: Path = ACCOUNT, api: Rest | None = None) -> None:
         self._account = account
         namespace, _, name = where.rpartition("/")
-        is_inside = not url
+        is_inside = api is None and not url
         namespace = namespace or (self._of_account("namespace") if is_inside else "default")
         if not re.fullmatch(_NAME, name) or not re.fullmatch(_NAME, namespace):
             raise UsageError(f"--on k8s:{where}: name a StatefulSet as NAME or NAMESPACE/NAME.")
@@ -76,7 +77,7 @@ class AgentSet:
         chosen = f"involvedObject.kind=StatefulSet,involvedObject.name={name},reason=FailedCreate"
         self._events = f"/api/v1/namespaces/{namespace}/events?fieldSelector={quote(chosen, safe='')}"
         self._secret = f"/api/v1/namespaces/{namespace}/secrets/{name}-join"
-        self._rest = self._inside() if is_inside else Rest("Kubernetes", url, str)
+        self._rest = self._inside() if is_inside else api or Rest("Kubernetes", url, str)
         self._selector, self._desired = "", 0
 
     def read(self) -> GroupState:

@@ -11,8 +11,8 @@ from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.clouds.bounded_http import HttpRequest, NoAnswerError, fetch
 from varuna.fleet.clouds.provider import CapacityError
 
-_TIMEOUT_S = 10.0
-_LARGEST_BYTES = 1 << 24
+TIMEOUT_S = 10.0
+LARGEST_BYTES = 1 << 24
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -71,16 +71,28 @@ class Rest:
         url: of the API: https, or http on loopback, since a token travels with each call.
         token: valid now; empty: none is needed.
         tls: trusts whom; None: the system's authorities.
+        timeout_s: for a whole answer.
+        largest_bytes: of a body; an answer with more is none.
 
     Raises:
         UsageError: the address is neither.
     """
 
-    def __init__(self, cloud: str, url: str, token: Callable[[], str], tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        cloud: str,
+        url: str,
+        token: Callable[[], str],
+        tls: ssl.SSLContext | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        largest_bytes: int = LARGEST_BYTES,
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
             raise UsageError(f"the address of {cloud}'s API must begin with https://, but it is {url!r}")
         self._cloud, self.url, self._token, self._tls = cloud, url.rstrip("/"), token, tls
+        self._timeout_s, self._largest_bytes = timeout_s, largest_bytes
 
     def request(self, method: str, path: str, content: object = None, kind: str = "application/json") -> HttpRequest:
         """What ``send`` would send, without the token.
@@ -111,8 +123,8 @@ class Rest:
         try:
             answer = fetch(
                 request._replace(headers=headers),
-                timeout_s=_TIMEOUT_S,
-                largest_bytes=_LARGEST_BYTES,
+                timeout_s=self._timeout_s,
+                largest_bytes=self._largest_bytes,
                 tls=self._tls,
                 through_proxy=True,
             )

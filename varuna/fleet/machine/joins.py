@@ -89,7 +89,7 @@ def _difference(hello: Hello, job: JobFacts, version: str) -> Objection | None:
     """Name the first field in which a worker differs from the run, if there is one."""
     if hello.version != version:
         return Objection(f"its version is {hello.version!r}, but the run's is {version!r}")
-    found = _first_difference("job", hello.job.for_comparison(), job.for_comparison())
+    found = first_difference("job", hello.job.for_comparison(), job.for_comparison())
     if found is None:
         return None
     field, theirs, ours = found
@@ -101,17 +101,17 @@ def _difference(hello: Hello, job: JobFacts, version: str) -> Objection | None:
     return Objection(f"its {field} is {theirs!r}, but the run's is {ours!r}")
 
 
-def _first_difference(path: str, theirs: object, ours: object) -> tuple[str, object, object] | None:
+def first_difference(path: str, theirs: object, ours: object) -> tuple[str, object, object] | None:
     """Deepest differing field of two values, with its path."""
     if theirs == ours:
         return None
     if type(theirs) is type(ours):
         for name in _names(ours):
-            if found := _first_difference(f"{path}.{name}", getattr(theirs, name), getattr(ours, name)):
+            if found := first_difference(f"{path}.{name}", getattr(theirs, name), getattr(ours, name)):
                 return found
     if isinstance(theirs, tuple) and isinstance(ours, tuple) and len(theirs) == len(ours):
         for index, pair in enumerate(zip(theirs, ours, strict=True)):
-            if found := _first_difference(f"{path}[{index}]", *pair):
+            if found := first_difference(f"{path}[{index}]", *pair):
                 return found
     return path, theirs, ours
 

@@ -98,10 +98,10 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> Objection | None:
     if not _was_copied(fleet, worker, held):
         named = ", ".join(str(section) for section in held.copies[:8])
         return Objection(f"it claims to keep copies of sections {named}, which nobody has sent it")
-    return _about_sums(fleet, worker, held.next_step, held.sums) if held.sums is not None else None
+    return objection_to_sums(fleet, worker, held.next_step, held.sums) if held.sums is not None else None
 
 
-def _about_sums(fleet: Fleet, worker: str, next_step: int, sums: HeldSums) -> Objection | None:
+def objection_to_sums(fleet: Fleet, worker: str, next_step: int, sums: HeldSums) -> Objection | None:
     """Whether they can be sums at all, and of micro-batches that the worker was given.
 
     What really is in them is proved by the count in the vote.

@@ -45,7 +45,7 @@ class StrangerLimits:
     def admit(self, who: object, address: str, transport: asyncio.Transport) -> None:
         """Count a stranger, new or back for another request; without a whole request in time the connection is cut."""
         self.release(who)
-        origin = _origin(address)
+        origin = origin_of(address)
         is_full = len(self._strangers) >= self.bounds.most
         if self._origins[origin] >= self.bounds.most_of_one or (is_full and not self._evict(origin)):
             transport.abort()
@@ -75,7 +75,7 @@ class StrangerLimits:
         return True
 
 
-def _origin(address: str) -> str:
+def origin_of(address: str) -> str:
     """The part of an address that counts: with IPv6, one machine has 2**64 of them."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])

@@ -36,8 +36,7 @@ class Watchdog:
         self._ran_s: float | None = None
         self._loop_thread = 0
         self._ended = threading.Event()
-        self._since_s: float | None = None  # since when the loop stands still
-        self._culprit = ""
+        self._standstill = Standstill()
 
     @property
     def ran_s(self) -> float | None:
@@ -61,22 +60,44 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._every_s):
-            self._look()
+            ran_s = self._ran_s
+            assert ran_s is not None
+            if said := self._standstill.look(ran_s, self._clock(), self._whereabouts):
+                self._say(said)
 
-    def _look(self) -> None:
-        """Name who holds the loop up at the second look: at the first one the whole process may just have woken up."""
-        ran_s = self._ran_s
-        assert ran_s is not None
-        if self._clock() - ran_s > STOOD_STILL_S:
+    def _whereabouts(self) -> str:
+        stacks = stacks_of([self._loop_thread])
+        return whereabouts(stacks[0][0] if stacks else None)
+
+
+class Standstill:
+    """What looks at a loop find, one after the other."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None  # since when the loop stands still
+        self._culprit = ""
+
+    def look(self, ran_s: float, now_s: float, where: Callable[[], str]) -> str:
+        """What to say at a look: who held the loop up, and for how long, once it runs again; else nothing.
+
+        Who holds it up is asked at the second look: at the first one the whole process may just have woken up.
+
+        Args:
+            ran_s: the newest moment at which the loop ran.
+            now_s: of the look.
+            where: finds out where the loop is.
+        """
+        if now_s - ran_s > STOOD_STILL_S:
             if self._since_s is None:
                 self._since_s = ran_s
             elif not self._culprit:
-                stacks = stacks_of([self._loop_thread])
-                self._culprit = f"it was busy {whereabouts(stacks[0][0] if stacks else None)}"
+                self._culprit = f"it was busy {where()}"
         elif self._since_s is not None:
             why = self._culprit or "its process stood still (stopped, suspended, or without a core to run on)"
-            self._say(f"the server did not respond for {ran_s - self._since_s:.1f} s: {why}")
+            said = f"the server did not respond for {ran_s - self._since_s:.1f} s: {why}"
             self._since_s, self._culprit = None, ""
+            return said
+        return ""
 
 
 def whereabouts(frame: FrameType | None) -> str:

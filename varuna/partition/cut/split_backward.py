@@ -57,17 +57,17 @@ def _rows(value: Tensor) -> Tensor:
     return value.reshape(-1, value.shape[-1])
 
 
-def _of_weight(taken: Tensor, gradient: Tensor) -> Tensor:
+def gradient_of_weight(taken: Tensor, gradient: Tensor) -> Tensor:
     """Weight gradient of ``linear``, [out, in]."""
     return _rows(gradient).t().mm(_rows(taken))
 
 
-def _of_matrix(taken: Tensor, gradient: Tensor) -> Tensor:
+def gradient_of_matrix(taken: Tensor, gradient: Tensor) -> Tensor:
     """Weight gradient of ``addmm``, ``mm`` and ``matmul``, [in, out]."""
     return _rows(taken).t().mm(_rows(gradient))
 
 
-def _of_bias(_taken: Tensor, gradient: Tensor) -> Tensor:
+def gradient_of_bias(_taken: Tensor, gradient: Tensor) -> Tensor:
     """Gradient of a bias, [out]."""
     return _rows(gradient).sum(0)
 
@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         [gradient] = gradients
         x, weight = ctx.saved_tensors
-        _leave(ctx, x, gradient, _of_weight)
+        _leave(ctx, x, gradient, gradient_of_weight)
         wanted = ctx.needs_input_grad[1]
         return None, _rows(gradient).mm(weight).view(x.shape) if wanted else None, None, None
 
@@ -105,7 +105,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         [gradient] = gradients
         x, matrix = ctx.saved_tensors
-        _leave(ctx, x, gradient, _of_matrix)
+        _leave(ctx, x, gradient, gradient_of_matrix)
         wanted = ctx.needs_input_grad[1]
         return None, _rows(gradient).mm(matrix.t()).view(x.shape) if wanted else None, None, None
 
@@ -113,7 +113,7 @@ class _Product(torch.autograd.Function):
 def _leave(ctx: Any, x: Tensor, gradient: Tensor, how: Callable[[Tensor, Tensor], Tensor]) -> None:
     ctx.pending.parts.append((ctx.weight, how, x, gradient))
     if ctx.bias is not None:
-        ctx.pending.parts.append((ctx.bias, _of_bias, x, gradient))
+        ctx.pending.parts.append((ctx.bias, gradient_of_bias, x, gradient))
 
 
 def _linear(pending: PendingWeights, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -27,7 +27,7 @@ Check = Callable[[Initial | None], None]
 """Looks at the whole model: what it does to it stays without consequence. None: it is too large to be built here."""
 
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-_WORTH_COLLECTING_BYTES = 64 * 2**20
+WORTH_COLLECTING_BYTES = 64 * 2**20
 """Bytes from which garbage is collected: a collection takes some tenths of a second, however small the model."""
 CHECKED_BELOW_BYTES = 2**30
 """Bytes below which a model is materialised just for the check of its weighing."""
@@ -135,7 +135,7 @@ class Constructor:
             return {name: self._held[name].detach().clone() for name in names}
         with turn(self._digest):
             kept = self._kept(names, check)
-            if sum(4 * torch.Size(shape).numel() for shape in self._shapes.values()) > _WORTH_COLLECTING_BYTES:
+            if sum(4 * torch.Size(shape).numel() for shape in self._shapes.values()) > WORTH_COLLECTING_BYTES:
                 gc.collect()  # modules that refer to each other would keep the rest alive
         return kept
 

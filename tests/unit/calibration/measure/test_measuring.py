@@ -15,9 +15,9 @@ from tests.unit.engine.late import LateStream, LateStreams
 from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded
 from varuna.calibration.measure.network import Peers, Repeats
 from varuna.calibration.measure.pilot import PilotTimes, pilot_plan, pilot_steps
-from varuna.calibration.measure.worker import _smallest, rehearsed_size
+from varuna.calibration.measure.worker import least_memory, rehearsed_size
 from varuna.calibration.samples import RingSamples, SectionSamples, Sized
-from varuna.calibration.timing.compute import Thoroughness, _rounds, measure_window
+from varuna.calibration.timing.compute import Thoroughness, measure_window, timed_rounds
 from varuna.calibration.timing.equal_sections import section_kinds
 from varuna.calibration.timing.stand_ins import StandIns
 from varuna.calibration.timing.window import Pass
@@ -185,9 +185,9 @@ def test_workers_ask_each_other_equally_often_whichever_runs_out_of_memory(fails
         return 1.0  # some worker has run out of memory
 
     window: Any = Rounds(fails=fails)
-    assert _rounds(window, {}, 4, agree, Thoroughness(1.0)) is None
+    assert timed_rounds(window, {}, 4, agree, Thoroughness(1.0)) is None
     assert asked == [float(fails)]
-    passes = _rounds(window, {}, 4, lambda value: value, Thoroughness(1.0))
+    passes = timed_rounds(window, {}, 4, lambda value: value, Thoroughness(1.0))
     assert passes is None if fails else len(passes or ()) > 1
 
 
@@ -208,9 +208,9 @@ def test_what_the_plan_of_a_rehearsal_follows_from_is_the_same_on_all_workers() 
     assert [each.forward_s for each in times] == [3.0, 4.0]
     assert rehearsed_size(samples, 2, slower)[0] == 2, "the user's own"
     table: Any = SimpleNamespace(agree=lambda value: max(value, -5e9))
-    assert _smallest(8 * 10**9, table) == 5 * 10**9
+    assert least_memory(8 * 10**9, table) == 5 * 10**9
     alone: Any = SimpleNamespace(agree=lambda value: value)
-    assert _smallest(None, alone) is None
+    assert least_memory(None, alone) is None
 
 
 def test_a_rehearsal_of_long_steps_has_fewer_of_them() -> None:
@@ -225,7 +225,7 @@ def test_a_size_that_is_worse_from_the_first_round_on_gets_fewer() -> None:
     window: Any = Rounds(fails=False)
 
     def rounds(promising_s: float) -> int:
-        return len(_rounds(window, {}, 4, float, Thoroughness(0.0), promising_s) or ())
+        return len(timed_rounds(window, {}, 4, float, Thoroughness(0.0), promising_s) or ())
 
     assert (rounds(0.2), rounds(0.05)) == (5, 3)
 

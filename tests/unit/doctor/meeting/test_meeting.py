@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,11 +128,11 @@ def test_a_key_of_somebody_who_is_gone_is_not_waited_for(scene: Scene) -> None:
 
 def test_a_guest_whose_meeting_ends_says_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guests, "SILENT_S", 0.0)
-    scene.meeting.close()
-    guest = Guest(scene.remote, "127.0.0.1", print)
-    guest._listen(0)
+    monkeypatch.setattr(guests, "TorchChild", lambda: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(guests, "look", lambda child, wanted: WELL)
+    guest = Guest(scene.remote, "127.0.0.1", lambda line: scene.meeting.close())  # once it has come
     with pytest.raises(FleetError, match=r"first machine, at 127\.0\.0\.1:.* stopped answering"):
-        guest._until(lambda now: True)
+        guest.attend()
 
 
 def test_doors_answer_those_who_know_the_secret_and_closed_ones_are_told_apart() -> None:

@@ -8,14 +8,16 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.engine.ranks import Setup
 from tests.waiting import wait_for
 from varuna.core.errors import LinkError
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.peer_activity import watch
+from varuna.engine.base.transport import Group, Work
 from varuna.engine.base.wait_bounds import Awaited, Doing, Heard, Patience, Scene, Waiting, doing_of, hear, overdue
-from varuna.engine.pipeline.reduce import Reducer
+from varuna.engine.pipeline.reduce import TIED_TAG
 from varuna.engine.worker.session import Session
 from varuna.engine.worker.whereabouts import Whereabouts, whereabouts
 
@@ -150,12 +152,12 @@ def test_a_store_that_is_away_makes_nobody_silent() -> None:
 def test_a_deadlock_of_three_ranks_is_told_and_ended_with_all_their_waits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    add = Reducer._sum_one
+    receive = Group.receive
 
-    def astray(reducer: Reducer, tied: Any, tag: int) -> None:
-        add(reducer, tied, tag + reducer._rank)
+    def astray(group: Group, buffer: torch.Tensor, peer: int, tag: int) -> Work:
+        return receive(group, buffer, peer, tag + 1000 if tag >= TIED_TAG else tag)
 
-    monkeypatch.setattr(Reducer, "_sum_one", astray)
+    monkeypatch.setattr(Group, "receive", astray)
     setup = Setup(patience=Patience(word_s=0.05, told_s=0.5, look_s=0.1, stalled_s=1.0, steps=0.0))
     with pytest.raises(LinkError, match=r"every rank has waited for another one \(.*; ") as raised:
         setup.run(3, 1, steps=2)

@@ -12,8 +12,11 @@ from tests.unit.engine.late import LateStream, LateStreams
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, connected, single_threaded
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from varuna.core.devices import DeviceFacts
+from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.wait_bounds import Awaited, Patience
 from varuna.engine.device.host_copies import DONE, StreamCopies
 from varuna.engine.links.carry import Carry
+from varuna.engine.links.groups import Groups
 from varuna.engine.links.message import Layout
 from varuna.engine.links.traffic import Traffic, traffic_of, traffic_over
 from varuna.engine.pipeline import reduce
@@ -201,6 +204,10 @@ def test_an_all_reduce_is_timed_with_its_copies_but_without_the_backward_before_
     streams.compute.put(lambda: setattr(streams, "now_s", 100.0))  # a backward
     flat = generation.stage.buckets[0].flat
     [group] = connected(1)
-    generation.reducer._reduce(group, 0, 0, generation.stage.job.traffic.sums.point())
+    inbox = Inbox(Patience(last_s=20))
+    reducer = reduce.Reducer(generation.stage, generation.plan, 0, Groups(group, sums={0: group}), inbox)
+    reducer.section_done(0, 0)
+    inbox.take(("reduced", 0, 0), lambda: Awaited("the sums of section 0"))
+    reducer.close()
     assert streams.now_s == 102.0
-    assert generation.reducer.reductions[-1] == Carry(flat.nbytes, 100.0, 102.0)
+    assert reducer.reductions[-1] == Carry(flat.nbytes, 100.0, 102.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.engine.device.test_host_copies import Late, same
-from tests.unit.engine.late import LateStream, LateStreams
+from tests.unit.engine.late import LateEvent, LateStream, LateStreams
 from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, connected, dropping, run_all, single_threaded, worst
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from tests.unit.engine.wire import Wire, WireCommunicator, own_gpu
@@ -247,8 +247,7 @@ def test_a_wait_that_is_left_out_would_be_seen(pair: Pair, monkeypatch: pytest.M
     sender = pair.sender()
     pair.receive()
     with monkeypatch.context() as patch:
-        hasty = pair.channels[1]
-        patch.setattr(hasty, "_pass", lambda value, _: pair.streams[1].keep(value, hasty._stream))
+        patch.setattr(pair.streams[1], "mark", lambda stream: LateEvent(None))
         sender.send(pack(pair, 0))
         assert pair.take(0) != VALUE.tolist()
     with monkeypatch.context() as patch:

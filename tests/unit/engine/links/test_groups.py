@@ -15,7 +15,6 @@ import torch
 from tests.unit.engine.ranks import reaped, run_all
 from varuna.engine.base.peer_sockets import DeviceEpoll
 from varuna.engine.base.transport import Group, local_store
-from varuna.engine.links import groups as groups_module
 from varuna.engine.links.groups import Groups, form
 from varuna.engine.worker.forming import InterruptibleStore
 
@@ -155,11 +154,8 @@ def test_generations_do_not_meet_in_the_same_store() -> None:
     assert values == {(1, 0): 2.0, (1, 1): 2.0, (2, 0): 4.0, (2, 1): 4.0}
 
 
-def test_abandoned_groups_are_dropped_off_the_calling_thread_and_once_more_is_no_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_abandoned_groups_are_dropped_off_the_calling_thread_and_once_more_is_no_error() -> None:
     droppers: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
-    monkeypatch.setattr(groups_module, "_drop", lambda _: droppers.put(threading.current_thread()))
     store = local_store()
     groups: dict[int, Groups] = {}
 
@@ -167,12 +163,17 @@ def test_abandoned_groups_are_dropped_off_the_calling_thread_and_once_more_is_no
         groups[rank] = form_here(store, rank, members=2, stages=2, replicas=1)
 
     run_all([partial(work, rank) for rank in range(2)])
+    for each in groups.values():
+        weakref.finalize(each.world, lambda: droppers.put(threading.current_thread()))
     groups[0].abandon()
+    found = [droppers.get(timeout=20)]
     groups[1].abandon(exiting=True)
-    groups[1].abandon()
-    found = [droppers.get(timeout=20) for _ in range(2)]
-    assert threading.current_thread() not in found
+    reaped()
     assert droppers.empty()  # one that exits keeps its groups
+    groups[1].abandon()
+    found.append(droppers.get(timeout=20))
+    assert threading.current_thread() not in found
+    groups[1].abandon()
 
 
 def inodes(sockets: Iterable[socket.socket]) -> set[int]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from varuna.engine.links import trips as module
-from varuna.engine.links.trips import _WINDOW, STAMP_BYTES, Trips
+from varuna.engine.links.trips import STAMP_BYTES, WINDOW, Trips
 
 
 class Ends:
@@ -60,7 +60,7 @@ def test_a_line_that_has_become_slower_is_found_within_a_window(monkeypatch: pyt
     ends = Ends(monkeypatch, 0.0)
     ends.send(0.04)
     ends.send(0.04, back=True)
-    for _ in range(_WINDOW + 1):
+    for _ in range(WINDOW + 1):
         ends.send(0.2)
         ends.send(0.2, back=True)
     assert ends.here.take()[-1].seconds == pytest.approx(0.2)
@@ -68,9 +68,9 @@ def test_a_line_that_has_become_slower_is_found_within_a_window(monkeypatch: pyt
 
 def test_what_nobody_takes_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = Ends(monkeypatch, 0.0)
-    for _ in range(module._KEPT + 10):
+    for _ in range(module.KEPT + 10):
         ends.send(0.04)
         ends.send(0.04, back=True)
     found = ends.here.take()
-    assert len(found) == module._KEPT
+    assert len(found) == module.KEPT
     assert all(math.isfinite(trip.seconds) for trip in found)

@@ -17,7 +17,6 @@ from varuna.engine.base.wait_bounds import Awaited, Patience, doing_of
 from varuna.engine.device.host_copies import DONE
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import Packed
-from varuna.engine.pipeline.runtime import Runtime
 from varuna.engine.stage.stage import Stage
 from varuna.schedule.buffers import GRADIENTS_COMING, MESSAGES_LEAVING
 
@@ -38,28 +37,38 @@ def deep(policy: str = "adaptive") -> Setup:
 class Frozen:
     """Stage 1 takes no activation before ``thaw``; the most that stage 0 had sent until it waited for that."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, then: Callable[["Frozen", Runtime], object]) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, then: Callable[["Frozen", Inbox], object]) -> None:
         self.thawed, self.most = threading.Event(), 0
-        receive, arrived = Group.receive, Runtime._arrived
+        receive, send, wait = Group.receive, Sender.send, Inbox.wait
+        sent = Counter[Sender]()
 
         def receive_late(group: Group, buffer: torch.Tensor, peer: int, tag: int) -> Work:
             assert tag != _ACTIVATIONS or self.thawed.wait(30)
             return receive(group, buffer, peer, tag)
 
-        def arrived_and_told(runtime: Runtime, *given: Any) -> tuple[int, int]:
-            if runtime._downstream is not None and not self.thawed.is_set():
-                self.most = max(self.most, runtime._downstream.waiting)
-                is_stuck = "places for the activation" in _awaited(runtime)
-                if is_stuck or runtime._forwards == _MICRO_BATCHES:  # all of them: nothing held it back
-                    then(self, runtime)
-            return arrived(runtime, *given)
+        def send_and_count(sender: Sender, message: Packed) -> None:
+            send(sender, message)
+            sent[sender] += 1
+            if not self.thawed.is_set():
+                self.most = max(self.most, sender.waiting)
+                if sent[sender] == _MICRO_BATCHES:  # nothing held it back
+                    self.thawed.set()
+
+        def wait_and_tell(inbox: Inbox, ready: Callable[[], bool], awaited: Callable[[], Awaited]) -> None:
+            def told() -> bool:
+                if not self.thawed.is_set() and "places for the activation" in _awaited(inbox):
+                    then(self, inbox)
+                return ready()
+
+            wait(inbox, told, awaited)
 
         patch.setattr(Group, "receive", receive_late)
-        patch.setattr(Runtime, "_arrived", arrived_and_told)
+        patch.setattr(Sender, "send", send_and_count)
+        patch.setattr(Inbox, "wait", wait_and_tell)
 
 
-def _awaited(runtime: Runtime) -> str:
-    return doing_of("", runtime._inbox.waiting).text
+def _awaited(inbox: Inbox) -> str:
+    return doing_of("", inbox.waiting).text
 
 
 @pytest.mark.parametrize("policy", ["gpipe", "adaptive"])
@@ -75,9 +84,9 @@ def test_forwards_wait_for_a_stage_that_takes_nothing_and_change_no_number(
 def test_a_stage_that_stays_frozen_is_named_and_its_lease_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
 
-    def end(_: Frozen, runtime: Runtime) -> None:
-        said.append(_awaited(runtime))
-        threading.Timer(0.0, runtime._inbox.abort, [LinkError("the lease of rank 1 has ended")]).start()
+    def end(_: Frozen, inbox: Inbox) -> None:
+        said.append(_awaited(inbox))
+        threading.Timer(0.0, inbox.abort, [LinkError("the lease of rank 1 has ended")]).start()
 
     frozen = Frozen(monkeypatch, end)
     with pytest.raises(LinkError, match="the lease of rank 1 has ended"):

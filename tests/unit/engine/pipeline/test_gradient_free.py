@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from tests.unit.engine.ranks import Setup, reference, single_threaded, worst
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.plan import Plan
-from varuna.engine.base.transport import Group
-from varuna.engine.device.host_copies import Ready
+from varuna.engine.base.spans import subscribe
 from varuna.engine.links.links import Sender
 from varuna.engine.links.message import Packed
 from varuna.engine.links.trips import STAMP_BYTES
-from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.stage.section import SectionRunner
 from varuna.planner.choose import plan_run
 from varuna.planner.pricing.costs import pipeline_costs
@@ -123,21 +121,18 @@ def test_frozen_sections_are_never_recorded_and_send_and_reduce_nothing(
         send(sender, message)
 
     monkeypatch.setattr(SectionRunner, "record", noted)
-    reduced: list[int] = []
-    reduce = Reducer._reduce
-
-    def summed(reducer: Reducer, group: Group, step: int, section: int, point: Ready) -> None:
-        reduced.append(reducer._stage.index)
-        reduce(reducer, group, step, section, point)
-
     monkeypatch.setattr(Sender, "send", weighed)
-    monkeypatch.setattr(Reducer, "_reduce", summed)
-    with single_threaded():
-        setup.adjusted = cut_in_the_middle(setup, 2)
-        setup.run(2, 2, steps=2)
+    reduced: set[int] = set()
+    unsubscribe = subscribe(lambda span: reduced.add(span.stage) if span.name == "sum" else None)
+    try:
+        with single_threaded():
+            setup.adjusted = cut_in_the_middle(setup, 2)
+            setup.run(2, 2, steps=2)
+    finally:
+        unsubscribe()
     assert min(recorded) == setup.model.gradient_free
     assert sent == {STAMP_BYTES}, "in place of gradients, as acknowledgements"
-    assert set(reduced) == {1}
+    assert reduced == {1}
     for session in setup.finished:
         assert session.current is not None
         assert session.current.runtime.times is not None

@@ -1,12 +1,13 @@
 from itertools import pairwise
 
+import pytest
+
 from tests.unit.engine.ranks import Setup, SmallLanguage
 from tests.unit.schedule.validator import parse_row
 from varuna.core.messages import StepShown
 from varuna.engine.links.carry import Carry
 from varuna.engine.pipeline.timeline import Messages, StepTimes, Took
 from varuna.engine.shown.recent_steps import STEPS_KEPT, RanStep, RecentSteps
-from varuna.engine.worker.session import Session
 
 
 def ran(step: int, generation: int = 0) -> RanStep:
@@ -15,11 +16,12 @@ def ran(step: int, generation: int = 0) -> RanStep:
     return RanStep(generation, 0, times, Messages((3,), [(0, Carry(8, 100.5))], []), (Carry(9, 100.25, 100.75),))
 
 
-def timeline_of(session: Session, step: int) -> StepShown:
+def timeline_of(ran: RanStep) -> StepShown:
     told: list[StepShown] = []
-    session._shown.recent._tell = told.append
-    session._shown.recent.want(step)
-    session._shown.recent.answer()
+    recent = RecentSteps(told.append)
+    recent.take(ran)
+    recent.want(ran.times.step)
+    recent.answer()
     [shown] = told
     return shown
 
@@ -65,12 +67,18 @@ def test_memory_is_bounded_by_rows_but_the_newest_step_is_there() -> None:
     assert [each.times.step for each in recent._kept] == [10]
 
 
-def test_every_rank_tells_each_action_once_in_order_and_when_its_messages_left() -> None:
-    setup = Setup(SmallLanguage)
-    setup.run(2, 2, steps=3)
+def test_every_rank_tells_each_action_once_in_order_and_when_its_messages_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[RanStep] = []
+    monkeypatch.setattr(RecentSteps, "take", lambda recent, ran: steps.append(ran))
+    Setup(SmallLanguage).run(2, 2, steps=3)
+    monkeypatch.undo()
     found = {}
-    for session in setup.finished:
-        shown = timeline_of(session, 2)
+    for each in steps:
+        if each.times.step < 2:
+            continue
+        shown = timeline_of(each)
         assert shown.timeline is not None
         found[shown.timeline.rank] = shown.timeline
     assert sorted(found) == [0, 1, 2, 3]

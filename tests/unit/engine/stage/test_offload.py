@@ -16,6 +16,7 @@ from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts, Memory
 from varuna.core.precision import Precision
 from varuna.engine.device.host_copies import DONE, HostCopies, Ready
+from varuna.engine.stage.cross_stage import StageExchange
 from varuna.engine.stage.offload import OffloadedOptimizer
 from varuna.engine.stage.optimizer import NamedParameters, StageOptimizer
 from varuna.engine.stage.stage import Stage
@@ -137,10 +138,8 @@ def test_a_tentative_step_is_undone_bit_for_bit(precision: Precision) -> None:
     stage = generation.stage
     before = {section: to_bytes(stage.state_of(section)) for section in stage.sections}
     stage.optimizer.prepare()
-    undo = stage.optimizer.copies()
-    stage._update(0.5)
+    stage.apply_tentatively(0.5, StageExchange(lambda row: row.view(1, -1), stage.owned))
     assert {section: to_bytes(stage.state_of(section)) for section in stage.sections} != before
-    stage._undo = undo
     stage.roll_back()
     assert {section: to_bytes(stage.state_of(section)) for section in stage.sections} == before
     name = next(iter(stage.parameters))
@@ -228,7 +227,7 @@ def test_state_in_host_memory_is_taken_over_and_written_in_place() -> None:
     stage = _trained_stage()
     name = stage.named_parameters()[0][0]
     before = {key: value.data_ptr() for key, value in stage.optimizer.state_of(name)[0].items()}
-    stage._update(0.5)
+    stage.apply(stage.next_step, 0.5)
     assert {key: value.data_ptr() for key, value in stage.optimizer.state_of(name)[0].items()} == before
 
 

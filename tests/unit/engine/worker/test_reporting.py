@@ -4,7 +4,7 @@ from tests.unit.engine.ranks import Setup, SmallLanguage
 from tests.unit.schedule.validator import parse_row
 from varuna.core.times import Carried, Typical
 from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took
-from varuna.engine.worker.reporting import _STEPS_KEPT, WARM_STEPS, Reporter
+from varuna.engine.worker.reporting import STEPS_KEPT, WARM_STEPS, Reporter
 
 
 def step(*seconds: float) -> StepTimes:
@@ -41,13 +41,13 @@ def test_a_report_holds_medians_since_the_last_one() -> None:
 
 def test_what_nobody_drains_does_not_grow() -> None:
     reporter = Reporter()
-    for _ in range(WARM_STEPS + 3 * _STEPS_KEPT):
+    for _ in range(WARM_STEPS + 3 * STEPS_KEPT):
         reporter.take(step(1.0), step_s=1.0, messages=[(1, 1.0)] * 10, reductions=[], voters=1)
     told = reporter.drain()
     assert told is not None
-    assert told.steps == _STEPS_KEPT
+    assert told.steps == STEPS_KEPT
     assert told.messages is not None
-    assert told.messages == Carried(2 * 10 * _STEPS_KEPT, 1, 1.0)
+    assert told.messages == Carried(2 * 10 * STEPS_KEPT, 1, 1.0)
     assert told.round_s is None
 
 

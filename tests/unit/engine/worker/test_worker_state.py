@@ -1,26 +1,28 @@
 """What the manager asks of a rank, on a thread that is not the training one."""
 
 import threading
-from typing import Any, cast
+from typing import cast
+
+import pytest
 
 from varuna.core.membership import Membership
-from varuna.core.messages import Flag, Held
+from varuna.core.messages import Held
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.worker.worker_state import WorkerState
 
 
-class Disturbed(dict[Flag, int]):
-    """The next flag arrives in the very moment in which this one is looked at."""
+class Disturbed(int):
+    """A flag's generation; the next flag arrives in the very moment in which it is looked at."""
 
-    def __init__(self, standing: WorkerState) -> None:
-        self.arriving = threading.Thread(target=standing.on_flag, args=(0, "checkpoint"), daemon=True)
+    arriving: threading.Thread
 
-    def get(self, key: Flag, default: Any = None) -> Any:
-        found = super().get(key, default)
+    def __eq__(self, other: object) -> bool:
         if not self.arriving.ident:
             self.arriving.start()
             self.arriving.join(0.05)  # it may have to wait until we have looked
-        return found
+        return super().__eq__(other)
+
+    __hash__ = int.__hash__
 
 
 def entered() -> WorkerState:
@@ -35,12 +37,14 @@ def test_a_checkpoint_is_asked_for_once() -> None:
     assert [standing.asked("checkpoint") for _ in range(2)] == [True, False]
 
 
-def test_a_flag_that_arrives_while_the_rank_looks_is_not_lost() -> None:
-    standing = entered()
-    flags = standing._asked = Disturbed(standing)
+@pytest.mark.parametrize("generation", [-1, 0])
+def test_a_flag_that_arrives_while_the_rank_looks_at_another_is_not_lost(generation: int) -> None:
+    standing, earlier = entered(), Disturbed(generation)
+    earlier.arriving = threading.Thread(target=standing.on_flag, args=(0, "checkpoint"), daemon=True)
+    standing.on_flag(earlier, "checkpoint")
     before = standing.asked("checkpoint")
-    flags.arriving.join(5)
-    assert [before, standing.asked("checkpoint")].count(True) == 1
+    earlier.arriving.join(5)
+    assert [before, standing.asked("checkpoint")] == [generation == 0, True]
 
 
 class Listening:

@@ -10,11 +10,21 @@ import pytest
 from varuna.fleet.agent.agent import Agent, AgentConfig
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.log_forwarder import LogForwarder
-from varuna.fleet.agent.manager_client import ManagerAddress, ManagerClient
+from varuna.fleet.agent.manager_client import ManagerAddress, ManagerClient, Welcomed
 from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
 from varuna.fleet.net.ca import open_authority
-from varuna.fleet.net.protocol import MAX_REASON, MAX_TAIL, AdviceSeen, Identity, ProcessEnded, SpotNoticeSeen, UpBody
+from varuna.fleet.net.protocol import (
+    MAX_REASON,
+    MAX_TAIL,
+    AdviceSeen,
+    Identity,
+    ProcessEnded,
+    SpotNoticeSeen,
+    UpBody,
+    Welcome,
+)
 from varuna.fleet.state.inputs import WorkerExited
+from varuna.fleet.workers.launcher import Launcher
 
 
 class Bench:
@@ -44,16 +54,30 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench.agent._server.stop()
 
 
-def test_words_that_are_too_long_for_a_message_are_cut_and_end_no_agent(bench: Bench) -> None:
+def welcomed() -> Welcomed:
+    return Welcomed(Welcome(manager="m", run="r", resumed=False), epoch=1, interface="127.0.0.1")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Workers that would run if there were processes."""
+    names: list[str] = []
+    monkeypatch.setattr(Launcher, "spawn", lambda launcher, name, more: names.append(name))
+    return names
+
+
+def test_words_that_are_too_long_for_a_message_are_cut_and_end_no_agent(bench: Bench, started: list[str]) -> None:
     """A progress bar is one line of hours; a metadata service may answer anything."""
     agent = bench.agent
-    agent._roster.add("n0-vm.0")
-    agent._slots.started(agent._slots.due(0.0)[0], "n0-vm.0", 0.0)
-    agent._inputs.put(WorkerExited("n0-vm.0", -9, "x" * (MAX_TAIL + 5)))
+    agent.happened(welcomed())
+    agent.take_next()
+    agent.tend(0.0)
+    assert started == ["n0-vm.0"]
+    agent.happened(WorkerExited("n0-vm.0", -9, "x" * (MAX_TAIL + 5)))
     agent.notify(SpotWarning(5.0, "y" * (MAX_REASON + 5)))
-    agent._take_next()
-    agent._take_next()
-    ended, noticed = bench.sent
+    agent.take_next()
+    agent.take_next()
+    _, ended, noticed = bench.sent
     assert isinstance(ended, ProcessEnded)
     assert ended.exited.stderr_tail == "x" * MAX_TAIL
     assert isinstance(noticed, SpotNoticeSeen)
@@ -62,7 +86,7 @@ def test_words_that_are_too_long_for_a_message_are_cut_and_end_no_agent(bench: B
 
 def test_a_message_that_cannot_be_made_is_left_out_and_said(bench: Bench) -> None:
     bench.agent.notify(SpotWarning(float("inf"), "never"))
-    bench.agent._take_next()
+    bench.agent.take_next()
     assert bench.sent == []
     assert (
         "a message to the manager was dropped because of an internal error (please report it): in_s" in bench.told[-1]
@@ -82,24 +106,24 @@ def test_another_identity_in_the_same_folder_sends_its_own_logs_alone(bench: Ben
     assert len(kept) == 2  # and the one before it
 
 
-def test_a_full_disk_starts_no_worker_and_ends_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_starts_no_worker_and_ends_none(
+    bench: Bench, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A number that is not written down might be used twice after a restart."""
-    started: list[str] = []
     agent = bench.agent
-    monkeypatch.setattr(agent._launcher, "spawn", lambda name, more: started.append(name))
+    agent.happened(welcomed())
+    agent.take_next()
 
     def full(home: AgentFolder, card: AgentIdentity) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as disk:
         disk.setattr(AgentFolder, "write", full)
-        [slot] = agent._slots.due(0.0)
-        agent._start(slot, 0.0)
-    assert started == []
+        agent.tend(0.0)
     assert "is not writable (No space left on device)" in bench.told[-1]
-    assert agent._slots.due(29.0) == []
-    [slot] = agent._slots.due(31.0)
-    agent._start(slot, 31.0)
+    agent.tend(29.0)
+    assert started == []
+    agent.tend(31.0)
     assert started == ["n0-vm.0"]
 
 
@@ -117,22 +141,22 @@ def test_a_shutdown_that_follows_a_clouds_notice_is_not_impatience(bench: Bench)
     """Google Cloud and Azure shut a machine down, and so send SIGTERM, within the notice."""
     agent = bench.agent
     agent.notify(SpotWarning(30.0, "spot notice: preempted"))
-    agent._take_next()
-    agent._on_signal(signal.SIGTERM)
-    agent._take_next()
-    assert agent._exit is None
+    agent.take_next()
+    agent.signalled(signal.SIGTERM)
+    agent.take_next()
+    assert agent.exit_code is None
     assert [body.reason for body in bench.sent if isinstance(body, SpotNoticeSeen)] == [
         "spot notice: preempted",
         "received SIGTERM",
     ]
-    agent._on_signal(signal.SIGTERM)
-    agent._take_next()
-    assert agent._exit == 128 + signal.SIGTERM
+    agent.signalled(signal.SIGTERM)
+    agent.take_next()
+    assert agent.exit_code == 128 + signal.SIGTERM
 
 
 def test_advice_is_passed_on_once_and_ends_nothing(bench: Bench) -> None:
     for _ in range(2):
         bench.agent.notify(RiskWarning("AWS recommends to rebalance"))
-        bench.agent._take_next()
+        bench.agent.take_next()
     assert bench.sent == [AdviceSeen(reason="AWS recommends to rebalance")]
     assert not bench.agent._departure.is_near

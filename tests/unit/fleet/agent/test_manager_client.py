@@ -7,17 +7,18 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from tests.unit.fleet.support import join
 from tests.waiting import wait_for
 from varuna import __version__
 from varuna.core.errors import FleetError
+from varuna.fleet.agent import manager_client
 from varuna.fleet.agent.manager_client import (
     ClientBounds,
     FromUplink,
@@ -230,13 +231,12 @@ def test_a_manager_that_moved_is_found_by_the_join_file_of_its_run(manager: Mana
         uplink.stop(0.0)
 
 
-def test_a_thread_that_does_not_start_is_named(manager: Manager) -> None:
+def test_a_thread_that_does_not_start_is_named(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
     uplink = manager.uplink(start_s=0.01)
-    uplink._thread = threading.Thread(target=lambda: None)
     with pytest.raises(FleetError, match=r"connection to 127\.0\.0\.1:\d+ did not start within"):
         uplink.start()
     serving = Serving(port=0, max_frame_bytes=1, start_s=0.01)
-    serving._thread = threading.Thread(target=lambda: None)
     with pytest.raises(FleetError, match=r"server at 127\.0\.0\.1:\d+ did not start within"):
         serving.start(Starlette())
     serving.stop()
@@ -249,14 +249,16 @@ class Deaf:
         await asyncio.Event().wait()
 
 
-def test_a_greeting_that_nobody_takes_in_has_a_bound(manager: Manager) -> None:
-    async def talk() -> BaseException | None:
-        task = asyncio.create_task(manager.uplink(open_s=0.02)._talk(cast(ClientConnection, Deaf())))
-        await asyncio.wait([task], timeout=5)
-        assert task.done()
-        return task.exception()
-
-    assert isinstance(asyncio.run(talk()), TimeoutError)
+def test_a_greeting_that_nobody_takes_in_has_a_bound(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_client, "connect", lambda *to, **how: contextlib.nullcontext(Deaf()))
+    uplink = manager.uplink(open_s=0.02)
+    uplink.start()
+    try:
+        heard = manager.hears()
+    finally:
+        uplink.stop(0.0)
+    assert isinstance(heard, Trouble)
+    assert "did not answer within" in heard.reason
 
 
 class Slow:
@@ -267,23 +269,33 @@ class Slow:
 
     async def send(self, text: str) -> None:
         self._crowd()
+        await asyncio.sleep(0)  # until all of it is queued
 
     async def recv(self) -> str:
         return Welcome(manager="m1", run="r1", resumed=False).model_dump_json()
 
 
 def test_when_too_much_is_said_before_the_manager_answers_everything_is_told_on_the_next_connection(
-    manager: Manager,
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer is about a session that is over: what came after it would be taken for what the greeting said."""
     uplink = manager.uplink()
 
     def crowd() -> None:
         for _ in range(8193):
-            uplink._enqueue(Started(worker="n0.0"), None)
+            uplink.send(Started(worker="n0.0"))
 
-    assert "too many messages" in asyncio.run(uplink._talk(cast(ClientConnection, Slow(crowd))))
-    assert manager.heard.empty()
+    answers = iter([contextlib.nullcontext(Slow(crowd))])
+    monkeypatch.setattr(manager_client, "connect", lambda *to, **how: next(answers, None) or connect(*to, **how))
+    uplink.start()
+    try:
+        trouble = manager.hears()
+        assert isinstance(trouble, Trouble)
+        assert not trouble.was_welcome
+        assert "too many messages" in trouble.reason
+        assert isinstance(manager.hears(), Welcomed)
+    finally:
+        uplink.stop(0.0)
 
 
 def test_a_pulse_carries_the_clock_and_what_the_machine_is_like(manager: Manager) -> None:
@@ -299,12 +311,26 @@ def test_a_pulse_carries_the_clock_and_what_the_machine_is_like(manager: Manager
     assert -5 < told["clock_ahead_s"] <= 0.01
 
 
-def test_a_stop_that_comes_when_the_connection_has_just_ended_for_good_begins_nothing(manager: Manager) -> None:
-    async def scenario() -> None:
-        uplink = manager.uplink()
-        uplink._task = asyncio.create_task(asyncio.sleep(0))
-        await uplink._task
-        uplink._finish(1.0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+def test_a_stop_that_comes_when_the_connection_has_just_ended_for_good_begins_nothing(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshots() -> tuple[WorkerSnapshot, ...]:
+        raise FleetError("for good")
 
-    asyncio.run(scenario())
+    uplink, tasks = manager.uplink(snapshots), list[int]()
+    shut_down = asyncio.BaseEventLoop.shutdown_asyncgens
+
+    async def stop_then_shut_down(loop: asyncio.BaseEventLoop) -> None:
+        """What a loop does last."""
+        if threading.current_thread().name == "varuna-uplink":
+            with contextlib.suppress(RuntimeError):  # a thread cannot wait for its own end
+                uplink.stop(1.0)
+            await asyncio.sleep(0)
+            tasks.append(len(asyncio.all_tasks()))
+        await shut_down(loop)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "shutdown_asyncgens", stop_then_shut_down)
+    uplink.start()
+    assert manager.hears() == Refused("for good")
+    uplink.stop(1.0)
+    assert tasks == [1], "the one that looks"

@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,6 @@ from varuna.core.vote import VoteLayout
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.worker_record import WorkerRecord
 from varuna.fleet.net.protocol import Greet, JobIdentity, Output
-from varuna.fleet.run_folder import worker_logs as logs_module
 from varuna.fleet.run_folder.worker_logs import LogKeeper
 
 PLAN = make_plan(make_job(), 2, None)
@@ -229,15 +229,16 @@ def test_a_moment_without_descriptors_costs_a_log_a_moment_and_a_full_disk_a_min
 ) -> None:
     now = [100.0]
     keeper = LogKeeper(tmp_path, lambda: now[0])
-    real, fails = logs_module._open_private, [True]
+    real, fails = os.open, [True]
 
-    def opener(path: str, flags: int) -> int:
-        if fails.pop():
-            raise OSError(number, "no")
-        fails.append(False)
-        return real(path, flags)
+    def opener(path: str, *how: Any, **more: Any) -> int:
+        if str(path).endswith("n0.0.log"):
+            if fails.pop():
+                raise OSError(number, "no")
+            fails.append(False)
+        return real(path, *how, **more)
 
-    monkeypatch.setattr(logs_module, "_open_private", opener)
+    monkeypatch.setattr(os, "open", opener)
     keeper.write(Output(worker="n0.0", offset=0, data=b"lost "))
     assert keeper.settle()
     fails.append(False)

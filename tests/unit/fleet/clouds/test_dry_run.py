@@ -1,6 +1,7 @@
 """``varuna run --on ENGINE --dry-run``, from the command line to a local server that speaks the cloud's API."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +28,8 @@ def test_a_dry_run_shows_the_call_and_changes_nothing(
     script.touch()
     Google.begin()
     words = ("--on", "gcp:p-1/us-central1-a/trainers", "--nodes", "2:9", "--run-dir", str(tmp_path / "run"))
-    monkeypatch.setattr(gcp, "_adc", lambda: lambda: TOKEN)
+    found = SimpleNamespace(valid=True, token=TOKEN)
+    monkeypatch.setattr(pytest.importorskip("google.auth"), "default", lambda scopes: (found, "p-1"))
     with serving(Google) as url:
         monkeypatch.setenv(gcp.ENDPOINT_VARIABLE, f"{url}/compute/v1/")
         assert run(monkeypatch, *words, "--dry-run", str(script)) == 0

@@ -11,7 +11,6 @@ import pytest
 from tests.unit.fleet.clouds.group_servers import TOKEN, Azure, Google, Group, Kubernetes
 from tests.unit.fleet.metadata import LIES, Service, lying, serving
 from varuna.core.errors import FleetError, UsageError
-from varuna.fleet.clouds import rest
 from varuna.fleet.clouds.azure import ScaleSet
 from varuna.fleet.clouds.gcp import InstanceGroup
 from varuna.fleet.clouds.group import GroupApi, GroupProvider
@@ -23,18 +22,16 @@ from varuna.fleet.clouds.rest import Rest
 Make = Callable[[str], GroupApi]
 
 
-def scale_set(url: str, where: str = "s-1/rg/trainers") -> ScaleSet:
-    return ScaleSet(where, token=lambda: TOKEN, url=url)
+def scale_set(url: str, where: str = "s-1/rg/trainers", **bounds: Any) -> ScaleSet:
+    return ScaleSet(where, api=Rest("Azure", url, lambda: TOKEN, **bounds))
 
 
-def instance_group(url: str, where: str = "p-1/us-central1-a/trainers") -> InstanceGroup:
-    return InstanceGroup(where, token=lambda: TOKEN, url=f"{url}/compute/v1")
+def instance_group(url: str, where: str = "p-1/us-central1-a/trainers", **bounds: Any) -> InstanceGroup:
+    return InstanceGroup(where, api=Rest("Google Cloud", f"{url}/compute/v1", lambda: TOKEN, **bounds))
 
 
-def agent_set(url: str, where: str = "ml/agents") -> AgentSet:
-    group = AgentSet(where, url=url)
-    group._rest = Rest("Kubernetes", url, lambda: TOKEN)
-    return group
+def agent_set(url: str, where: str = "ml/agents", **bounds: Any) -> AgentSet:
+    return AgentSet(where, api=Rest("Kubernetes", url, lambda: TOKEN, **bounds))
 
 
 CLOUDS: dict[str, tuple[type[Group], Callable[..., GroupApi]]] = {
@@ -114,16 +111,12 @@ def test_a_group_that_does_not_exist_is_named(cloud: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_what_no_api_says_is_asked_again_and_never_waited_for(
-    lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rest, "_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(rest, "_LARGEST_BYTES", 1 << 16)
+def test_what_no_api_says_is_asked_again_and_never_waited_for(lie: str) -> None:
     began_s = time.monotonic()
     with serving(lying(LIES[lie])) as url:
         for _, make in CLOUDS.values():
             with pytest.raises(CapacityError):
-                make(url).read()
+                make(url, timeout_s=0.3, largest_bytes=1 << 16).read()
     assert time.monotonic() - began_s < 30
 
 

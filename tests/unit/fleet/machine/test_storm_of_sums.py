@@ -10,7 +10,7 @@ from varuna.core.messages import Held
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, numbers_of, spans_of
-from varuna.fleet.manager import validation
+from varuna.fleet.manager.validation import objection_to_sums
 
 MICRO_BATCH = 2
 
@@ -160,7 +160,7 @@ class SummingWorld(World):
         if worker.outbox and isinstance(worker.outbox[0], Held):
             held = worker.outbox[0] = self._with_sums(worker, worker.outbox[0])
             if held.sums is not None and held.next_step is not None and self.driver.fleet.is_joined(worker.name):
-                assert validation._about_sums(self.driver.fleet, worker.name, held.next_step, held.sums) is None
+                assert objection_to_sums(self.driver.fleet, worker.name, held.next_step, held.sums) is None
         super().deliver(worker)
 
     def _with_sums(self, worker: SimulatedWorker, held: Held) -> Held:

@@ -2,17 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
-from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+from starlette.websockets import WebSocketDisconnect
 
 from tests.unit.fleet.support import join, make_job
 from tests.waiting import wait_for
@@ -436,36 +436,34 @@ def test_no_frame_breaks_the_door_or_disturbs_others(gate: Gate, first: bool, fr
     assert not [event for event in gate.events if isinstance(event, MessageReceived | WorkerExited)]
 
 
-class Stuck:
-    """A connection whose other end takes nothing in and says nothing."""
-
-    application_state = WebSocketState.DISCONNECTED
-
-    def __init__(self) -> None:
-        self.closed: list[int] = []
-
-    async def send_text(self, text: str) -> None:
-        await asyncio.Event().wait()
-
-    async def receive(self) -> None:
-        await asyncio.Event().wait()
-
-    async def close(self, code: int, reason: str) -> None:
-        self.closed.append(code)
-
-
 def test_a_connection_in_which_a_frame_is_stuck_can_be_cut(tmp_path: Path) -> None:
-    door, link, websocket = Gate(tmp_path).door, AgentLink("n0", "s", 0.0), Stuck()
+    """Its other end greets; from then on it takes nothing in and says nothing."""
+    gate, closed = Gate(tmp_path), list[int]()
+    greet = Greet(session="s", job=JOB).model_dump_json()
+    frames = iter([{"type": "websocket.connect"}, {"type": "websocket.receive", "text": greet}])
+
+    async def receive() -> Any:
+        if (frame := next(frames, None)) is None:
+            await asyncio.Event().wait()
+        return frame
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "websocket.send":
+            assert gate.door.connected == [gate.me.node]
+            asyncio.get_running_loop().call_later(0.02, gate.door.send_away, gate.me.node, "it is silent")
+            await asyncio.Event().wait()
+        if message["type"] == "websocket.close":
+            closed.append(message["code"])
 
     async def converse() -> None:
-        connection = link.connect(0)
-        link.send(Tell(worker="n0.0", message=Finish()), 0.0)
-        asyncio.get_running_loop().call_later(0.02, connection.end, "it is silent")
-        await asyncio.wait_for(door._converse(cast(WebSocket, websocket), link, connection), 5)
+        who, secret = f"node={gate.me.node}".encode(), f"Bearer {gate.me.secret}".encode()
+        scope = {"type": "websocket", "path": "/agent", "query_string": who, "headers": [(b"authorization", secret)]}
+        await asyncio.wait_for(Starlette(routes=gate.door.routes())(scope, receive, send), 5)
 
     asyncio.run(converse())
-    assert websocket.closed == [STALLED]
-    assert link.session.connection is None
+    gate.registry.close()
+    assert closed == [STALLED]
+    assert gate.door.connected == []
 
 
 def test_a_full_disk_costs_an_agents_logs_and_not_the_agent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from websockets.sync.client import connect
 
 from varuna.fleet.net.ca import CertificateAuthority, open_authority
 from varuna.fleet.net.client import ManagerRemote
-from varuna.fleet.net.connection_limits import ConnectionLimits, _origin
+from varuna.fleet.net.connection_limits import ConnectionLimits, origin_of
 from varuna.fleet.net.requests import read_body
 from varuna.fleet.net.serving import Serving
 
@@ -147,9 +147,9 @@ def test_handshakes_that_never_begin_are_over_after_their_time(
 
 
 def test_neighbours_in_one_network_of_ipv6_are_one_crowd() -> None:
-    origins = {_origin(address) for address in ("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "::ffff:10.0.0.1")}
+    origins = {origin_of(address) for address in ("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "::ffff:10.0.0.1")}
     assert origins == {"2001:db8::/64", "2001:db8:0:1::/64", "10.0.0.1"}
-    assert (_origin("10.0.0.1"), _origin("fe80::1%eth0"), _origin("")) == ("10.0.0.1", "fe80::/64", "")
+    assert (origin_of("10.0.0.1"), origin_of("fe80::1%eth0"), origin_of("")) == ("10.0.0.1", "fe80::/64", "")
 
 
 def test_those_that_said_what_they_want_are_no_strangers(port: int) -> None:

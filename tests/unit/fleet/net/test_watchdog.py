@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from varuna.fleet.manager.loop import deaf_s
-from varuna.fleet.net.watchdog import Watchdog, whereabouts
+from varuna.fleet.net.watchdog import Standstill, Watchdog, whereabouts
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -73,14 +73,11 @@ def test_deaf_time_is_counted_once() -> None:
 
 @pytest.mark.parametrize(("looks", "why"), [(1, "its process stood still"), (2, "it was busy somewhere")])
 def test_a_process_that_was_stopped_names_nobody(looks: int, why: str) -> None:
-    now, said = [100.0], list[str]()
-    watchdog = Watchdog(said.append, clock=lambda: now[0])
-    watchdog._ran_s = now[0]
-    now[0] += 12.0
-    for _ in range(looks):
-        watchdog._look()
-    watchdog._ran_s = now[0]
-    watchdog._look()
-    watchdog._look()
-    [text] = said
-    assert text.startswith(f"the server did not respond for 12.0 s: {why}")
+    standstill = Standstill()
+
+    def look(ran_s: float) -> str:
+        return standstill.look(ran_s, 112.0, lambda: whereabouts(None))
+
+    assert [look(ran_s=100.0) for _ in range(looks)] == [""] * looks
+    assert look(ran_s=112.0).startswith(f"the server did not respond for 12.0 s: {why}")
+    assert look(ran_s=112.0) == ""

@@ -3,6 +3,8 @@
 import json
 import os
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,22 @@ class Disk:
         self.slept += 1
         if self.slept == self.frees_after:
             self.may_grow(10_000)
+
+
+@contextmanager
+def full(log: Path) -> Iterator[None]:
+    """The disk of a log that this process has open is full."""
+    links = {os.readlink(link): int(link.name) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    number = links[str(log)]
+    kept = os.dup(number)
+    with Path("/dev/full").open("ab") as disk:
+        os.dup2(disk.fileno(), number)
+    try:
+        yield
+    finally:
+        if Path(f"/proc/self/fd/{number}").exists():  # the log was not closed meanwhile
+            os.dup2(kept, number)
+        os.close(kept)
 
 
 def test_steps_wait_for_a_place_and_are_written_in_order(tmp_path: Path) -> None:
@@ -82,17 +100,16 @@ def test_a_decision_waits_for_the_disk_within_a_bound(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_log_of_steps_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, Path("/dev/full"))
-    disk.journal.append(recorded(0, 1.0))
-    disk.journal.append(recorded(1, 0.5))
+    log = tmp_path / "log.jsonl"
+    disk = Disk(tmp_path, log)
+    with full(log):
+        disk.journal.append(recorded(0, 1.0))
+        disk.journal.append(recorded(1, 0.5))
     assert len(disk.said) == 1
-    assert disk.said[0].startswith("the log of steps cannot be written to /dev/full ([Errno 28]")
-    assert disk.journal._steps is not None
-    disk.journal._steps._file.close()
-    disk.journal._steps._file = (tmp_path / "log.jsonl").open("ab", buffering=0)
+    assert disk.said[0].startswith(f"the log of steps cannot be written to {log} ([Errno 28]")
     disk.journal.append(recorded(2, 0.25))
     disk.journal.close()
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    lines = log.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
 
 
@@ -149,13 +166,6 @@ def test_a_restart_reads_what_counts_however_long_the_run(tmp_path: Path) -> Non
     assert len(read_events(tmp_path)) == 3 * 202 + 1  # nothing is forgotten
 
 
-def fill(journal: Journal) -> None:
-    """The disk of its log of steps."""
-    assert journal._steps is not None
-    with Path("/dev/full").open("ab") as full:
-        os.dup2(full.fileno(), journal._steps._file.fileno())
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_the_log_of_steps_has_no_gap_after_a_manager_that_died_while_its_disk_was_full(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
@@ -163,9 +173,9 @@ def test_the_log_of_steps_has_no_gap_after_a_manager_that_died_while_its_disk_wa
     first = Disk(tmp_path, log)
     for step in range(3):
         first.journal.append(recorded(step, 1.0 if step else float("nan")))
-    fill(first.journal)
-    for step in range(3, 6):
-        first.journal.append(recorded(step, 1.0))
+    with full(log):
+        for step in range(3, 6):
+            first.journal.append(recorded(step, 1.0))
     assert any("the log of steps cannot be written" in text for text in first.said)
     with log.open("ab") as file:
         file.write(b'{"step": 3, "lo')  # half a line had a place
@@ -197,7 +207,7 @@ def test_a_log_of_somebody_elses_is_not_cut(tmp_path: Path, before: str, after: 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_steps_that_no_log_could_take_are_counted_at_the_end(tmp_path: Path) -> None:
     disk = Disk(tmp_path, tmp_path / "log.jsonl")
-    fill(disk.journal)
-    disk.journal.append(recorded(0, 1.0))
-    disk.journal.close()
+    with full(tmp_path / "log.jsonl"):
+        disk.journal.append(recorded(0, 1.0))
+        disk.journal.close()
     assert disk.said[-1].startswith("1 steps could not be written into")

@@ -145,7 +145,7 @@ def test_a_checksum_sees_bits_shapes_and_order() -> None:
 
 
 def test_one_model_at_a_time_is_built_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("varuna.partition.initial.initial_values._WORTH_COLLECTING_BYTES", 0)
+    monkeypatch.setattr("varuna.partition.initial.initial_values.WORTH_COLLECTING_BYTES", 0)
     building: list[int] = []
     most: list[int] = []
     built: list[weakref.ref[nn.Module]] = []
