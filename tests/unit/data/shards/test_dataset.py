@@ -10,7 +10,7 @@ import os
 import pickle
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,11 @@ def sample(index: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Callable[..., Shards]:
-    return lambda kind="packed", **options: Shards(WRITTEN / kind, **({"cache": tmp_path / "cache"} | options))
+def opened(tmp_path: Path) -> Iterator[Callable[..., Shards]]:
+    yield lambda kind="packed", **options: Shards(WRITTEN / kind, **({"cache": tmp_path / "cache"} | options))
+    for thread in threading.enumerate():
+        if thread.name == "varuna-shards":  # it downloads ahead, into a folder that is about to go
+            thread.join(20)
 
 
 @pytest.fixture
