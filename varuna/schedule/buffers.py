@@ -3,10 +3,14 @@
 SAMPLES_AHEAD = 4
 """Micro-batches whose samples a rank reads ahead of their F."""
 
-ACTIVATIONS_COMING = 2
-"""Buffers for the next activations, besides those that have arrived and wait for their F."""
+ACTIVATIONS_COMING = 3
+"""Buffers for the next activations, besides those that have arrived and wait for their F.
 
-GRADIENTS_COMING = 2
+A message goes only when its receiver has asked for it. Where lines are slow the question is under way for as long as a
+message or two, since it waits for what goes the same way. Meanwhile those come that were asked for before.
+"""
+
+GRADIENTS_COMING = 3
 """Gradients that have arrived and wait for their B, plus buffers for the next; further ones stay at their sender."""
 
 MESSAGES_LEAVING = 3

@@ -25,15 +25,25 @@ class Groups:
     """All groups that one rank needs in one generation."""
 
     world: Group
-    """every member, spares too: activations, gradients, state transfers"""
-    vote: Group | None = None
-    """the P*D ranks of the grid; None on a spare, and where one rank is the grid"""
+    """every member, spares too: activations, sums of tied gradients, state transfers"""
+    grid: Group | None = None
+    """the P*D ranks of the grid: votes, gradients of activations; None on a spare, and where one rank is the grid"""
     sums: dict[int, Group] = field(default_factory=dict)
     """by section of this rank: those that run it, by replica; one group for all sections that the same ranks run; none
     if D = 1"""
     direct: Direct = field(default_factory=Direct)
     """what goes from GPU to GPU"""
     _sockets: list[socket.socket] = field(default_factory=list)
+
+    @property
+    def gradients(self) -> Group:
+        """By whose connections gradients of activations go: by other ones than activations.
+
+        What asks a peer for the next gradient would wait there for all activations that were sent to it before: on a
+        slow network the way back would be idle for half of the time.
+        """
+        assert self.grid is not None, "a pipeline of several stages has a grid of several ranks"
+        return self.grid
 
     def abandon(self, *, exiting: bool = False) -> None:
         """Free every thread that is blocked on these groups, without waiting for any peer.
@@ -60,7 +70,7 @@ def _shut(connections: list[socket.socket]) -> None:
 def _drop(abandoned: list[Groups]) -> None:
     """Drop groups on this thread, since their destructors may join threads."""
     for groups in abandoned:
-        groups.vote = None
+        groups.grid = None
         groups.sums.clear()
         vars(groups).pop("world", None)
 
@@ -114,7 +124,7 @@ def form(
     try:
         groups = Groups(group("world", rank, members), _sockets=own_sockets)
         if rank < grid and grid > 1:
-            groups.vote = group("vote", rank, grid)
+            groups.grid = group("grid", rank, grid)
             made: dict[tuple[int, ...], Group] = {}
             for section, ranks in sorted(homes.items()):  # all ranks in this order: nobody waits for who waits for it
                 holders = tuple(ranks)

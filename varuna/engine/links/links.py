@@ -23,10 +23,9 @@ from varuna.engine.links.gpu_links import GpuChannel
 from varuna.engine.links.message import DeviceMessage, Packed
 from varuna.engine.links.trips import Trips
 from varuna.process.threads import start
+from varuna.schedule.buffers import ACTIVATIONS_COMING
 
 _ARRIVALS_REMEMBERED = 20_000
-_POSTED = 2
-"""Receives that wait for their message: with one, the next message would first have to ask for a place."""
 
 
 class Sender:
@@ -168,7 +167,8 @@ class Receiver:
                 apart if anything does; may be endless.
             copies: gives the host memory that messages come into; plain by default.
             channel: by which bodies come that travel apart. Room for one is there before its header is asked for.
-            places: most messages that may come or wait to be taken; the others stay with the peer. None: any number.
+            places: most messages that may come or wait to be taken; the others stay with the peer. None: any number may
+                wait.
             trips: reads the stamp in every message.
         """
         self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
@@ -215,10 +215,10 @@ class Receiver:
     def _free(self) -> int:
         """How many receives may wait for their message."""
         if self._places is None:
-            return _POSTED
+            return ACTIVATIONS_COMING
         while self._untaken and not self._inbox.has(self._untaken[0]):
             self._untaken.popleft()
-        return min(_POSTED, self._places - len(self._untaken))
+        return self._places - len(self._untaken)
 
 
 class Courier:

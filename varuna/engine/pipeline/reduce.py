@@ -192,7 +192,7 @@ class Reducer:
             self._inbox.check()
 
     def _start_sum(self, key: Hashable, table: Tensor) -> None:
-        group = self._groups.vote
+        group = self._groups.grid
         assert group is not None
         self._votes.submit(key, lambda: group.all_reduce(table))
 
@@ -244,17 +244,19 @@ class Reducer:
         plan = self._plan
         replica = plan.place_of(self._rank).replica
         holders = sorted({plan.home_of(replica, section) for section in tied.sections})
+        homes = {section: plan.home_of(replica, section) for section in tied.sections}
         parts: dict[int, Tensor] = {}
         works = []
-        for section in tied.sections:
-            home = plan.home_of(replica, section)
+        # First what comes: gloo asks for it on the connection by which ours goes, and would ask after all of that.
+        for section, home in homes.items():
+            if home != self._rank:
+                parts[section] = torch.empty_like(self._stage.totals.views[tied.name], device="cpu")
+                works.append(self._groups.world.receive(parts[section], home, tag))
+        for section, home in homes.items():
             if home == self._rank:
                 parts[section] = self._stage.buckets[section].views[tied.name]
                 sent = parts[section].cpu()  # gloo's point-to-point takes host tensors only
                 works += [self._groups.world.send(sent, peer, tag) for peer in holders if peer != self._rank]
-            else:
-                parts[section] = torch.empty_like(self._stage.totals.views[tied.name], device="cpu")
-                works.append(self._groups.world.receive(parts[section], home, tag))
         for work in works:
             work.wait()
         device = self._stage.job.device

@@ -114,12 +114,12 @@ class Runtime:
         self._upstream: Sender | None = None
         self._receivers = [] if forward_pass.upstream is None else [forward_pass.upstream]
         if stage.index > 0:
-            where = (groups.world, rank - 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank - 1))
+            where = (groups.gradients, rank - 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank - 1))
             self._upstream = Sender(*where, groups.direct.sends.get(rank - 1), trips=forward_pass.trips_up)
         if not stage.is_last:
             steps = range(stage.next_step, self._steps)
             expected = forward_pass.expected("gradient", self._layouts.gradient_in, self._backward_order, steps)
-            where = (groups.world, rank + 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank + 1))
+            where = (groups.gradients, rank + 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank + 1))
             channel = groups.direct.receives.get(rank + 1)
             trips, places = forward_pass.trips_down, GRADIENTS_COMING
             self._receivers.append(Receiver(*where, expected, self._copies, channel, places=places, trips=trips))

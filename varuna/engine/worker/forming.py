@@ -148,7 +148,7 @@ def form_generation(
     if ended():
         groups.abandon()  # whoever ended it may have looked into ``made`` before
         raise RuntimeError("the generation ended while it formed")
-    if traffic.fabric is not None and traffic.streams is not None and groups.vote is not None and plan.workers > 1:
+    if traffic.fabric is not None and traffic.streams is not None and groups.grid is not None and plan.workers > 1:
         traffic.fabric.bind(interface_host)
         connect(
             groups.direct,
@@ -156,7 +156,7 @@ def form_generation(
             traffic.streams,
             plan=plan,
             rank=rank,
-            group=groups.vote,
+            group=groups.grid,
             store=prefixed(f"g{assignment.generation}/direct", interruptible),
             sums=not bf16_reduction,
             ended=ended,

@@ -380,7 +380,7 @@ class Session:
         The run is complete by then: whoever is gone already is not missed.
         """
         generation = self.current
-        if generation is None or generation.groups.vote is None or generation.plan.workers == 1:
+        if generation is None or generation.groups.grid is None or generation.plan.workers == 1:
             return
         self.heartbeat.at("waits for the other ranks to finish the last step")
         with contextlib.suppress(GenerationEnded, LinkError):

@@ -102,7 +102,7 @@ def test_spares_share_the_world_only_and_each_stage_has_its_own_ring() -> None:
         groups[rank] = form_here(store, rank, members=members, stages=stages, replicas=replicas)
 
     run_all([partial(work, rank) for rank in range(members)])
-    assert [groups[rank].vote is None for rank in range(members)] == [False] * 4 + [True]
+    assert [groups[rank].grid is None for rank in range(members)] == [False] * 4 + [True]
     assert [list(groups[rank].sums) for rank in range(members)] == [[0], [1], [0], [1], []]
     sums: dict[int, list[float]] = {}
 
@@ -194,7 +194,7 @@ def test_each_groups_own_sockets_are_found_and_nobody_elses_though_all_form_in_o
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         run_all([partial(work, rank) for rank in range(3)])
-    made = [group for of in groups.values() for group in (of.world, of.vote) if group is not None]
+    made = [group for of in groups.values() for group in (of.world, of.grid) if group is not None]
     found = [inodes(group.sockets()) for group in made]
     assert [len(each) for each in found] == [2] * 6  # one for each of the two others
     assert len(set.union(*found, inodes(strangers))) == 6 * 2 + 3

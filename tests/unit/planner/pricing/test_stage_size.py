@@ -43,7 +43,7 @@ def test_a_stage_needs_state_stash_activations_and_messages() -> None:
         stash=(3 + 2) * 20 * 2 * MB,  # two more may have arrived: stage 0 runs up to 5
         kept=3 * 20 * 50 * MB + 2 * 40 * MB,  # and what each began with; the live one's is among its activations
         live=20 * 50 * MB,
-        messages=(2 + 1 + 3 + 2) * 40 * MB,  # activations in, gradients out, activations out, gradients in
+        messages=(3 + 1 + 3 + 3) * 40 * MB,  # activations in, gradients out, activations out, gradients in
         update=600 * MB,
     )
     assert needs.total == needs.state + needs.stash + needs.kept + needs.live + needs.messages
