@@ -103,6 +103,7 @@ def test_spares_share_the_world_only_and_each_stage_has_its_own_ring() -> None:
 
     run_all([partial(work, rank) for rank in range(members)])
     assert [groups[rank].grid is None for rank in range(members)] == [False] * 4 + [True]
+    assert all(groups[rank].gradients is not groups[rank].world for rank in range(4)), "what comes is asked for apart"
     assert [list(groups[rank].sums) for rank in range(members)] == [[0], [1], [0], [1], []]
     sums: dict[int, list[float]] = {}
 

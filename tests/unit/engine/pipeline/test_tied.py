@@ -1,8 +1,13 @@
 """Parameters that several stages share."""
 
+import threading
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,6 +16,8 @@ from torch import Tensor, nn
 from tests.unit.engine.ranks import Setup, close_sessions, reference, single_threaded, worst
 from tests.unit.engine.sharing import BLOCKS, Pattern, Sharing, distance, momentum, trained_plainly
 from varuna.core.plan import Plan
+from varuna.engine.base.transport import Group, Work
+from varuna.engine.pipeline.reduce import TIED_TAG
 
 
 class TwoTied(nn.Module):
@@ -41,6 +48,28 @@ def test_exchanges_of_tied_parameters_have_the_same_numbers_on_all_stages() -> N
         assert own == [{"embed.weight"}, {"layers.2.weight"}, {"embed.weight", "layers.2.weight"}]
         assert deep == setup.losses(1, 1, 2)
         assert worst(deep, reference(setup, 2)) < 1e-5
+
+
+def test_sums_of_others_are_asked_for_before_ones_own_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question that is asked later waits for all that was sent: on a slow network, as long again as the sums take."""
+    asked: defaultdict[int, list[str]] = defaultdict(list)
+
+    def heard(name: str) -> Callable[..., Work]:
+        real = getattr(Group, name)
+
+        def call(self: Group, buffer: Tensor, peer: int, tag: int) -> Work:
+            if tag >= TIED_TAG:
+                asked[threading.get_ident()].append(name)
+            return cast(Work, real(self, buffer, peer, tag))
+
+        return call
+
+    for name in ("send", "receive"):
+        monkeypatch.setattr(Group, name, heard(name))
+    with single_threaded():
+        Setup(TwoTied).losses(2, 1, 1)
+    assert sum(map(len, asked.values())) >= 4
+    assert all(calls == ["receive", "send"] * (len(calls) // 2) for calls in asked.values())
 
 
 _NUMBERS = st.lists(st.integers(0, BLOCKS - 1), min_size=BLOCKS, max_size=BLOCKS).map(tuple)
