@@ -17,6 +17,8 @@ SAVED_EVERY_S, ALONE_EVERY_S = 600.0, 60.0
 """Between checkpoints, and between those of a state that is held once while no loss was seen."""
 _LEAST_S, _STALLS = 10.0, 20
 """The least that Young's rule may say; and without a rate of losses, so many times what a checkpoint stops training."""
+_COUNTED = 8
+"""More replicas change nothing that anybody could wait for."""
 
 STRETCH_BYTES = 16 * 2**20
 """Of a long piece so many bytes can be checked alone: a multiple of every element's size, and part of the format."""
@@ -85,6 +87,6 @@ def paying_every_s(stall_s: float, losses_per_hour: float, plan: Plan, usual_s: 
         usual_s: with one replica, while no loss was seen; with more, nothing says that they pay then.
     """
     if losses_per_hour:
-        between_s = 3600 / losses_per_hour * plan.workers ** (plan.replicas - 1)
+        between_s = 3600 / losses_per_hour * plan.workers ** (min(plan.replicas, _COUNTED) - 1)
         return max(min(usual_s, _LEAST_S), young_s(stall_s, between_s))
     return max(usual_s, _STALLS * stall_s) if plan.replicas == 1 else inf

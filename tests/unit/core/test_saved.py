@@ -11,7 +11,7 @@ from varuna.core.saved import ALONE_EVERY_S, paying_every_s
 
 def plan(replicas: int) -> Plan:
     return Plan(
-        stages=2, replicas=replicas, micro_batch=1, global_batch=8, starts=(0, 1), sections=2, stash_limits=(1, 1)
+        stages=2, replicas=replicas, micro_batch=1, global_batch=8192, starts=(0, 1), sections=2, stash_limits=(1, 1)
     )
 
 
@@ -36,6 +36,7 @@ def test_other_replicas_make_what_a_loss_undoes_rarer() -> None:
     assert paying_every_s(0.5, 36.0, plan(1)) == 10.0
     assert paying_every_s(0.5, 36.0, plan(2)) == 20.0, "of four workers, two that go together"
     assert paying_every_s(0.5, 36.0, plan(3)) == 60.0
+    assert paying_every_s(0.5, 36.0, plan(4096)) > 1e9
 
 
 def test_while_no_loss_was_seen_checkpoints_are_rare() -> None:
