@@ -4,6 +4,7 @@ Typed here once, since torch's own annotations leave these calls out.
 """
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ OPERATION_BOUND_S = 100_000.0
 """Longer than any wait in the inbox (``wait_bounds``), which ends what is blocked here by abandoning the group."""
 FORMING_BOUND_S = 30.0
 """Members of a generation look for each other at most this long."""
+_SWAP_TAG = 80_000
 
 
 class Work:
@@ -29,13 +31,13 @@ class Work:
         self._work = work
         self.buffer = buffer
 
-    def wait(self) -> Tensor:
+    def wait(self, bound_s: float = OPERATION_BOUND_S) -> Tensor:
         """Block until the transfer is done.
 
         Raises:
             RuntimeError: the peer is gone, the group was abandoned, or the bound has passed.
         """
-        self._work.wait(timedelta(seconds=OPERATION_BOUND_S))
+        self._work.wait(timedelta(seconds=bound_s))
         return self.buffer
 
 
@@ -60,6 +62,7 @@ class Group:
         options._devices = [device]
         options._timeout = timedelta(seconds=FORMING_BOUND_S)
         self._group = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
+        self._rank = rank
         self.size = size
 
     def sockets(self) -> list[socket.socket]:
@@ -90,9 +93,8 @@ class Group:
         Raises:
             RuntimeError: as ``Work.wait``.
         """
-        options, theirs = c10d.AllToAllOptions(), torch.empty_like(values)
-        options.timeout = timedelta(seconds=bound_s)
-        self._group.alltoall_base(_bytes(theirs), _bytes(values), [], [], options).wait()
+        theirs = torch.empty_like(values)
+        self._swap(_bytes(values).chunk(self.size), _bytes(theirs).chunk(self.size), bound_s)
         return theirs
 
     def gather(self, part: Tensor) -> Tensor:
@@ -101,11 +103,23 @@ class Group:
         Raises:
             RuntimeError: as ``Work.wait``.
         """
-        options = c10d.distributed_c10d.AllgatherOptions()
-        options.timeout = timedelta(seconds=OPERATION_BOUND_S)
-        whole = torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
-        self._group.allgather([list(_bytes(whole).chunk(self.size))], [_bytes(part)], options).wait()
+        whole = torch.empty(self.size * part.numel(), dtype=part.dtype)
+        self._swap([_bytes(part)] * self.size, _bytes(whole).chunk(self.size), OPERATION_BOUND_S)
         return whole
+
+    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor], bound_s: float) -> None:
+        """Send ``sent[peer]`` to each peer while ``received[peer]`` comes from it.
+
+        Everything is asked for before anything is sent: Gloo sends what was asked for, and on the same connection a
+        question waits for the data that was sent before it. Gloo's own collectives send first, so a member that is
+        early sends its part, and only then gets what it needs.
+        """
+        peers = [(self._rank + more) % self.size for more in range(1, self.size)]
+        coming = [self.receive(received[peer], peer, _SWAP_TAG) for peer in peers]
+        going = [self.send(sent[peer], peer, _SWAP_TAG) for peer in peers]
+        received[self._rank].copy_(sent[self._rank])
+        for work in (*coming, *going):
+            work.wait(bound_s)
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -1,0 +1,65 @@
+"""Exchanges of a group: everybody's parts, in order, and asked for before anything is sent."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.engine.ranks import connected, run_all
+from varuna.engine.base.transport import Group, Work, local_store
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.uint8])
+def test_each_member_gets_its_part_of_everyones_and_then_the_parts_of_all(members: int, dtype: torch.dtype) -> None:
+    groups = connected(members)
+    given = [torch.arange(3 * members).add(100 * member).remainder(200).to(dtype) for member in range(members)]
+    parts: dict[int, Tensor] = {}
+    wholes: dict[int, Tensor] = {}
+
+    def work(member: int) -> None:
+        parts[member] = groups[member].exchange(given[member])
+        wholes[member] = groups[member].gather(given[member][:3])
+
+    run_all([partial(work, member) for member in range(members)])
+    for member in range(members):
+        mine = [each[3 * member : 3 * member + 3] for each in given]
+        assert torch.equal(parts[member], torch.cat(mine))
+        assert torch.equal(wholes[member], torch.cat([each[:3] for each in given]))
+
+
+class _Noting(Group):
+    """A group that notes what it is asked to do."""
+
+    calls: list[str]
+
+    def send(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        self.calls.append("send")
+        return super().send(buffer, peer, tag)
+
+    def receive(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        self.calls.append("receive")
+        return super().receive(buffer, peer, tag)
+
+
+def test_parts_of_others_are_asked_for_before_ones_own_are_sent() -> None:
+    """On a slow network a later question waits for all that was sent, and the way back is idle meanwhile."""
+    store = local_store()
+    groups: list[_Noting] = []
+
+    def work(member: int) -> None:
+        group = _Noting(store, "noting", member, 3, "127.0.0.1")
+        group.calls = []
+        groups.append(group)
+        group.exchange(torch.zeros(6))
+        group.gather(torch.zeros(2))
+
+    run_all([partial(work, member) for member in range(3)])
+    assert [group.calls for group in groups] == [["receive", "receive", "send", "send"] * 2] * 3
+
+
+def test_a_member_that_says_nothing_ends_the_exchange_within_its_bound() -> None:
+    groups = connected(2)
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out|[Tt]imeout"):
+        groups[0].exchange(torch.zeros(2), bound_s=0.3)
