@@ -1,12 +1,14 @@
-"""Step time of Varuna's engine and its peers': real gloo, slept compute, an emulated network.
+"""Step time of Varuna's engine and its peers': real gloo, slept compute, an emulated network or real wires.
 
     make bench-peers                                                 # once: installs the peers
     python benchmarks/schedule_vs_peers.py --stages 8 --micro-batches 32 --network mid [--json]
+    python benchmarks/schedule_vs_peers.py --stages 4 --micro-batches 16 --line 250
 
 Every engine runs as it is installed, with the same tensors over the same links, recomputes every stage and holds
 one set of activations. Compute is slept (one unit a forward, one a recompute, two a backward), so that 8 ranks fit
 on 2 cores. Each round starts every engine afresh; the figure is the median over all steps but each start's first
-ones. Networks are those of ``benchmarks/emulated/network.py``. The last line is JSON.
+ones. Networks are those of ``benchmarks/emulated/network.py``. With ``--line`` every rank has a host of its own, a
+network namespace whose line ``tc`` makes so narrow in both directions, and messages of 256 KiB. The last line is JSON.
 """
 
 import argparse
@@ -15,9 +17,15 @@ import os
 import statistics
 import subprocess
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.emulated.wires import described  # noqa: E402
+from tests.scenarios.network import Network, why_not  # noqa: E402
+
 PEERS = ROOT / ".peers/bin/python"
 OURS = ("adaptive", "varuna")
 THEIRS = ("torch-interleaved1f1b", "torch-gpipe", "torch-1f1b", "megatron", "deepspeed")
@@ -31,12 +39,14 @@ def bound(stages: int, micro_batches: int) -> float:
     return 4 * micro_batches + 3 * (stages - 2)
 
 
-def run(engine: str, options: argparse.Namespace) -> list[float]:
+def run(engine: str, options: argparse.Namespace, wires: Network | None) -> list[float]:
     """Step times in units, warm-up left out."""
     ours = engine in OURS
     steps = options.iterations + WARM_UP_STEPS[ours]
     given = [engine, *map(str, (options.stages, options.micro_batches, options.network, options.unit_s, steps))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if wires is not None:
+        environment |= described(wires)
     command = (
         [sys.executable, "-m", "benchmarks.emulated.ours"] if ours else [str(PEERS), "-m", "benchmarks.emulated.peers"]
     )
@@ -58,6 +68,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=16)
     parser.add_argument("--network", choices=("none", "good", "mid", "bad"), default="none")
+    parser.add_argument("--line", type=float, metavar="MBIT", help="real lines of so many Mb/s; needs root, ip and tc")
     parser.add_argument("--unit-s", type=float, default=0.02, help="seconds of one forward")
     parser.add_argument("--iterations", type=int, default=3, help="measured steps of each start")
     parser.add_argument("--rounds", type=int, default=1, help="starts of each engine")
@@ -66,16 +77,25 @@ def main() -> None:
     options = parser.parse_args()
     if not PEERS.exists() and any(engine in THEIRS for engine in options.engines):
         raise SystemExit("the peers are not installed: run make bench-peers once, or name --engines adaptive varuna")
+    if options.line is not None and options.network != "none":
+        raise SystemExit("--network emulates a network, --line needs none: give one of them")
+    if options.line is not None and (reason := why_not("tc")):
+        raise SystemExit(reason)
     samples: dict[str, list[float]] = {engine: [] for engine in options.engines}
-    for _ in range(options.rounds):
-        for engine in options.engines:
-            try:
-                samples[engine] += run(engine, options)
-            except RuntimeError as error:
-                print(f"{engine} is left out: {error}", file=sys.stderr, flush=True)
-                continue
-            if not options.json:
-                print(f"{engine:24}", " ".join(f"{units:7.1f}" for units in samples[engine]), flush=True)
+    with ExitStack() as stack:
+        wires = None
+        if options.line is not None:
+            wires = stack.enter_context(closing(Network(*(f"h{rank}" for rank in range(options.stages)))))
+            wires.shape(options.line * 1e6)
+        for _ in range(options.rounds):
+            for engine in options.engines:
+                try:
+                    samples[engine] += run(engine, options, wires)
+                except RuntimeError as error:
+                    print(f"{engine} is left out: {error}", file=sys.stderr, flush=True)
+                    continue
+                if not options.json:
+                    print(f"{engine:24}", " ".join(f"{units:7.1f}" for units in samples[engine]), flush=True)
     units = {engine: round(statistics.median(found), 1) for engine, found in samples.items() if found}
     theirs = {engine: found for engine, found in units.items() if engine in THEIRS}
     if theirs and not options.json:
@@ -84,6 +104,8 @@ def main() -> None:
             print(f"{engine} takes {units[engine] / theirs[best]:.3f} of the time of {best}")
         print(f"bound for whole backwards without a network: {bound(options.stages, options.micro_batches):.0f} units")
     result = {"stages": options.stages, "micro_batches": options.micro_batches, "network": options.network}
+    if options.line is not None:
+        result["line_mbit"] = options.line
     print(json.dumps({**result, "units": units}))
 
 

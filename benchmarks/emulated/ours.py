@@ -8,6 +8,7 @@ made up, so that 8 ranks fit on 2 cores.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.emulated import wires
 from benchmarks.emulated.chain import Chain, Rows
 from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
 from benchmarks.forked import run_ranks
@@ -31,7 +33,7 @@ from varuna.job.start import open_session
 from varuna.membership.static import StaticMembership, world_from_environment
 from varuna.schedule.policy import stash_limit
 
-WIDTH, MICRO_BATCH = 1024, 2
+MICRO_BATCH = 2
 BACKWARD, INPUT = 2.0, 1.2
 """Units of B, and of I: 0.6 of B, as deferred linears were measured to take; W takes the rest."""
 
@@ -103,7 +105,7 @@ def main() -> None:
     plan = plan_of(policy, stages, micro_batches)
     spec = JobSpec(
         lambda: Chain(Scale() for _ in range(stages)),
-        Rows(WIDTH),
+        Rows(wires.width()),
         lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.0),
         global_batch=plan.global_batch,
         micro_batch=MICRO_BATCH,
@@ -114,6 +116,7 @@ def main() -> None:
 
     def rank() -> list[float]:
         run_on_time()
+        wires.enter(int(os.environ["RANK"]))
         world = world_from_environment()
         delay_sends(c10d.ProcessGroupGloo, network, unit_s, seed=world.rank)
         session = open_session(spec, steps, StaticMembership(world, lambda *_: plan))

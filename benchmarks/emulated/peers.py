@@ -21,9 +21,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.emulated import wires
 from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
 
-WIDTH, MICRO_BATCH = 1024, 2
+MICRO_BATCH = 2
 _c10d: Any = torch._C._distributed_c10d
 Step = Callable[[], object]
 
@@ -68,7 +69,7 @@ def torch_engine(schedule: str, rank: int, stages: int, micro_batches: int, unit
     kind = getattr(pipelining, schedule)
     several = schedule == "ScheduleInterleaved1F1B"
     runner = kind([stage] if several else stage, micro_batches, loss_fn=lambda y, _target: y.mean())
-    x = torch.randn(MICRO_BATCH * micro_batches, WIDTH)
+    x = torch.randn(MICRO_BATCH * micro_batches, wires.width())
     given = [x] if rank == 0 else []
     target = {"target": x} if rank == stages - 1 else {}
     return lambda: runner.step(*given, **target)
@@ -80,7 +81,7 @@ def megatron(rank: int, stages: int, micro_batches: int, unit_s: float) -> Step:
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     enums = importlib.import_module("megatron.core.enums")
     config_module = importlib.import_module("megatron.core.model_parallel_config")
-    length, hidden = 4, WIDTH // 4  # as many elements as the others send
+    length, hidden = 4, wires.width() // 4  # as many elements as the others send
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages, create_gloo_process_groups=False)
     config = config_module.ModelParallelConfig(
         pipeline_model_parallel_size=stages, pipeline_dtype=torch.float32, deallocate_pipeline_outputs=False
@@ -144,7 +145,8 @@ def deepspeed(rank: int, stages: int, micro_batches: int, unit_s: float) -> Step
             "steps_per_print": 10**9,
         },
     )
-    batch = (torch.randn(MICRO_BATCH, WIDTH, requires_grad=True), torch.zeros(MICRO_BATCH, WIDTH))
+    wide = MICRO_BATCH, wires.width()
+    batch = (torch.randn(wide, requires_grad=True), torch.zeros(wide))
     data = iter(lambda: batch, None)
     return lambda: engine.train_batch(data_iter=data)
 
@@ -171,6 +173,7 @@ def worker(
         LOCAL_RANK=str(rank),
         DS_ACCELERATOR="cpu",
     )
+    wires.enter(rank)
     if engine in ("megatron", "deepspeed"):  # imports take long
         importlib.import_module("megatron.core" if engine == "megatron" else "deepspeed")
     run_on_time()

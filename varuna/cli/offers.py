@@ -17,6 +17,7 @@ from varuna.cli.shared import options
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.units import format_duration
 from varuna.core.value import Value
+from varuna.pictures.frontier import DrawnFleet, DrawnJob, draw
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.offers import Offer, Rented, frontier
 
@@ -59,6 +60,7 @@ def offers(
         int | None, typer.Option(min=1, help="Examples per step. Default: the script's, or 8192.")
     ] = None,
     micro_batch: options.MicroBatch = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw speed and price to this file.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare the fleets that can be rented: how fast each trains, and what an example costs.
@@ -76,6 +78,8 @@ def offers(
     found = offers_report(
         first.model_copy(update=update), listed, examples=examples, deadline_hours=deadline, budget_dollars=budget
     )
+    if svg is not None:
+        options.write_picture(svg, _drawn(found, deadline_hours=deadline, budget_dollars=budget))
     if as_json:
         print(found.model_dump_json(indent=2))
     else:
@@ -246,7 +250,7 @@ def show_offers(
         marks = "d" * (place == found.cheapest_in_time) + "b" * (place == found.fastest_for_budget)
         cells = [
             marks,
-            " + ".join(f"{count} {name}" for name, count in each.gpus.items()),
+            _fleet(each),
             each.shape,
             f"{each.examples_per_s:.4g}",
             f"{each.dollars_per_hour:.4g}",
@@ -258,6 +262,33 @@ def show_offers(
     console.print(table)
     for line in _answers(found, deadline_hours, budget_dollars):
         console.print(line, highlight=False, markup=False)
+
+
+def _drawn(found: OffersReport, *, deadline_hours: float | None, budget_dollars: float | None) -> str:
+    fleets = [
+        DrawnFleet(
+            _fleet(each),
+            each.shape,
+            each.examples_per_s,
+            each.dollars_per_million_examples,
+            answers=", ".join(
+                words
+                for words, answer in (
+                    ("the cheapest in time", found.cheapest_in_time),
+                    ("the fastest for the budget", found.fastest_for_budget),
+                )
+                if answer == place
+            ),
+        )
+        for place, each in enumerate(found.frontier)
+    ]
+    job = None if found.examples is None else DrawnJob(found.examples, deadline_hours, budget_dollars)
+    whole = "" if job is None else f", {job.examples:,.0f} examples"
+    return draw(f"{found.model}, global batch {found.global_batch}{whole}", fleets, job)
+
+
+def _fleet(rented: RentedReport) -> str:
+    return " + ".join(f"{count} {name}" for name, count in rented.gpus.items())
 
 
 def _answers(found: OffersReport, deadline_hours: float | None, budget_dollars: float | None) -> list[str]:

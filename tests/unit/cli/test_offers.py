@@ -58,6 +58,21 @@ def test_the_frontier_and_what_answers_the_question(offers: Any) -> None:
     assert "2 fast + 8 slow" in shown
 
 
+def test_the_frontier_as_a_picture(offers: Any, tmp_path: Path) -> None:
+    drawn = tmp_path / "frontier.svg"
+    text = entry() + entry("slow", SLOW, 8)
+    code, out, _ = offers(text, "--examples", "1e7", "--deadline", "70", "--budget", "400", "--svg", str(drawn))
+    assert code == 0
+    assert "d: the cheapest that is done within 70 hours" in out
+    svg = drawn.read_text()
+    assert "2 fast + 8 slow" in svg
+    assert "the cheapest in time" in svg
+    assert "10,000,000 examples" in svg
+    code, _, err = offers(text, "--svg", str(tmp_path / "missing" / "frontier.svg"))
+    assert code
+    assert "frontier.svg" in err
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
