@@ -4,6 +4,7 @@ Typed here once, since torch's own annotations leave these calls out.
 """
 
 import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ OPERATION_BOUND_S = 100_000.0
 FORMING_BOUND_S = 30.0
 """Members of a generation look for each other at most this long."""
 _SWAP_TAG = 80_000
+_SHORTEST_S = 0.001  # a bound of 0 is none to Gloo
 
 
 class Work:
@@ -90,6 +92,8 @@ class Group:
     def exchange(self, values: Tensor, bound_s: float = OPERATION_BOUND_S) -> Tensor:
         """Cut ``values`` into as many equal parts as there are members; this member's part of everyone's, in order.
 
+        In host memory, as what ``gather`` takes.
+
         Raises:
             RuntimeError: as ``Work.wait``.
         """
@@ -108,18 +112,19 @@ class Group:
         return whole
 
     def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor], bound_s: float) -> None:
-        """Send ``sent[peer]`` to each peer while ``received[peer]`` comes from it.
+        """Send ``sent[peer]`` to each peer while ``received[peer]`` comes from it; all of it within the bound.
 
         Everything is asked for before anything is sent: Gloo sends what was asked for, and on the same connection a
         question waits for the data that was sent before it. Gloo's own collectives send first, so a member that is
         early sends its part, and only then gets what it needs.
         """
+        deadline_s = time.monotonic() + bound_s
         peers = [(self._rank + more) % self.size for more in range(1, self.size)]
         coming = [self.receive(received[peer], peer, _SWAP_TAG) for peer in peers]
         going = [self.send(sent[peer], peer, _SWAP_TAG) for peer in peers]
         received[self._rank].copy_(sent[self._rank])
         for work in (*coming, *going):
-            work.wait(bound_s)
+            work.wait(max(_SHORTEST_S, deadline_s - time.monotonic()))
 
 
 def _bytes(values: Tensor) -> Tensor:

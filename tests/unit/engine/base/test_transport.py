@@ -1,5 +1,6 @@
 """Exchanges of a group: everybody's parts, in order, and asked for before anything is sent."""
 
+import time
 from functools import partial
 
 import pytest
@@ -57,6 +58,44 @@ def test_parts_of_others_are_asked_for_before_ones_own_are_sent() -> None:
 
     run_all([partial(work, member) for member in range(3)])
     assert [group.calls for group in groups] == [["receive", "receive", "send", "send"] * 2] * 3
+
+
+class _Waiting(Work):
+    """Waits as told, and notes for how long it may."""
+
+    def __init__(self, work: Work, bounds_s: list[float]) -> None:
+        super().__init__(work, work.buffer)
+        self.inner, self.bounds_s = work, bounds_s
+
+    def wait(self, bound_s: float = 0.0) -> Tensor:
+        self.bounds_s.append(bound_s)
+        time.sleep(0.01)
+        return self.inner.wait(bound_s)
+
+
+class _Bounded(Group):
+    """A group that notes the bounds of its waits."""
+
+    bounds_s: list[float]
+
+    def receive(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        return _Waiting(super().receive(buffer, peer, tag), self.bounds_s)
+
+
+def test_all_waits_of_an_exchange_share_its_bound() -> None:
+    store = local_store()
+    groups: list[_Bounded] = []
+
+    def work(member: int) -> None:
+        group = _Bounded(store, "bounded", member, 3, "127.0.0.1")
+        group.bounds_s = []
+        groups.append(group)
+        group.exchange(torch.zeros(6), bound_s=20.0)
+
+    run_all([partial(work, member) for member in range(3)])
+    for group in groups:
+        first_s, second_s = group.bounds_s
+        assert second_s < first_s <= 20.0
 
 
 def test_a_member_that_says_nothing_ends_the_exchange_within_its_bound() -> None:
