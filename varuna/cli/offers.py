@@ -265,20 +265,17 @@ def show_offers(
 
 
 def _drawn(found: OffersReport, *, deadline_hours: float | None, budget_dollars: float | None) -> str:
+    answers = (
+        ("the cheapest in time", found.cheapest_in_time),
+        ("the fastest for the budget", found.fastest_for_budget),
+    )
     fleets = [
         DrawnFleet(
             _fleet(each),
             each.shape,
             each.examples_per_s,
             each.dollars_per_million_examples,
-            answers=", ".join(
-                words
-                for words, answer in (
-                    ("the cheapest in time", found.cheapest_in_time),
-                    ("the fastest for the budget", found.fastest_for_budget),
-                )
-                if answer == place
-            ),
+            answers=", ".join(words for words, answer in answers if answer == place),
         )
         for place, each in enumerate(found.frontier)
     ]

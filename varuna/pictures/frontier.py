@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from textwrap import shorten
 from typing import NamedTuple
 
-from varuna.pictures.svg import element, picture
+from varuna.pictures.svg import element, line, picture, round_up, text
 
 _WIDTH, _HEIGHT = 1060, 520
 _PLOT = (80, 56, 560, 440)  # left, top, right, bottom, pixels
@@ -64,7 +63,7 @@ def draw(title: str, fleets: Sequence[DrawnFleet], job: DrawnJob | None = None) 
     price = _Axis(_round_ticks([each.dollars_per_million for each in fleets]), bottom, top)
     parts = [
         element("rect", width=_WIDTH, height=_HEIGHT, fill="white"),
-        _text(20, 26, title, size=15),
+        text(20, 26, title, size=15),
         *_speeds(speed, job),
         *_prices(price, job),
         element("path", d=_stairs(fleets, speed, price), fill="none", stroke=_LINE, stroke_width=2),
@@ -79,13 +78,13 @@ def draw(title: str, fleets: Sequence[DrawnFleet], job: DrawnJob | None = None) 
 
 def _speeds(axis: _Axis, job: DrawnJob | None) -> list[str]:
     _, top, _, bottom = _PLOT
-    parts = [_text((axis.begin_px + axis.end_px) / 2, _HEIGHT - 16, "examples/s that losses leave", anchor="middle")]
+    parts = [text((axis.begin_px + axis.end_px) / 2, _HEIGHT - 16, "examples/s that losses leave", anchor="middle")]
     for value in axis.ticks:
         x = axis.at(value)
-        parts += [_line((x, top), (x, bottom), _GRID), _text(x, bottom + 18, f"{value:g}", anchor="middle")]
+        parts += [line((x, top), (x, bottom), _GRID), text(x, bottom + 18, f"{value:g}", anchor="middle")]
         if job and value:
             hours = job.examples / value / _HOUR_S
-            parts.append(_text(x, bottom + 36, f"{_short(hours)} h", anchor="middle", fill=_SOFT))
+            parts.append(text(x, bottom + 36, f"{_short(hours)} h", anchor="middle", fill=_SOFT))
     return parts
 
 
@@ -93,12 +92,12 @@ def _prices(axis: _Axis, job: DrawnJob | None) -> list[str]:
     left, top, right, bottom = _PLOT
     middle = (top + bottom) / 2
     turned = f"rotate(-90 20 {middle:g})"
-    parts = [_text(20, middle, "$ per million examples", anchor="middle", transform=turned)]
+    parts = [text(20, middle, "$ per million examples", anchor="middle", transform=turned)]
     for value in axis.ticks:
         y = axis.at(value)
-        parts += [_line((left, y), (right, y), _GRID), _text(left - 8, y + 4, f"{value:g}", anchor="end")]
+        parts += [line((left, y), (right, y), _GRID), text(left - 8, y + 4, f"{value:g}", anchor="end")]
         if job:
-            parts.append(_text(right + 8, y + 4, f"$ {_short(value * job.examples / 1e6)}", fill=_SOFT))
+            parts.append(text(right + 8, y + 4, f"$ {_short(value * job.examples / 1e6)}", fill=_SOFT))
     return parts
 
 
@@ -119,14 +118,14 @@ def _limits(job: DrawnJob, speed: _Axis, price: _Axis) -> list[str]:
         least = job.examples / job.deadline_hours / _HOUR_S
         if speed.has(least):
             x = speed.at(least)
-            parts.append(_line((x, top - 6), (x, bottom), _ANSWER, dashes="5 4"))
-            parts.append(_text(x, top - 10, f"{job.deadline_hours:g} h", anchor="middle", fill=_ANSWER))
+            parts.append(line((x, top - 6), (x, bottom), _ANSWER, stroke_dasharray="5 4"))
+            parts.append(text(x, top - 10, f"{job.deadline_hours:g} h", anchor="middle", fill=_ANSWER))
     if job.budget_dollars is not None:
         most = job.budget_dollars / job.examples * 1e6
         if price.has(most):
             y = price.at(most)
-            parts.append(_line((left, y), (right, y), _ANSWER, dashes="5 4"))
-            parts.append(_text(left + 4, y - 5, f"$ {job.budget_dollars:,.0f}", fill=_ANSWER))
+            parts.append(line((left, y), (right, y), _ANSWER, stroke_dasharray="5 4"))
+            parts.append(text(left + 4, y - 5, f"$ {job.budget_dollars:,.0f}", fill=_ANSWER))
     return parts
 
 
@@ -135,7 +134,7 @@ def _numbered(where: tuple[float, float], number: int, fleet: DrawnFleet) -> lis
     fill = _ANSWER if fleet.answers else _FLEET
     return [
         element("circle", cx=x, cy=y, r=9, fill=fill, stroke="white"),
-        _text(x, y + 4, str(number), size=11, anchor="middle", fill="white"),
+        text(x, y + 4, str(number), size=11, anchor="middle", fill="white"),
     ]
 
 
@@ -144,11 +143,12 @@ def _listed(number: int, fleet: DrawnFleet) -> list[str]:
     y = top + 4 + (number - 1) * min(34.0, (bottom - top) / 11)
     fill = _ANSWER if fleet.answers else _INK
     figures = f"{fleet.shape}: {fleet.examples_per_s:.4g} examples/s, $ {fleet.dollars_per_million:.4g} a million"
+    name = fleet.name if len(fleet.name) <= _NAME else f"{fleet.name[:_NAME]} ..."
     more = f"; {fleet.answers}" if fleet.answers else ""
     return [
-        _text(_LIST + 14, y, f"{number}", fill=fill, anchor="end"),
-        _text(_LIST + 22, y, shorten(fleet.name, _NAME, placeholder=" ..."), fill=fill),
-        _text(_LIST + 22, y + 14, figures + more, size=10, fill=fill if fleet.answers else _SOFT),
+        text(_LIST + 14, y, str(number), fill=fill, anchor="end"),
+        text(_LIST + 22, y, name, fill=fill),
+        text(_LIST + 22, y + 14, figures + more, size=10, fill=fill if fleet.answers else _SOFT),
     ]
 
 
@@ -157,27 +157,10 @@ def _round_ticks(values: Sequence[float]) -> tuple[float, ...]:
     least, most = min(values), max(values)
     if least < most / 2 or least == most:
         least = 0.0
-    step = _round_up((most - least) / _TICKS) or 1.0
+    step = round_up((most - least) / _TICKS) or 1.0
     first, last = math.floor(least / step + 1e-9), math.ceil(most / step - 1e-9)
     return tuple(round(number * step, 12) for number in range(first, max(last, first + 1) + 1))
 
 
-def _round_up(value: float) -> float:
-    """1, 2 or 5 times a power of ten at or above ``value``; 0 for 0."""
-    if value <= 0:
-        return 0.0
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(times * power for times in (1, 2, 5, 10) if times * power >= value * (1 - 1e-9))
-
-
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _text(x: float, y: float, text: str, *, size: int = 12, anchor: str = "start", **more: object) -> str:
-    return element("text", text, x=float(x), y=float(y), font_size=size, text_anchor=anchor, **more)
-
-
-def _line(begin: tuple[float, float], end: tuple[float, float], colour: str, dashes: str = "none") -> str:
-    x1, y1, x2, y2 = map(float, (*begin, *end))
-    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=colour, stroke_dasharray=dashes)

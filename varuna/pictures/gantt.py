@@ -6,7 +6,7 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from varuna.pictures.svg import element, picture
+from varuna.pictures.svg import element, picture, round_up
 from varuna.simulator.trace import StepTrace
 
 _WIDTH = 960.0
@@ -226,11 +226,7 @@ def _shares(row: Sequence[Bar], y: float, height: float, x: Callable[[float], fl
 
 def _ticks(span_s: float) -> Iterator[float]:
     """About eight round times for the axis."""
-    rough = span_s / 8
-    step = 10.0 ** len(f"{int(rough)}") / 10 if rough >= 1 else 1.0
-    while step > rough:
-        step /= 10
-    step *= next((factor for factor in (1, 2, 5) if step * factor >= rough), 10)
+    step = round_up(span_s / 8)
     count = int(span_s / step)
     yield from (round(number * step, 12) for number in range(count + 1))
 

@@ -1,6 +1,7 @@
 """Pictures as SVG text, without dependencies."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from html import escape
 
 
@@ -14,6 +15,25 @@ def element(name: str, words: str | None = None, **attributes: object) -> str:
     """
     written = "".join(f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items())
     return f"<{name}{written}/>" if words is None else f"<{name}{written}>{escape(words)}</{name}>"
+
+
+def text(x: float, y: float, words: str, *, size: int = 12, anchor: str = "start", **more: object) -> str:
+    """Words at a place, of a size in pixels; ``anchor``: start, middle or end of them is there."""
+    return element("text", words, x=x, y=y, font_size=size, text_anchor=anchor, **more)
+
+
+def line(begin: tuple[float, float], end: tuple[float, float], colour: str, width: float = 1.0, **more: object) -> str:
+    """A straight line between two places."""
+    (x1, y1), (x2, y2) = begin, end
+    return element("line", None, x1=x1, y1=y1, x2=x2, y2=y2, stroke=colour, stroke_width=width, **more)
+
+
+def round_up(value: float, times: Sequence[float] = (1, 2, 5)) -> float:
+    """The least number at or above ``value`` that is one of ``times`` (in [1, 10)), or 10, powers of ten; 0 for 0."""
+    if value <= 0:
+        return 0.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(each * power for each in (*times, 10, 100) if each * power >= value * (1 - 1e-9))
 
 
 def picture(size: tuple[float, float], parts: Iterable[str], **attributes: object) -> str:

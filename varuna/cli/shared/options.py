@@ -146,7 +146,7 @@ def write_picture(svg: Path, picture: str) -> None:
         UsageError: it cannot be written there.
     """
     try:
-        svg.write_text(picture)
+        svg.write_text(picture, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {svg}: {error.strerror}. Give another --svg file.") from error
 
