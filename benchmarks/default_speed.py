@@ -202,10 +202,10 @@ class Side:
     def __init__(self, side: str, model: str, cache: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache}
         environment.pop("VARUNA_CALIBRATION", None)
-        command = [sys.executable, str(Path(__file__).resolve()), "--side", side, "--models", model]
+        self._command = [sys.executable, str(Path(__file__).resolve()), "--side", side, "--models", model]
         begin_s = time.monotonic()
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            self._command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.micro_batch = int(self._told()[0])
         self.ready_s = time.monotonic() - begin_s
@@ -222,7 +222,7 @@ class Side:
             if line.startswith("told "):
                 _, m, seconds, used = line.split()
                 return float(m), float(seconds), float(used)
-        raise SystemExit(f"{' '.join(map(str, self._process.args))} failed")  # type: ignore[arg-type]
+        raise SystemExit(f"{' '.join(self._command)} failed")
 
     def close(self) -> None:
         """End the process."""

@@ -133,7 +133,8 @@ def measure(example: Example, folder: Path) -> str:
 def rewritten(page: str, rows: dict[str, str]) -> str:
     """The page with other rows for the examples named."""
     for name, row in rows.items():
-        page = re.sub(rf"^\| {name} \| (?!`varuna).*$", lambda _, row=row: row, page, flags=re.M)  # type: ignore[misc]
+        literally = row.replace("\\", r"\\")
+        page = re.sub(rf"^\| {name} \| (?!`varuna).*$", literally, page, flags=re.M)
     return page
 
 

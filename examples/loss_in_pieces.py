@@ -25,7 +25,7 @@ class _InPieces(torch.autograd.Function):
         ctx.length = length
         losses = [
             nn.functional.cross_entropy((x @ weight.T).float().mT, y, ignore_index=IGNORED, reduction="none")
-            for x, y in zip(hidden.split(length, 1), targets.split(length, 1), strict=True)  # type: ignore[no-untyped-call]
+            for x, y in zip(torch.split(hidden, length, 1), torch.split(targets, length, 1), strict=True)
         ]
         return torch.cat(losses, 1)
 

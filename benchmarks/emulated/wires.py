@@ -6,7 +6,7 @@ Imports the standard library only: the peers' environment, which has no Varuna, 
 import ctypes
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tests.scenarios.network import NAMESPACE, Network
@@ -14,7 +14,7 @@ from tests.scenarios.network import NAMESPACE, Network
 _WIRES = "BENCHMARK_WIRES"
 _WIDTH, _WIDE = 1024, 32_768
 _CLONE_NEWNET = 0x40000000
-_setns: Callable[..., int] = ctypes.CDLL(None).setns
+_setns: Callable[..., int] = ctypes.CDLL(None, use_errno=True).setns
 
 
 class _Host(NamedTuple):
@@ -30,20 +30,25 @@ def described(network: Network) -> dict[str, str]:
 
 def width() -> int:
     """Numbers in a row of a message: 8 KiB a message are enough where lines are emulated, else it is 256 KiB."""
-    return _WIDE if _hosts(os.environ) else _WIDTH
+    return _WIDE if _hosts() else _WIDTH
 
 
 def enter(rank: int) -> None:
     """Move this thread, and those that it starts, to the host of ``rank``, if there are hosts; all meet at the first.
 
     Before there are other threads that use the network.
+
+    Raises:
+        OSError: the host cannot be entered.
     """
-    hosts = _hosts(os.environ)
+    hosts = _hosts()
     if hosts:
         with open(hosts[rank].namespace, "rb") as entrance:
-            assert _setns(entrance.fileno(), _CLONE_NEWNET) == 0, f"{hosts[rank].namespace} cannot be entered"
+            if _setns(entrance.fileno(), _CLONE_NEWNET):
+                number = ctypes.get_errno()
+                raise OSError(number, f"cannot enter it: {os.strerror(number)}", hosts[rank].namespace)
         os.environ.update(MASTER_ADDR=hosts[0].address, VARUNA_INTERFACE=hosts[rank].address, GLOO_SOCKET_IFNAME="eth0")
 
 
-def _hosts(environment: Mapping[str, str]) -> list[_Host]:
-    return [_Host(*each) for each in json.loads(environment.get(_WIRES, "[]"))]
+def _hosts() -> list[_Host]:
+    return [_Host(*each) for each in json.loads(os.environ.get(_WIRES, "[]"))]

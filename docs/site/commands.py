@@ -19,7 +19,8 @@ def commands() -> Iterator[tuple[str, Any]]:
         for member, below in getattr(command, "commands", {}).items():
             yield from walk(f"{name} {member}", below)
 
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    program: Any = typer.main.get_command(app)
+    for name, command in program.commands.items():
         yield from walk(f"varuna {name}", command)
 
 
