@@ -151,6 +151,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--checkpoint-dir")
     parser.add_argument("--checkpoint-every", type=int, default=timedelta(minutes=10))
+    parser.add_argument("--checkpoint-seconds", type=float, help="in place of steps")
     parser.add_argument("--misbehave", default="", help="see misbehave()")
     parser.add_argument("--folder", type=Path, default=Path("."))
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes in addition")
@@ -198,6 +199,7 @@ def main() -> None:
         if args.links == "wire"
         else partial(varuna.Trainer, network=varuna.Network(links=args.links))
     )
+    every = timedelta(seconds=args.checkpoint_seconds) if args.checkpoint_seconds else args.checkpoint_every
     trainer = make(
         model=lambda: Language(
             args.layers, args.dropout, args.batch_norm, disturbance=float(os.getpid()) if args.differs else 0.0
@@ -208,7 +210,7 @@ def main() -> None:
         micro_batch=args.micro_batch,
         cut=args.layers + 1,  # more would cost each step more than the small model itself
         clip_grad_norm=1.0,
-        checkpoints=args.checkpoint_dir and varuna.Checkpoints(args.checkpoint_dir, every=args.checkpoint_every),
+        checkpoints=args.checkpoint_dir and varuna.Checkpoints(args.checkpoint_dir, every=every),
         init=args.init,
         memory=varuna.Memory(offload_optimizer=args.offload, shard_optimizer=args.share),
         precision=args.precision,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.scenarios.job import LAYERS
 from tests.scenarios.launch import (
     BOUND_S,
     JOB,
@@ -21,11 +22,15 @@ from tests.scenarios.launch import (
     parent_of,
     processes_with,
     python,
+    torchrun,
     varuna,
     varuna_command,
 )
 from tests.scenarios.warm import Process
 from tests.waiting import wait_for
+from varuna.checkpoint.manifest import look
+from varuna.checkpoint.saved_sums import labels_in, whole_micro_batches
+from varuna.store.folder import FolderStore
 
 pytestmark = pytest.mark.timeout(300)
 STEPS, TEXT_EVERY = 80, 5
@@ -253,6 +258,42 @@ def test_a_lost_parent_takes_its_workers_along_and_the_same_command_resumes(
     assert min(done.losses) in (8, 12, 16)
     assert max(done.losses) == STEPS - 1
     assert all(loss == pytest.approx(undisturbed[step], rel=1e-5) for step, loss in done.losses.items())
+
+
+def test_a_run_that_is_lost_whole_in_the_middle_of_a_long_step_goes_on_there(tmp_path: Path) -> None:
+    """Twice: what three workers have begun one process goes on with, and then torchrun."""
+    args = ("--steps", "2", "--dropout", "0.1", "--global-batch", "240", "--notes")
+    alone = python(*args)
+    assert alone.code == 0, alone.err
+    folder = tmp_path / "c"
+    paced = (*args, "--compute", "0.06", "--checkpoint-dir", str(folder), "--checkpoint-seconds", "1")
+    said = _lost_in_step(0, varuna_command(3, ["--stages", "3"], *paced), folder)
+    said += _lost_in_step(1, [sys.executable, JOB, *paced], folder)
+    done = torchrun(2, *paced)
+    assert done.code == 0, done.err
+    kept = re.findall(r"kept (\d+) of 120 micro-batches of step (\d)", said + done.err)
+    assert [step for _, step in kept] == ["0", "1"]
+    assert min(int(number) for number, _ in kept) >= 20
+    losses = re.findall(r"^step (\d) loss (\S+)", said + done.out, re.MULTILINE)
+    assert {int(step): float(loss) for step, loss in losses} == pytest.approx(alone.losses, rel=1e-6)
+    assert re.findall(r"^notes 2 ", done.out, re.MULTILINE)
+
+
+def _lost_in_step(step: int, command: list[str], folder: Path) -> str:
+    """All processes of a run are killed once it has saved enough of a step; what they had said."""
+    store, said = FolderStore(folder), folder.with_name(f"said-{step}")
+    with said.open("wb") as out:
+        process = Process(command, env=environment(), stdout=out, stderr=out, start_new_session=True)
+    wait_for(lambda: _saved(store, step) >= 20)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(BOUND_S)
+    wait_for(lambda: not processes_with(str(folder)))
+    return said.read_text()
+
+
+def _saved(store: FolderStore, step: int) -> int:
+    labels = [label for label in labels_in(store, look(store, step)).values() if label is not None]
+    return whole_micro_batches(labels)[0] if len({label.sums.section for label in labels}) == LAYERS + 2 else 0
 
 
 @pytest.mark.usefixtures("cold_start")

@@ -40,13 +40,13 @@ class Collector:
             generation: its number.
             plan: goes into its manifests.
             first_step: its first step.
-            rollback: it continues from a checkpoint, so unfinished checkpoints are not needed any more.
+            rollback: it continues from a checkpoint, or begins anew, so unfinished checkpoints are not needed any more.
         """
         if not self._plans:
             self._oldest = generation
         self._plans[generation] = plan
         if rollback:
-            self._oldest, self._complete, self._pending = generation, first_step, {}
+            self._oldest, self._complete, self._pending = generation, first_step - 1, {}
 
     def passed(self, step: int) -> None:
         """A checkpoint of ``step`` exists: later reports on it, or on an earlier one, are dropped."""

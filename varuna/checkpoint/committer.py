@@ -14,6 +14,7 @@ from varuna.checkpoint.manifest import (
     Manifest,
     check_compatible,
     commit,
+    look,
     mark_damaged,
     newest_intact,
     read_manifest,
@@ -22,11 +23,13 @@ from varuna.checkpoint.manifest import (
 from varuna.checkpoint.model_config_file import keep_configuration
 from varuna.checkpoint.names import checkpoint_place
 from varuna.checkpoint.retention import Kept, prepare, retain
+from varuna.checkpoint.saved_sums import find_sums
 from varuna.checkpoint.verifier import ReadBack, Verifier
 from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectMissing
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
+from varuna.core.sums import StoredSums
 from varuna.process.threads import start
 from varuna.store.base import Store
 from varuna.store.opening import open_store
@@ -108,6 +111,14 @@ class CheckpointCommitter:
         if self._job.config is not None and (warning := keep_configuration(self.store, self._job.config)):
             self._warn(warning)
         return found
+
+    def sums_after(self, manifest: Manifest) -> StoredSums | None:
+        """What the store has of the step after a checkpoint; None: nothing, or it cannot be read, which costs time."""
+        try:
+            return find_sums(self.store, look(self.store, manifest.step), self._job)
+        except CheckpointError as error:
+            self._warn(f"what was saved during step {manifest.step} cannot be read, and all of it runs again: {error}")
+            return None
 
     @property
     def committed_step(self) -> int:

@@ -14,6 +14,7 @@ from varuna.checkpoint.names import (
     ShardName,
     parse_shard_file,
     parse_step,
+    parse_sums_file,
     step_folder,
 )
 from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectExists, ObjectMissing
@@ -199,7 +200,8 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
     """Turn durable shards into a checkpoint; returns the manifest that stands for the step.
 
     An intact checkpoint of the same step stays as it is. A damaged one (the run fell back before it and came
-    here again) is superseded. Files that no manifest names are removed.
+    here again) is superseded. Files that no manifest names are removed, but for sums of gradients: whether they belong
+    to this state they say themselves.
 
     Raises:
         DamagedCheckpoint: a shard is not where it should be.
@@ -225,7 +227,8 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
     except ObjectExists:
         return intact(store, look(store, manifest.step))
     for file in folder.sizes.keys() - {shard.file for shard in manifest.shards} - {MANIFEST, DAMAGED}:
-        store.remove(f"{step_folder(manifest.step)}/{file}")
+        if parse_sums_file(file) is None:
+            store.remove(f"{step_folder(manifest.step)}/{file}")
     return manifest
 
 

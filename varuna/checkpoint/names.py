@@ -11,6 +11,7 @@
             section-000.1of2.g1.9b1e….safetensors
             section-001.0of1.g1.77a2….safetensors
             manifest.json                            written last: without it the folder is not a checkpoint
+            sums-000.g1.5f0c….0.safetensors          of the step that follows: one section's sums of gradients
             damaged.txt                              only if somebody found it so: never used again
         replaced-1/step-…/                           moved aside by --new --overwrite
 """
@@ -25,6 +26,7 @@ CONFIG_NOTE = "lease/config.sha256"
 START_AFRESH = "--new --overwrite (without `varuna run`: VARUNA_NEW=overwrite)"
 _STEP = re.compile(r"step-(\d{8,})")
 _SHARD = re.compile(r"section-(\d{3,})\.(\d+)of(\d+)\.g(\d+)\.[0-9a-f]{8,}\.safetensors")
+_SUMS = re.compile(r"sums-(\d{3,})\.g\d+\.[0-9a-f]{8,}\.\d+\.safetensors")
 
 
 class ShardName(NamedTuple):
@@ -63,6 +65,17 @@ def parse_shard_file(file: str) -> ShardName:
         example = shard_file(ShardName(3, 0, 1, 1), "0123456789abcdef")
         raise ValueError(f"{file!r} is not the file name of a shard, such as {example!r}")
     return ShardName(*map(int, match.groups()))
+
+
+def sums_file(section: int, generation: int, writer: str, number: int) -> str:
+    """File of a section's sums of gradients, as one replica has them; it writes another one each time."""
+    return f"sums-{section:03d}.g{generation}.{writer}.{number}.safetensors"
+
+
+def parse_sums_file(file: str) -> int | None:
+    """Section of a file of sums; None if it is another file."""
+    match = _SUMS.fullmatch(file)
+    return int(match[1]) if match else None
 
 
 def checkpoint_place(directory: str, step: int) -> str:

@@ -5,7 +5,7 @@ from itertools import count
 from typing import NamedTuple
 
 from varuna.checkpoint.manifest import StepFolder, check_present, read_manifest, survey
-from varuna.checkpoint.names import MANIFEST, START_AFRESH, step_folder
+from varuna.checkpoint.names import MANIFEST, START_AFRESH, parse_sums_file, step_folder
 from varuna.core.errors import CheckpointError, StoreUnavailable, UsageError
 from varuna.store.base import Store
 
@@ -46,13 +46,16 @@ def superfluous(
 def retain(store: Store, committed: int, kept: Kept, proven: int | None = None) -> list[int]:
     """Remove checkpoints that are no longer needed, by ``superfluous``; returns their steps, newest first.
 
+    Sums of gradients go from all before ``committed``: their steps are over.
+
     Raises:
         CheckpointError: ``committed`` has no complete checkpoint, so nothing was removed.
         StoreError: a folder cannot be removed.
     """
     complete: list[tuple[int, bool]] = []
     checked = 0  # manifests are read only as far back as they are counted
-    for folder in survey(store):
+    folders = survey(store)
+    for folder in folders:
         is_counted = checked < kept.last or folder.step == proven
         is_complete = folder.is_committed and (not is_counted or _looks_complete(store, folder))
         complete.append((folder.step, is_complete))
@@ -64,6 +67,11 @@ def retain(store: Store, committed: int, kept: Kept, proven: int | None = None) 
         # Without its manifest a folder is not a checkpoint: a crash in between leaves nothing half-valid.
         store.remove(f"{step_folder(step)}/{MANIFEST}")
         store.remove_folder(step_folder(step))
+    for folder in folders:
+        if folder.step < committed and folder.step not in going:
+            for file in folder.sizes:
+                if parse_sums_file(file) is not None:
+                    store.remove(f"{step_folder(folder.step)}/{file}")
     return going
 
 

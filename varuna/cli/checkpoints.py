@@ -40,22 +40,21 @@ def list_(directory: Directory) -> None:
     from varuna.core.units import format_bytes
 
     store, folders = _open(directory)
-    table = _table("step", "plan", "generation", "sections", "files", "size", "state")
+    table = _table("step", "plan", "generation", "files", "size", "next step", "state")
     problems: dict[int, str] = {}
     for folder in folders:
         manifest, state, problem = _look(store, folder)
         if problem:
             problems[folder.step] = problem
-        shown = ("", "", "", str(len(folder.sizes)), format_bytes(sum(folder.sizes.values())))
+        shown = ("", "", str(len(folder.sizes)), format_bytes(sum(folder.sizes.values())))
         if manifest is not None:
             shown = (
                 manifest.plan.shape,
                 str(manifest.generation),
-                str(manifest.sections),
                 str(len(manifest.shards)),
                 format_bytes(manifest.size_bytes),
             )
-        table.add_row(str(folder.step), *shown, state)
+        table.add_row(str(folder.step), *shown, _next_step(store, folder), state)
     _show(table, problems)
 
 
@@ -64,7 +63,8 @@ def verify(directory: Directory, step: Step = None) -> None:
     """Read every byte of the checkpoints in DIR and compare checksums.
 
     Marks damaged checkpoints, so that no run uses them, and removes marks that
-    are wrong. Exit code 1 if a checkpoint is damaged.
+    are wrong. Damaged sums of gradients, which a run saves during a step, are
+    removed. Exit code 1 if anything is damaged.
     """
     from varuna.core.units import format_bytes
 
@@ -76,8 +76,10 @@ def verify(directory: Directory, step: Step = None) -> None:
             table.add_row(str(folder.step), "", "never finished")
             continue
         problem, size_bytes = _verify(store, folder)
-        if problem:
-            problems[folder.step] = problem
+        lost, sums_bytes = _verify_sums(store, folder)
+        size_bytes += sums_bytes
+        if problem or lost:
+            problems[folder.step] = "\n  ".join([*([problem] if problem else []), *lost])
         table.add_row(str(folder.step), format_bytes(size_bytes), "[red]damaged[/]" if problem else "intact")
     _show(table, problems)
     if problems:
@@ -185,6 +187,33 @@ def _verify(store: "Store", folder: "StepFolder") -> tuple[str | None, int]:
     if folder.is_damaged:
         store.remove(f"{step_folder(folder.step)}/{DAMAGED}")
     return None, size_bytes
+
+
+def _next_step(store: "Store", folder: "StepFolder") -> str:
+    """How many micro-batches of the step after a checkpoint need not run again; empty: none was saved."""
+    from varuna.checkpoint.saved_sums import labels_in, whole_micro_batches
+
+    labels = [label for label in labels_in(store, folder).values() if label is not None]
+    done, of = whole_micro_batches(labels)
+    return f"{done:,} of {of:,}" if labels else ""
+
+
+def _verify_sums(store: "Store", folder: "StepFolder") -> tuple[list[str], int]:
+    """Damaged sums of gradients, which are gone now, and the bytes that were read."""
+    from varuna.checkpoint.io.sums import read_sums
+    from varuna.checkpoint.names import parse_sums_file
+    from varuna.core.errors import DamagedCheckpoint
+
+    lost, read_bytes = [], 0
+    for file, size_bytes in sorted(folder.sizes.items()):
+        if parse_sums_file(file) is None:
+            continue
+        try:
+            read_sums(store, folder.step, file)
+            read_bytes += size_bytes
+        except DamagedCheckpoint as error:
+            lost.append(f"removed, and its micro-batches run again: {error}")
+    return lost, read_bytes
 
 
 def _show(table: "Table", problems: dict[int, str]) -> None:

@@ -3,7 +3,8 @@
 A worker that stops in the middle of a step holds, for each of its sections, the sum of the gradients of some
 micro-batches. Of each section disjoint sums are chosen, at most one of each rank; where that rank no longer runs the
 section, its sum goes to one that does. A worker may also have the copy of another one's sum: a candidate like any
-other, which overlaps with that one's own if it is still there. A micro-batch that is in the chosen sums of every
+other, which overlaps with that one's own if it is still there. So are sums in a store, beside the checkpoint that their
+step began from, once the run begins there again. A micro-batch that is in the chosen sums of every
 section does not run again. All others do, through all stages; a section that has one already does not add it again.
 """
 
@@ -14,6 +15,8 @@ from typing import NamedTuple
 from pydantic import Field
 
 from varuna.core.dealing import ends_of_shares
+from varuna.core.model import ModelFacts
+from varuna.core.plan import Plan
 from varuna.core.value import Value
 
 EndsOf = Callable[[int], Sequence[int]]
@@ -74,11 +77,16 @@ def is_within(spans: Spans, micro_batches: int) -> bool:
     return all(a < b for a, b in pairwise(bounds)) and bounds[-1] <= micro_batches
 
 
+_NOBODY = -1
+"""In place of a rank: the sum is in a file."""
+
+
 class SumAt(NamedTuple):
-    """Where a sum of a section is: a rank has its own, and may keep a copy of another rank's."""
+    """Where a sum of a section is: a rank has its own, and may keep a copy of another rank's; or it is in a file."""
 
     rank: int
     copied: bool = False
+    file: str = ""
 
 
 SumsAt = Mapping[SumAt, Spans]
@@ -95,7 +103,7 @@ def choose(offered: SumsAt, seats: Sequence[int]) -> dict[SumAt, Spans]:
         seats: ranks that run the section from now on.
     """
     chosen: dict[SumAt, Spans] = {}
-    for at in sorted(offered, key=lambda at: (-count(offered[at]), at.rank not in seats, at.copied, at.rank)):
+    for at in sorted(offered, key=lambda at: (-count(offered[at]), at.rank not in seats, at.copied, at.rank, at.file)):
         if offered[at] and not any(overlap(offered[at], other) for other in chosen.values()):
             chosen[at] = offered[at]
     return dict(sorted(chosen.items()))
@@ -129,6 +137,7 @@ class TakenSum(SectionSum):
 
     source_rank: int = Field(ge=0, description="who has it: the rank itself, or one that sends it")
     copied: bool = Field(default=False, description="it is the copy of another rank's sum that the source kept")
+    file: str = Field(default="", description="that the source reads it from, beside the checkpoint; empty: it has it")
 
 
 class MicroBatchLoss(Value):
@@ -146,6 +155,20 @@ class HeldSums(Value):
     copies: tuple[SectionSum, ...] = Field(default=(), description="of another rank's sums, that it keeps")
     without: tuple[int, ...] = Field(default=(), description="sections that have no gradients")
     losses: tuple[MicroBatchLoss, ...] = Field(default=(), description="by the last stage")
+
+
+class StoredSum(SectionSum):
+    """A section's sum of gradients that is durable, in the folder of the checkpoint that its step began from."""
+
+    file: str
+
+
+class StoredSums(Value):
+    """What a store has of the step after a checkpoint."""
+
+    micro_batch: int = Field(ge=1, description="m: what the numbers of micro-batches mean")
+    sums: tuple[StoredSum, ...]
+    losses: tuple[MicroBatchLoss, ...] = Field(description="that are known, by micro-batch")
 
 
 def joined(parts: Sequence[HeldSums]) -> HeldSums | None:
@@ -248,12 +271,35 @@ def _seated(
     taken: list[list[TakenSum]] = [[] for _ in range(1 + max(rank for ranks in seats.values() for rank in ranks))]
     arrivals = [0] * len(taken)
     for section, sums in chosen.items():
-        for (source, copied), spans in sums.items():
+        for (source, copied, file), spans in sums.items():
             target = source
             if source not in seats[section]:
                 if not overlap(spans, spared):
                     continue
                 target = min(seats[section], key=lambda rank: (arrivals[rank], rank))
                 arrivals[target] += 1
-            taken[target].append(TakenSum(section=section, micro_batches=spans, source_rank=source, copied=copied))
+            reader = target if file else source
+            taken[target].append(
+                TakenSum(section=section, micro_batches=spans, source_rank=reader, copied=copied, file=file)
+            )
     return tuple(map(tuple, taken))
+
+
+def remainder_of_stored(stored: StoredSums | None, plan: Plan, model: ModelFacts) -> Remainder | None:
+    """What of a step has to run by a plan that begins from its checkpoint; None: everything.
+
+    Args:
+        stored: what the store has of it, if anything.
+        plan: of a generation whose ranks have no sums themselves.
+        model: says which sections have gradients.
+    """
+    if stored is None or stored.micro_batch != plan.micro_batch:
+        return None
+    summed = [section for section, facts in enumerate(model.sections) if facts.summed_bytes]
+    offered: dict[int, dict[SumAt, Spans]] = {section: {} for section in summed}
+    for each in stored.sums:
+        if each.section in offered and is_within(each.micro_batches, plan.micro_batches):
+            offered[each.section][SumAt(_NOBODY, file=each.file)] = each.micro_batches
+    seats = {section: plan.homes_of(section) for section in range(plan.sections)}
+    known = spans_of(loss.micro_batch for loss in stored.losses)
+    return remainder(plan.micro_batches, plan.replicas, seats, offered, known, ends_of=plan.ends_of)

@@ -31,7 +31,8 @@ class Checkpoints:
         path: folder that all machines share, or URL (``s3://``, ``gs://``, ``az://``).
         every: steps (int) or time between checkpoints. Default: 10 minutes. With a manager, a minute while
             every section is held once, since a lost worker may then cost the steps since the newest checkpoint; and,
-            once workers were lost, as often as pays (Young's rule).
+            once workers were lost, as often as pays (Young's rule). A step that lasts longer than the time between them
+            is saved in parts.
         keep_last: number of newest checkpoints to keep.
         keep_every: also keep, for good, the checkpoints whose step is a multiple of this.
         frozen: also save parameters that are not trained. False: they are read again from where the run began.

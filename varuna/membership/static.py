@@ -23,7 +23,9 @@ from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, S
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
+from varuna.core.sums import Remainder, RestOfStep, StoredSums, remainder_of_stored
 from varuna.core.units import counted
+from varuna.core.value import Value
 from varuna.engine.base.transport import connect_store, local_store, prefixed
 from varuna.planner.micro_batch import describe_sizes
 from varuna.process.console import say, warn
@@ -78,6 +80,13 @@ def world_from_environment() -> World:
     # attempts is of one node then, and a node that came later has another.
     attempt = "0" if hosts_own else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return World(rank, size, prefixed(f"varuna/{attempt}/{next(_jobs)}", store), host, port)
+
+
+class _Choice(Value):
+    """Where the run begins: at a checkpoint, with what was saved of the step after it; or at the beginning."""
+
+    manifest: Manifest | None = None
+    sums: StoredSums | None = None
 
 
 class StaticMembership:
@@ -164,7 +173,8 @@ class StaticMembership:
         if self._assigned or self._job is None:
             return Finish()
         self._assigned = True
-        manifest = self._resume_from(self._job)
+        choice = self._resume_from(self._job)
+        manifest, stored = choice.manifest, choice.sums
         self._restored_step = manifest.step if manifest else 0
         self._generation = max(self._generation, manifest.generation if manifest else -1) + 1
         micro_batch = self._job.micro_batch or (manifest.micro_batch if manifest else None)
@@ -173,6 +183,9 @@ class StaticMembership:
         if self._keeper is not None:
             self._keeper.begin(self._generation, plan, first_step=self._restored_step, rollback=True)
         directory = self._job.checkpoint_dir
+        left = remainder_of_stored(stored, plan, self._job.model)
+        if left is not None and self.world.rank == 0:
+            say(f"kept {left.kept} of {left.micro_batches} micro-batches of step {self._restored_step}, from the store")
         return Assign(
             assignment=Assignment(
                 generation=self._generation,
@@ -180,10 +193,19 @@ class StaticMembership:
                 rank=self.world.rank,
                 members=self.world.size,
                 next_step=self._restored_step,
+                rest=self._rest_of(left, stored, plan),
                 checkpoint=checkpoint_place(directory, manifest.step) if directory and manifest else None,
                 fresh=manifest is None,
             )
         )
+
+    def _rest_of(self, left: Remainder | None, stored: StoredSums | None, plan: Plan) -> RestOfStep | None:
+        rank = self.world.rank
+        if left is None or stored is None or rank >= plan.workers:
+            return None
+        sections = plan.sections_at(rank)
+        known = stored.losses if sections.stop == plan.sections else ()
+        return left.rest_of(rank, plan.place_of(rank).replica, sections, known)
 
     def _gather(self) -> None:
         """Wait until all ranks have joined: from then on each expects the others within moments.
@@ -208,22 +230,22 @@ class StaticMembership:
         devices = [DeviceFacts.model_validate_json(text) if text else None for text in told]
         return job.model_copy(update={"memory_bytes": worker_bytes(devices)})
 
-    def _resume_from(self, job: JobFacts) -> Manifest | None:
+    def _resume_from(self, job: JobFacts) -> _Choice:
         """Rank 0 chooses the checkpoint, the others read its choice."""
         if job.checkpoint_dir is None:
-            return None
+            return _Choice()
         key = f"checkpoint/{self._generation}"
         if self.world.rank == 0:
             try:
-                manifest = self._newest(job)
+                choice = self._newest(job)
             except VarunaError as error:
                 self.world.store.set(key, f"!{error}")
                 raise
-            self.world.store.set(key, manifest.model_dump_json() if manifest else "")
-        choice = self._told(key, "has chosen the checkpoint to resume", _CHOICE_BOUND_S)
-        if choice.startswith("!"):
-            raise CheckpointError(choice[1:])
-        return Manifest.model_validate_json(choice) if choice else None
+            self.world.store.set(key, choice.model_dump_json())
+        told = self._told(key, "has chosen the checkpoint to resume", _CHOICE_BOUND_S)
+        if told.startswith("!"):
+            raise CheckpointError(told[1:])
+        return _Choice.model_validate_json(told)
 
     def _planned(self, job: JobFacts, micro_batch: int | None) -> Plan:
         """Rank 0 makes the plan, the others read it.
@@ -280,20 +302,20 @@ class StaticMembership:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
-    def _newest(self, job: JobFacts) -> Manifest | None:
+    def _newest(self, job: JobFacts) -> _Choice:
         if self._keeper is None:
             self._keeper = CheckpointCommitter(job, new=self._new, overwrite=self._overwrite, say=say, warn=warn)
             if self.world.size > 1:
                 start("collect", self._collect_shards)
         found = self._keeper.newest()
         if found is None:
-            return None
+            return _Choice()
         manifest, warnings = found
         for warning in warnings:
             warn(warning)
         complete = ", the last one; nothing left to do" * (manifest.step >= job.steps)
         say(f"resuming from the checkpoint of step {manifest.step} in {job.checkpoint_dir}{complete}")
-        return manifest
+        return _Choice(manifest=manifest, sums=self._keeper.sums_after(manifest))
 
     # -- checkpoints -----------------------------------------------------------------------------------
 

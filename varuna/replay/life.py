@@ -4,7 +4,16 @@ from dataclasses import dataclass, field
 
 from varuna.core.messages import Assignment
 from varuna.core.sums import HeldSums
+from varuna.fleet.state.config import FleetConfig
 from varuna.replay.copied import StateCopies
+
+
+def patient(workers: int) -> FleetConfig:
+    """A manager's settings for a recording, which alone says who goes."""
+    forever_s = float("inf")
+    return FleetConfig(
+        workers=workers, lease_s=forever_s, wait_s=forever_s, start_timeout_s=forever_s, max_start_failures=10**9
+    )
 
 
 @dataclass(slots=True)

@@ -29,7 +29,6 @@ from varuna.core.saved import SAVED_EVERY_S, paying_every_s
 from varuna.core.sums import HeldSums
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
-from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AnswerReceived,
@@ -49,8 +48,9 @@ from varuna.replay.copied import StateCopies
 from varuna.replay.costs import MorphCosts
 from varuna.replay.held import held_sums
 from varuna.replay.job import state_bytes
-from varuna.replay.life import Life, SimulatedWorker
+from varuna.replay.life import Life, SimulatedWorker, patient
 from varuna.replay.lost import Account, LostBy, Spell
+from varuna.replay.saved import StepSaves, Stored
 
 _QUICK_S, _SLOW_S = 0.5, 30.0  # between ticks: while something is under way, and else
 _VERSION = "replay"
@@ -81,7 +81,7 @@ class SimulatedCluster:
         self._nodes: dict[str, list[str]] = {}
         self._numbers = itertools.count()
         self._life = Life()
-        self._checkpoint: Checkpoint | None = None
+        self._stored = Stored(broken_steps)
         self._saved_s = 0.0
         self._joined_s = float("-inf")
         self._grid: frozenset[str] = frozenset()
@@ -89,14 +89,7 @@ class SimulatedCluster:
         self.training_s = 0.0
         self.checkpoints_s: list[float] = []
         self._planner = planner
-        config = FleetConfig(
-            workers=most_workers,
-            lease_s=float("inf"),
-            wait_s=float("inf"),
-            start_timeout_s=float("inf"),
-            max_start_failures=10**9,
-        )
-        self.fleet = replace(Fleet.empty(config, 0.0), link_bytes_per_s=link_bytes_per_s)
+        self.fleet = replace(Fleet.empty(patient(most_workers), 0.0), link_bytes_per_s=link_bytes_per_s)
         self._schedule(0.0, self._tick)
 
     # -- time ------------------------------------------------------------------------------------------------
@@ -196,8 +189,9 @@ class SimulatedCluster:
             case Kill(worker=name):
                 self._workers[name].alive = False
             case Ask(question=question, number=number):
+                self._note_saved()
                 answer = (
-                    FoundCheckpoint(self._checkpoint)
+                    FoundCheckpoint(self._stored.checkpoint)
                     if isinstance(question, WhichCheckpoint)
                     else plan_answer(
                         self._planner, lambda plan: plan.step_s, question, instruction.job, instruction.running
@@ -208,6 +202,11 @@ class SimulatedCluster:
                 self._hear(self._workers[name], message)
             case _:
                 pass  # nodes come by the trace alone
+
+    def _note_saved(self) -> None:
+        if self._life.formed:
+            members = self.fleet.history[self._life.generation].members
+            self._stored.note(self._life, [self._workers[name] for name in members], self.now_s)
 
     def _hear(self, worker: SimulatedWorker, message: object) -> None:
         life = self._life
@@ -254,6 +253,7 @@ class SimulatedCluster:
     def _take(self, worker: SimulatedWorker, assignment: Assignment) -> None:
         """A worker takes its part; when the last one has, the generation forms."""
         if assignment.generation != self._life.generation:
+            self._note_saved()
             self._life = Life(assignment.generation, set(self._members(assignment)))
         worker.assignment = assignment
         for move in assignment.transfers:
@@ -381,13 +381,17 @@ class SimulatedCluster:
         is_due = self._costs.checkpoints and self.now_s + plan.step_s / 2 >= self._saved_s + every_s
         if not (is_due or self._life.save):
             return 0.0
-        self._life.save, self._saved_s = False, self.now_s
+        self._life.save, self._saved_s, due_s = False, self.now_s, self.now_s + every_s
         done_s = self.now_s + share_bytes / self._costs.upload_bytes_per_s
+        stages = ([self._job.model.sections[each].summed_bytes for each in slot.sections] for slot in plan.slots)
+        write_s = max(map(sum, stages)) / self._costs.upload_bytes_per_s
         grid = self._members(assignment)[: plan.workers]
 
         def commit() -> None:
             if all(self._workers[name].alive for name in grid):
-                self._checkpoint = Checkpoint(f"step-{step}", step, plan.micro_batch)
+                saves = StepSaves(step, max(self.now_s, due_s), every_s, write_s)
+                checkpoint = Checkpoint(f"step-{step}", step, plan.micro_batch)
+                self._stored.commit(checkpoint, saves if self._costs.keeps_sums else None)
                 self.checkpoints_s.append(self.now_s)
 
         self._schedule(done_s, commit)

@@ -19,7 +19,7 @@ from varuna.engine.base import spans
 from varuna.engine.stage.cross_stage import all_reduce_shared
 from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Left, Stage
-from varuna.engine.worker.forming import initial_states
+from varuna.engine.worker.stored import initial_states
 from varuna.partition.watching.live_bytes import Allocated
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan

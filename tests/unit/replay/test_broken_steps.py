@@ -10,6 +10,9 @@ from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums, RestOfStep, SectionSum, Spans, TakenSum, count, numbers_of
 from varuna.replay.broken_steps import BrokenSteps
 from varuna.replay.job import job_of
+from varuna.replay.lost import LostBy
+from varuna.replay.replay import Replay
+from varuna.replay.saved import StepSaves
 
 CALIBRATION = make_calibration()
 SECTIONS = 8
@@ -87,3 +90,19 @@ def test_a_loss_costs_what_the_sums_lack(spares: int) -> None:
     assert kept.steps_redone == again.steps_redone == 1
     assert kept.samples >= again.samples
     assert kept.training_share / kept.steps < again.training_share / again.steps
+
+
+def test_saves_in_a_step_are_complete_some_time_after_they_begin() -> None:
+    saves = StepSaves(step=3, first_s=100.0, every_s=60.0, write_s=5.0)
+    assert [saves.newest_s(until_s) for until_s in (99, 104, 105, 169, 170, 235)] == [None, None, 100, 100, 165, 230]
+
+
+def test_a_run_that_loses_all_its_workers_goes_on_with_what_was_saved_of_the_step() -> None:
+    """Four nodes go at once, and others come."""
+    lost = trace((0, "abcd", ()), (3000, (), "abcd"), (3300, "efgh", ()), end_s=9000)
+    long = Replay(lost, CALIBRATION, gpus_per_node=1, global_batch=2**12)
+    costs = replace(FREE, checkpoints=True, copies=False)
+    kept, void = long.morphing(costs), long.morphing(replace(costs, keeps_sums=False))
+    assert kept.micro_batches_kept > 0
+    assert void.micro_batches_kept == 0
+    assert kept.lost[LostBy.BROKEN.value] < void.lost[LostBy.BROKEN.value]

@@ -73,7 +73,7 @@ class Watched:
 
     def _is_wanted(self) -> bool:
         stage = self.stages.get(self.owner)
-        return stage is not None and stage.sums._wanted is not None
+        return stage is not None and stage.sums.are_wanted
 
     def lose(self) -> None:
         """The owner is lost now."""
@@ -320,7 +320,7 @@ class OnceCopied(Fault):
         return self._copied >= set(stage.sections) - set(stage.sums.without)
 
     def _is_wanted(self) -> bool:
-        return self._watched.newest[0].sums._wanted is not None
+        return self._watched.newest[0].sums.are_wanted
 
 
 @pytest.mark.timeout(200)

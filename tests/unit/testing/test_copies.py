@@ -46,7 +46,7 @@ class Kept:
         self._voted: set[tuple[int, int]] = set()
         self._added: Counter[tuple[int, int]] = Counter()
         self._senders: dict[int, int] = {}  # rank by thread
-        self._wanted: dict[int, SumWanted | None] = {}  # by rank
+        self._wanted: dict[int, SumWanted] = {}  # by rank
         self.slow: tuple[int, int] | None = None
         """a rank of the first plan that begins backwards of a step only while a copy of its sums is wanted"""
 
@@ -72,7 +72,7 @@ class Kept:
                 self._voted.add((span.rank, span.step))
                 self._changed.notify_all()
 
-    def wants(self, wanted: SumWanted | None) -> None:
+    def wants(self, wanted: SumWanted) -> None:
         """Note what the sender of copies wants whose thread this is, unless it is one of an earlier run."""
         rank = self._senders.get(threading.get_ident())
         if rank is not None:
@@ -192,7 +192,7 @@ def test_the_sums_of_a_lost_worker_are_kept_as_they_were_copied(
     """Only what it has added since runs again, and what was in flight."""
     want = Sums.want
 
-    def noted(sums: Sums, wanted: SumWanted | None) -> None:
+    def noted(sums: Sums, wanted: SumWanted) -> None:
         want(sums, wanted)
         kept.wants(wanted)
 

@@ -17,7 +17,7 @@ from varuna.core.plan import Plan
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.section import Examples, SectionRunner, Tape
 from varuna.engine.stage.stage import Left, Stage
-from varuna.engine.worker.forming import initial_states
+from varuna.engine.worker.stored import initial_states
 from varuna.partition.batch_weight import completed
 from varuna.partition.cut.split import Crossing
 from varuna.partition.initial.initial_values import InitialParameters

@@ -25,7 +25,7 @@ from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.section import Examples, Tape, backward
 from varuna.engine.stage.stage import Stage
-from varuna.engine.worker.forming import initial_states
+from varuna.engine.worker.stored import initial_states
 from varuna.partition.batch_weight import completed
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.initial.constructor import Initial

@@ -18,6 +18,17 @@ class Still:
         self._changed = threading.Condition()
         self._step: int | None = step
         self._closed = False
+        self._begun = -1
+
+    def begins(self, step: int) -> None:
+        """The step on top of the state begins: until the state changes, no code of the user runs beside it."""
+        with self._changed:
+            self._begun = step
+
+    def has_begun(self, step: int) -> bool:
+        """Whether that step has begun."""
+        with self._changed:
+            return self._begun == step
 
     def changes(self) -> None:
         """The state is about to change; waits for a read in progress."""

@@ -168,7 +168,7 @@ class CopySender:
                 stage.sums.want(wanted)
                 while not wanted.taken.wait(_LOOK_S):
                     if not self._still.lasts(step, 0.0):
-                        stage.sums.want(None)
+                        stage.sums.forgo(wanted)
                         return
                 if wanted.micro_batches and wanted.micro_batches != sent.get(section):
                     if not self._copy_sum(step, stage, wanted):

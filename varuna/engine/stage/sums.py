@@ -66,7 +66,8 @@ class Sums:
         self._open: dict[int, int] = {}  # by section: micro-batches of which a part is in the sums
         self._reduced: set[int] = set()
         self._kept: dict[int, frozenset[int]] = {}
-        self._wanted: SumWanted | None = None
+        self._wishes = threading.Lock()  # its own: who reduces holds the other one while it copies
+        self._wanted: tuple[SumWanted, ...] = ()
         self._discard()
         if begun is not None:
             for each in begun.rest.taken:
@@ -124,19 +125,30 @@ class Sums:
             if whole:
                 self._open[section] -= 1
                 self._added[section].add(micro_batch)
-        wanted = self._wanted
-        if wanted is not None and wanted.section == section:
-            self._wanted = None
-            wanted.micro_batches = self._held(section)
-            if wanted.micro_batches:
-                wanted.room.copy_(self._buckets[section].flat)
-            wanted.taken.set()
+        for wanted in self._wanted:
+            if wanted.section == section:
+                self.forgo(wanted)
+                wanted.micro_batches = self._held(section)
+                if wanted.micro_batches:
+                    wanted.room.copy_(self._buckets[section].flat)
+                wanted.taken.set()
 
     # -- by any thread -----------------------------------------------------------------------------------
 
-    def want(self, wanted: SumWanted | None) -> None:
-        """Let the training thread copy a section's sums, once it has added to them; None: nobody wants any."""
-        self._wanted = wanted
+    def want(self, wanted: SumWanted) -> None:
+        """Let the training thread copy a section's sums, once it has added to them."""
+        with self._wishes:
+            self._wanted = (*self._wanted, wanted)
+
+    def forgo(self, wanted: SumWanted) -> None:
+        """Nobody waits for them any more."""
+        with self._wishes:
+            self._wanted = tuple(each for each in self._wanted if each is not wanted)
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether somebody waits for some of them."""
+        return bool(self._wanted)
 
     def sizes(self) -> dict[int, int]:
         """Numbers in the sums of each section that has gradients."""

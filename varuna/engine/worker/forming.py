@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.frozen import FROZEN, LeftOut, put_back
-from varuna.checkpoint.io.restore import Wanted, everything, read_states
+from varuna.checkpoint.io.frozen import LeftOut, put_back
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.checkpoint.manifest import read_manifest
 from varuna.checkpoint.names import split_place
@@ -29,10 +28,11 @@ from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.links.gpu_links import connect
 from varuna.engine.links.groups import Groups, form
 from varuna.engine.links.traffic import Traffic
-from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS, is_lent_along
+from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
 from varuna.engine.worker.agreement import check_agreement, share_refusal
 from varuna.engine.worker.loop_state import LOOP, Told, agree
 from varuna.engine.worker.state_transfer import exchange, sums_copied
+from varuna.engine.worker.stored import initial_states, stored_states, stored_sums
 from varuna.partition.model import PartitionedModel
 from varuna.process.console import say
 from varuna.store.opening import open_store
@@ -114,6 +114,7 @@ def form_generation(
     combines: bool | None,
     shard_optimizer: bool,
     bf16_reduction: bool,
+    dtype: torch.dtype,
     traffic: Traffic,
     interface_host: str,
     made: list[Groups],
@@ -165,7 +166,16 @@ def form_generation(
     damage: DamagedCheckpoint | None = None
     try:
         states = _states(
-            assignment, groups, held, model, initial, left_out, buffers, shard_optimizer=shard_optimizer, at=at
+            assignment,
+            groups,
+            held,
+            model,
+            initial,
+            left_out,
+            buffers,
+            shard_optimizer=shard_optimizer,
+            dtype=dtype,
+            at=at,
         )
     except DamagedCheckpoint as error:
         damage = error
@@ -208,6 +218,7 @@ def _states(
     buffers: Mapping[str, Tensor],
     *,
     shard_optimizer: bool,
+    dtype: torch.dtype,
     at: Callable[[Awaited], None],
 ) -> dict[int, SectionState]:
     """State of this rank's sections."""
@@ -238,6 +249,7 @@ def _states(
         whole = held_by(holders_of(plan, model.facts.sections, shared=shard_optimizer), wanted, replica)
         frozen = partial(initial, checks=False)
         states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole), initial=frozen)
+        _add_sums(states, assignment, {}, stored_sums(model, states, assignment, dtype))
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
         put_back(states, _used(model, states), partial(initial, checks=False), "the copy of a lost worker's state")
@@ -272,6 +284,8 @@ def _add_sums(
     for each in assignment.rest.taken if assignment.rest is not None else ():
         if each.source_rank != assignment.rank:
             state = arrived.get((each.section, SumAt(each.source_rank, each.copied)))
+        elif each.file:
+            state = arrived.get((each.section, SumAt(each.source_rank, file=each.file)))
         else:
             state = held.get(each.section)
             if each.copied and state is not None:
@@ -320,75 +334,3 @@ def _look_again(
         share_refusal(groups.world, rank, members, refusal)
     elif refusal is not None:
         raise refusal
-
-
-def initial_states(
-    model: PartitionedModel,
-    sections: Sequence[int],
-    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
-    buffers: Mapping[str, Tensor],
-) -> dict[int, SectionState]:
-    """State of ``sections`` at step 0: parameters, and copies of the ``buffers`` that steps update."""
-    used = {section: dict.fromkeys(model.sections[section].parameters) for section in sections}
-    values = initial(list(dict.fromkeys(name for names in used.values() for name in names)))
-    return {
-        section: SectionState(
-            section,
-            {f"parameters/{name}": values[name] for name in names}
-            | {f"buffers/{name}": buffers[name].detach().clone() for name in model.sections[section].updated},
-        )
-        for section, names in used.items()
-    }
-
-
-def stored_states(
-    model: PartitionedModel,
-    sections: Sequence[int],
-    place: str,
-    *,
-    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
-    lent: Collection[int] = (),
-) -> dict[int, SectionState]:
-    """State of ``sections`` from a checkpoint; tied parameters come from their owner's shards.
-
-    Of ``lent`` ones optimizer state is left out.
-
-    Args:
-        model: the partitioned model.
-        sections: those of this rank.
-        place: folder of the checkpoint: store and step.
-        initial: first values of parameters, for frozen ones that the checkpoint leaves out.
-        lent: sections that other replicas update.
-
-    Raises:
-        CheckpointError: it was trained over other frozen parameters.
-        DamagedCheckpoint: bytes are not those that were written; nobody will choose this checkpoint again.
-        StoreError: the store cannot be read.
-    """
-    directory, step = split_place(place)
-    store = open_store(directory)
-    borrowed: dict[int, list[str]] = {}  # owner -> tied parameters that our sections use
-    for tied in model.facts.tied:
-        if any(section in sections for section in tied.sections):
-            borrowed.setdefault(tied.owner, []).append(tied.name)
-    wanted: dict[int, Wanted] = {section: is_lent_along if section in lent else everything for section in sections}
-    for section, tied_names in borrowed.items():
-        wanted[section] = partial(_either, wanted.get(section), partial(_belongs, tuple(tied_names)))
-    read = read_states(store, read_manifest(store, step), wanted)
-    for tied in model.facts.tied:
-        for section in tied.sections:
-            if section in sections and section != tied.owner:
-                owner, names = read[tied.owner], (tied.name,)
-                read[section].tensors.update({k: v for k, v in owner.tensors.items() if _belongs(names, k)})
-                read[section].scalars.update({k: v for k, v in owner.scalars.items() if _belongs(names, k)})
-    put_back(read, {section: model.sections[section].parameters for section in sections}, initial, place)
-    return {section: read[section] for section in sections}
-
-
-def _either(one: Wanted | None, other: Wanted, name: str) -> bool:
-    return (one is not None and one(name)) or other(name)
-
-
-def _belongs(parameters: tuple[str, ...], name: str) -> bool:
-    """Whether an entry of a section's state belongs to one of ``parameters``."""
-    return any(name in (f"parameters/{p}", f"{FROZEN}{p}") or name.startswith(f"optimizer/{p}/") for p in parameters)

@@ -78,6 +78,12 @@ class Generation:
         """The replica that this rank belongs to."""
         return self.plan.place_of(self.assignment.rank).replica
 
+    @property
+    def is_as_it_began(self) -> bool:
+        """Whether its state is still that of a checkpoint, or of the beginning of the run."""
+        begins = self.assignment.fresh or self.assignment.checkpoint is not None
+        return begins and self.stage.next_step == self.assignment.next_step
+
     @cached_property
     def reports_lr(self) -> bool:
         """Whether this rank says the learning rate in votes: the first whose optimizer has parameters."""
@@ -156,6 +162,7 @@ def form(
             combines=combines,
             shard_optimizer=setting.job.memory.shard_optimizer,
             bf16_reduction=setting.job.bf16_reduction,
+            dtype=setting.job.dtype,
             traffic=setting.job.traffic,
             interface_host=setting.interface_host,
             made=made,
@@ -270,3 +277,9 @@ def _open_copies(
             steps=setting.steps,
             **where,
         )
+
+
+def who(assignment: Assignment) -> str:
+    """A rank, in words."""
+    rank, plan = assignment.rank, assignment.plan
+    return f"rank {rank} (a spare)" if assignment.is_spare else f"rank {rank} (stage {plan.place_of(rank).stage})"

@@ -25,11 +25,12 @@ from varuna.engine.copies.keeping import KeptCopy
 from varuna.engine.pipeline.divergence import check_finite, check_measured, is_finite
 from varuna.engine.shown.shown_steps import ShownSteps
 from varuna.engine.stage.job import Job
-from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
+from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation, who
 from varuna.engine.worker.heartbeat import Heartbeat
 from varuna.engine.worker.loop_state import LoopState, Turn
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import layout_of, overflowed, run_step
+from varuna.engine.worker.sums_saver import save_sums
 from varuna.engine.worker.worker_state import WorkerState
 from varuna.partition.batch_weight import WeightFunction
 from varuna.process.console import say_once
@@ -240,20 +241,14 @@ class Session:
 
     def _form(self, assignment: Assignment) -> Generation | None:
         """Form a generation: groups, state, stage; None for a spare."""
-        standing, plan = self.standing, assignment.plan
-        inbox = Inbox(self._patience, who=_who(assignment), rank=assignment.rank, ranks=range(plan.workers))
+        standing, heart, plan = self.standing, self.heartbeat, assignment.plan
+        inbox = Inbox(self._patience, who=who(assignment), rank=assignment.rank, ranks=range(plan.workers))
         standing.enter(assignment.generation, inbox, assignment.rank)
-        self.heartbeat.at(f"forms generation {assignment.generation}", WorkerPhase.FORMS)
-        self.heartbeat.inbox = inbox
+        heart.at(f"forms generation {assignment.generation}", WorkerPhase.FORMS)
+        heart.inbox = inbox
         try:
             formed = form(
-                self._setting,
-                assignment,
-                inbox,
-                *standing.in_hand(),
-                self._combines,
-                self.heartbeat.doing,
-                self.heartbeat.give_up,
+                self._setting, assignment, inbox, *standing.in_hand(), self._combines, heart.doing, heart.give_up
             )
         except BaseException:
             inbox.abort(GenerationEnded(assignment.generation))
@@ -263,7 +258,7 @@ class Session:
             standing.forget_votes()
         if self._saver is not None:
             self._saver.inherit(assignment)
-        self.heartbeat.reporter.begin()  # before a beat can name the new generation, with times of the old one
+        heart.reporter.begin()  # before a beat can name the new generation, with times of the old one
         if assignment.is_spare:
             standing.take(None)
             formed.groups.abandon()
@@ -276,9 +271,12 @@ class Session:
         if self._saver is not None:
             self._saver.begin(stage, assignment)
         generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, copy)
+        if self._saver is not None:
+            save_state = partial(self._save, generation, in_step=True)
+            save_sums(self._saver, stage, assignment, self._facts, self._outliving(plan), save_state)
         self._close_current()
         inbox.expect_step(plan.step_s)
-        self.current, self.heartbeat.runtime = generation, generation.runtime
+        self.current, heart.runtime = generation, generation.runtime
         return generation
 
     def _step_through(self, generation: Generation) -> Generator[Committed, None, bool]:
@@ -351,28 +349,33 @@ class Session:
         if generation.assignment.rank == 0:
             flags["regroup"] = float(self.standing.asked("regroup"))
             flags["stop"] = float(self._stopping or self.standing.asked("stop"))
-            outliving = generation.plan if self._membership.survives else None
-            due = self._saver is not None and self._saver.is_due(step, outliving)
+            due = self._saver is not None and self._saver.is_due(step, self._outliving(generation.plan))
             flags["checkpoint"] = float(self.standing.asked("checkpoint") or due or self._saves_next)
         if generation.reports_lr:
             flags["lr"] = generation.stage.optimizer.lr or 0.0
         return flags
 
-    def _save(self, generation: Generation, *, is_last: bool) -> None:
-        """Save the state as it is, unless that is done; the last save waits for the one before."""
-        stage, assignment = generation.stage, generation.assignment
-        trained = stage.next_step > assignment.next_step or not (assignment.fresh or assignment.checkpoint is not None)
-        if self._saver is None or not trained or self._saver.newest == (assignment.generation, stage.next_step):
+    def _outliving(self, plan: Plan) -> Plan | None:
+        return plan if self._membership.survives else None
+
+    def _save(self, generation: Generation, *, is_last: bool = False, in_step: bool = False) -> None:
+        """Save the state as it is, unless that is done; the last save waits for the one before.
+
+        ``in_step``: beside the training thread, which runs the next step.
+        """
+        stage, assignment, saver = generation.stage, generation.assignment, self._saver
+        is_known = generation.is_as_it_began and not (in_step and assignment.fresh)
+        if saver is None or is_known or saver.newest == (assignment.generation, stage.next_step):
             return
         if not self._is_sound:
             say_once("no checkpoints are written while the loss or the gradients are not finite: the newest stays good")
-        if not self._is_sound or (is_last and self._saver.is_rescue):
+        if not self._is_sound or (is_last and saver.is_rescue):
             return
         if is_last:
             self.heartbeat.at("waits until the checkpoint before the last one is written", WorkerPhase.LOOP)
-            self._saver.flush()
-        with generation.phase("save", stage.next_step - 1):
-            self._saver.save(stage, assignment, lambda: self._loop.saved(self.standing.newest()))
+            saver.flush()
+        with generation.phase("save", stage.next_step - 1) if not in_step else contextlib.nullcontext():
+            saver.save(stage, assignment, lambda: self._loop.saved(self.standing.newest()))
 
     def _farewell(self) -> None:
         """Wait for slower ranks, which still need the links for the last vote.
@@ -390,8 +393,3 @@ class Session:
         if self.current is not None:
             self.current.close()
             self.current = self.heartbeat.runtime = None
-
-
-def _who(assignment: Assignment) -> str:
-    rank, plan = assignment.rank, assignment.plan
-    return f"rank {rank} (a spare)" if assignment.is_spare else f"rank {rank} (stage {plan.place_of(rank).stage})"

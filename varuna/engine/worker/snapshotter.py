@@ -1,5 +1,6 @@
 """When a rank saves, and what: its parts of the sections, copied at the end of a step, written in the background."""
 
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
@@ -67,8 +68,10 @@ class Snapshotter:
             smallest_part_bytes: of a section; smaller ones are not divided.
             left_out: what is not saved; None: everything is.
         """
+        self.store = store
         self._every, self._warn, self._alone_s = every, on_unsaved or warn, alone_s
         self._stall_s = self._write_s = 0.0  # of the newest save
+        self._sums_s, self._sums_write_s = float("-inf"), 0.0  # end of the newest save of sums, and how long it took
         self._losses_per_hour = 0.0
         self.is_rescue = every is None
         """Its checkpoints end with the run, so that the last step needs none."""
@@ -77,6 +80,7 @@ class Snapshotter:
         self.newest = (-1, -1)
         """generation of the newest save, and the steps that it contains"""
         self._smallest_bytes, self._left_out = smallest_part_bytes, left_out
+        self._one = threading.Lock()  # of the training thread, and of one that saves during a step
         self._snapshot: _Snapshot | None = None
         self._copied: Ready = DONE  # of the newest snapshot
         self._buffer = SnapshotBuffer()
@@ -91,14 +95,36 @@ class Snapshotter:
         """
         if isinstance(self._every, int):
             return (step + 1) % self._every == 0
-        every_s = float("inf") if self._every is None else self._every.total_seconds()
-        if outliving:
-            every_s = min(every_s, self._paying_s(outliving))
+        every_s = self._every_s(outliving)
         now_s, (asked_step, asked_s) = time.monotonic(), self._asked
         if step != asked_step:
             self._step_s = now_s - asked_s if step == asked_step + 1 else 0.0
             self._asked = step, now_s
         return now_s + 1.5 * self._step_s - self._last_s >= every_s
+
+    def _every_s(self, outliving: Plan | None) -> float:
+        if isinstance(self._every, int):
+            return float("inf")
+        every_s = float("inf") if self._every is None else self._every.total_seconds()
+        return min(every_s, self._paying_s(outliving)) if outliving else every_s
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the newest save is still being written."""
+        return self._writer.is_saving
+
+    def sums_due_s(self, outliving: Plan | None = None) -> float:
+        """Seconds until the sums of a step that lasts so long should be saved; any thread may ask."""
+        every_s = max(self._every_s(outliving), _WRITES * self._sums_write_s)
+        return max(self._last_s, self._sums_s) + every_s - time.monotonic()
+
+    def saved_sums(self, write_s: float) -> None:
+        """Sums were saved just now, which took so long."""
+        self._sums_s, self._sums_write_s = time.monotonic(), write_s
+
+    def unsaved(self, reason: str) -> None:
+        """Say that something was not saved."""
+        self._warn(reason)
 
     def _paying_s(self, plan: Plan) -> float:
         if self._alone_s is None or self._writer.is_saving or (self.is_rescue and plan.replicas > 1):
@@ -111,11 +137,12 @@ class Snapshotter:
 
         Only who lives through a morph has something to write for others.
         """
-        if self._snapshot is not None:
-            forsaken = _forsaken(self._snapshot, assignment.lost_replicas)
-            if forsaken:
-                self._writer.submit(self._snapshot.step, forsaken, self._snapshot.copied.wait)
-        self._snapshot = None
+        with self._one:
+            if self._snapshot is not None:
+                forsaken = _forsaken(self._snapshot, assignment.lost_replicas)
+                if forsaken:
+                    self._writer.submit(self._snapshot.step, forsaken, self._snapshot.copied.wait)
+            self._snapshot = None
 
     def begin(self, stage: Stage, assignment: Assignment) -> None:
         """Begin a generation with a seat, after ``inherit``: make room for its snapshots, in the background."""
@@ -130,8 +157,13 @@ class Snapshotter:
     def save(self, stage: Stage, assignment: Assignment, loop: Callable[[], JSON] = lambda: None) -> None:
         """Copy the parts that fall to this replica; skipped if the last save is still being written.
 
-        ``loop`` is asked for the state of the training loop where section 0 is.
+        ``loop`` is asked for the state of the training loop where section 0 is. The training thread calls this between
+        steps, or another one during a step, in which nothing changes the state.
         """
+        with self._one:
+            self._save(stage, assignment, loop)
+
+    def _save(self, stage: Stage, assignment: Assignment, loop: Callable[[], JSON]) -> None:
         self._last_s = time.monotonic()
         if self._writer.is_saving:
             self._warn(

@@ -47,6 +47,7 @@ def run_step(
     """
     stage, plan = generation.stage, generation.plan
     begin_s = time.monotonic()
+    stage.still.begins(step)
     generation.runtime.run(step)
     stage.optimizer.prepare()  # after the last activation; gradients are still being reduced
     with generation.phase("reduce", step):

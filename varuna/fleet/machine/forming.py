@@ -1,5 +1,6 @@
 """A new generation: its workers, where state comes from, and the assignments."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from varuna.core.dealing import shares_text
@@ -8,6 +9,7 @@ from varuna.core.messages import Assign
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import holders_of
+from varuna.core.sums import MicroBatchLoss, remainder_of_stored
 from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.assignments import assignments
 from varuna.fleet.machine.choosing import plan_and_workers
@@ -243,10 +245,14 @@ def _start(
     rollback = not origin.from_holders
     if rollback:
         _tell_origin(transition, origin)
-    left = None if rollback else salvage(fleet, plan, members, origin.next_step)
+    stored = origin.checkpoint.sums if origin.checkpoint is not None else None
+    begun = None if rollback else salvage(fleet, plan, members, origin.next_step)
+    left = begun or remainder_of_stored(stored, plan, job.model)
     if left is not None:
+        where = " that were saved during it" if rollback else ""
         transition.notice(
-            f"kept {left.kept} of {left.micro_batches} micro-batches of step {origin.next_step}; the others run again"
+            f"kept {left.kept} of {left.micro_batches} micro-batches of step {origin.next_step}{where}; the others run "
+            "again"
         )
     if plan.speeds and not (fleet.history and plan.same_work(fleet.record.plan)):
         transition.notice(f"micro-batches are dealt by speed: {shares_text(plan.shares)}")
@@ -285,7 +291,9 @@ def _start(
         **({"lineage": record.generation, "votes": {}} if rollback else {}),
     )
     transition.publish(GenerationStarted(record=record))
-    losses = losses_of(fleet, members, plan) if left is not None else {}
+    losses: Mapping[int, MicroBatchLoss] = {}
+    if left is not None:
+        losses = {each.micro_batch: each for each in stored.losses} if stored else losses_of(fleet, members, plan)
     for name, assignment in assignments(transition.fleet.history, (*moves, *sums_moved(left)), losses):
         transition.send(name, Assign(assignment=assignment))
 

@@ -70,7 +70,8 @@ class CheckpointCoordinator:
         manifest, warnings = found
         for warning in warnings:
             self._warn(warning)
-        return Checkpoint(checkpoint_place(job.checkpoint_dir, manifest.step), manifest.step, manifest.micro_batch)
+        place = checkpoint_place(job.checkpoint_dir, manifest.step)
+        return Checkpoint(place, manifest.step, manifest.micro_batch, self._keeper.sums_after(manifest))
 
     def _tell(self, step: int) -> None:
         if not self._is_rescue:  # there is one every few seconds, and none outlives the run

@@ -14,6 +14,7 @@ from varuna.core.devices import ClassSize
 from varuna.core.errors import NoPlanError, VarunaError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.core.sums import StoredSums
 
 Planner = Callable[[JobFacts, int, int | None], Plan]
 """Plan for a number of workers and, if it is not None, this micro-batch; may raise ``NoPlanError``."""
@@ -25,6 +26,8 @@ class Checkpoint(NamedTuple):
     folder: str
     step: int
     micro_batch: int
+    sums: StoredSums | None = None
+    """what is saved of the step after it"""
 
 
 @dataclass(frozen=True, slots=True)

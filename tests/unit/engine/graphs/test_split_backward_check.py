@@ -12,7 +12,7 @@ from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adam
 from varuna.core.plan import Plan
 from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Stage
-from varuna.engine.worker.forming import initial_states
+from varuna.engine.worker.stored import initial_states
 from varuna.partition.cut.split_backward import retarget
 from varuna.partition.model import partition
 

@@ -17,7 +17,7 @@ from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Stage
-from varuna.engine.worker.forming import initial_states
+from varuna.engine.worker.stored import initial_states
 from varuna.partition.initial.constructor import materialise
 
 

@@ -21,8 +21,8 @@ from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker import snapshotter
-from varuna.engine.worker.forming import initial_states
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
+from varuna.engine.worker.stored import initial_states
 from varuna.store.base import Chunks, Store
 from varuna.store.opening import open_store
 

@@ -1,0 +1,228 @@
+"""A run that loses all its workers in the middle of a step goes on there: its checkpoint has what they had added up."""
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import varuna
+from tests.unit.engine.ranks import Dropping, Tokens, adamw
+from tests.unit.engine.stage.test_batch_norm import sgd
+from tests.unit.testing.test_kept_statistics import Normalised
+from tests.unit.testing.work import CAPTURES
+from varuna.checkpoint.io.sums import read_sums, write_sums
+from varuna.checkpoint.manifest import look
+from varuna.checkpoint.names import step_folder
+from varuna.checkpoint.saved_sums import labels_in
+from varuna.core.errors import VarunaError
+from varuna.core.sums import Spans, numbers_of, union
+from varuna.engine.base.spans import Span, subscribe
+from varuna.engine.worker import sums_saver
+from varuna.engine.worker.snapshotter import Snapshotter
+from varuna.store.folder import FolderStore
+from varuna.testing import RunResult, run
+from varuna.testing.faults import Fault
+
+STEPS, STEP, MICRO_BATCHES = 3, 1, 72
+SECTIONS, ENOUGH = 5, 8
+
+
+class AllAtOnce(Fault):
+    """All workers are lost at a backward, once the store has more than so many micro-batches in the sums of all."""
+
+    def __init__(self, step: int, folder: Path, workers: int, more_than: int) -> None:
+        super().__init__(0, step, "B", None)
+        self._store, self._workers, self._more_than = FolderStore(folder), workers, more_than
+
+    def is_here(self, span: Span) -> bool:
+        """At the first backward of rank 0 that begins after that: the others are lost first."""
+        if self.happened or (span.name, span.phase, span.rank, span.step) != ("B", "begin", self.rank, self.step):
+            return False
+        if saved(self._store, self.step) <= self._more_than:
+            return False
+        self.happened = True
+        for rank in range(1, self._workers):
+            self.lose(rank)
+        return True
+
+
+def saved(store: FolderStore, step: int) -> int:
+    """How many micro-batches the sums of all sections have, and their losses are known."""
+    found, losses = dict[int, list[Spans]](), set[int]()
+    for label in labels_in(store, look(store, step)).values():
+        if label is not None:
+            found.setdefault(label.sums.section, []).append(label.sums.micro_batches)
+            losses |= {loss.micro_batch for loss in label.losses}
+    whole = set(range(MICRO_BATCHES)).intersection(losses, *(numbers_of(union(sets)) for sets in found.values()))
+    return len(whole) if len(found) >= SECTIONS else 0
+
+
+def text(folder: Path | None = None, **options: Any) -> Callable[[], list[int]]:
+    every = timedelta(milliseconds=1)
+
+    def script() -> list[int]:
+        checkpoints = None if folder is None else varuna.Checkpoints(folder, every=every)
+        trainer = varuna.Trainer(
+            Dropping,
+            Tokens(padded=True),
+            adamw,
+            MICRO_BATCHES,
+            micro_batch=1,
+            clip_grad_norm=1.0,
+            checkpoints=checkpoints,
+            **options,
+        )
+        return [step.index for step in trainer.steps(STEPS)]
+
+    return script
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[float, ...]:
+    return run(text(), captures=CAPTURES).losses
+
+
+@pytest.fixture(autouse=True)
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Backwards take a while, and sums are saved all the time."""
+    monkeypatch.setattr(sums_saver, "LOOK_S", 0.01)
+    monkeypatch.setattr(Snapshotter, "sums_due_s", lambda saver, outliving=None: 0.0)
+
+    def hear(span: Span) -> None:
+        if (span.name, span.phase) == ("B", "begin"):
+            time.sleep(0.02)
+
+    undo = subscribe(hear)
+    yield
+    undo()
+
+
+def lost(
+    script: Callable[[], Any], folder: Path, shape: tuple[int, int], *, step: int = STEP, more_than: int = ENOUGH - 1
+) -> None:
+    """A run of so many stages and replicas, all of which are lost in the middle of a step."""
+    stages, replicas = shape
+    workers = stages * replicas
+    faults = [AllAtOnce(step, folder, workers, more_than)]
+    with pytest.raises(VarunaError, match=r"left|was requested"):
+        run(script, workers=workers, stages=stages, faults=faults, captures=CAPTURES)
+
+
+def go_on(script: Callable[[], Any], shape: tuple[int, int]) -> RunResult:
+    return run(script, workers=shape[0] * shape[1], stages=shape[0], captures=CAPTURES)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((3, 1), (3, 1)), ((2, 2), (3, 1)), ((3, 1), (1, 3)), ((1, 1), (2, 2))],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_a_run_goes_on_in_the_middle_of_a_step(
+    alone: tuple[float, ...], tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    script = text(tmp_path)
+    lost(script, tmp_path, before)
+    outcome = go_on(script, after)
+    assert outcome.kept[0] >= ENOUGH
+    assert outcome.losses == pytest.approx(alone[STEP:], rel=1e-6)
+    assert not outcome.warnings
+
+
+@pytest.mark.timeout(200)
+def test_the_first_step_is_no_exception(alone: tuple[float, ...], tmp_path: Path) -> None:
+    """The state before it is saved during the step."""
+    script = text(tmp_path)
+    lost(script, tmp_path, (2, 1), step=0)
+    outcome = go_on(script, (3, 1))
+    assert outcome.kept[0] >= ENOUGH
+    assert outcome.losses == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.timeout(200)
+def test_sums_of_an_earlier_run_are_saved_with_what_is_added_to_them(alone: tuple[float, ...], tmp_path: Path) -> None:
+    """Twice everybody is lost in the same step."""
+    script = text(tmp_path)
+    lost(script, tmp_path, (3, 1))
+    first = saved(FolderStore(tmp_path), STEP)
+    lost(script, tmp_path, (2, 1), more_than=first)
+    outcome = go_on(script, (1, 1))
+    assert outcome.kept[0] > first
+    assert outcome.losses == pytest.approx(alone[STEP:], rel=1e-6)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16", "memory": varuna.Memory(shard_optimizer=True)},
+        {"precision": "fp16"},
+        {"memory": varuna.Memory(offload_optimizer=True)},
+        {"network": varuna.Network(reduction="bf16")},
+    ],
+    ids=["bf16-sharded", "fp16", "offloaded", "bf16-reduction"],
+)
+def test_with_everything_that_changes_what_a_sum_is(tmp_path: Path, options: dict[str, Any]) -> None:
+    undisturbed = run(text(**options), workers=4, stages=2, captures=CAPTURES)
+    script = text(tmp_path, **options)
+    lost(script, tmp_path, (2, 2))
+    outcome = go_on(script, (2, 2))
+    assert outcome.kept[0] >= ENOUGH
+    assert outcome.losses == pytest.approx(undisturbed.losses[STEP:], rel=1e-6 if "network" not in options else 1e-4)
+
+
+@pytest.mark.timeout(200)
+def test_what_is_not_what_was_written_is_not_used(alone: tuple[float, ...], tmp_path: Path) -> None:
+    """One file has a wrong byte, another one no end, and a third one belongs to other parameters."""
+    script = text(tmp_path)
+    lost(script, tmp_path, (3, 1))
+    folder = tmp_path / step_folder(STEP)
+    byte, end, other = sorted(folder.glob("sums-*"))[:3]
+    with byte.open("r+b") as file:
+        file.seek(-3, 2)
+        last = file.read(1)
+        file.seek(-3, 2)
+        file.write(bytes([last[0] ^ 1]))
+    end.write_bytes(end.read_bytes()[:-5])
+    label, tensors = read_sums(FolderStore(tmp_path), STEP, other.name)
+    write_sums(FolderStore(tmp_path), STEP, other.name, label.model_copy(update={"parameters": 1}), tensors)
+    outcome = go_on(script, (2, 1))
+    assert outcome.losses == pytest.approx(alone[STEP:], rel=1e-6)
+    assert outcome.kept[0] > 0
+    assert outcome.kept[-1] == 0
+    assert outcome.plans[0] == outcome.plans[-1] == "2x1"
+
+
+@pytest.mark.timeout(200)
+def test_another_job_begins_the_step_anew(tmp_path: Path) -> None:
+    """Its metrics are not in what was saved."""
+    lost(text(tmp_path), tmp_path, (3, 1))
+    outcome = go_on(text(tmp_path, metrics=lambda output, batch: {"twice": 2 * output}), (3, 1))
+    assert outcome.kept == (0,)
+
+
+def normalised(folder: Path | None = None) -> Callable[[], list[float]]:
+    def script() -> list[float]:
+        checkpoints = None if folder is None else varuna.Checkpoints(folder, every=timedelta(milliseconds=1))
+        trainer = varuna.Trainer(
+            Normalised, Tokens(), sgd, 3 * MICRO_BATCHES, micro_batch=3, clip_grad_norm=1.0, checkpoints=checkpoints
+        )
+        return [trainer.evaluate(Tokens()).loss for step in trainer.steps(STEPS) if step.index == 2]
+
+    return script
+
+
+@pytest.mark.timeout(200)
+def test_running_statistics_are_saved_with_the_sums(tmp_path: Path) -> None:
+    """The loss over other data shows them."""
+    undisturbed = run(normalised(), captures=CAPTURES)
+    script = normalised(tmp_path)
+    lost(script, tmp_path, (2, 1))
+    outcome = go_on(script, (3, 1))
+    assert outcome.kept[0] >= ENOUGH
+    assert outcome.losses == pytest.approx(undisturbed.losses[STEP:], rel=1e-5)
+    [expected] = undisturbed.returned.values()
+    assert all(found == pytest.approx(expected, rel=1e-5) for found in outcome.returned.values())

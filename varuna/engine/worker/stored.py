@@ -1,0 +1,123 @@
+"""State of sections that no worker holds: first values, or what a store has of a checkpoint and the step after it."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from varuna.checkpoint.io.frozen import FROZEN, put_back
+from varuna.checkpoint.io.restore import Wanted, everything, read_states
+from varuna.checkpoint.io.section_state import JSON, SectionState
+from varuna.checkpoint.io.sums import fingerprint, read_sums
+from varuna.checkpoint.manifest import read_manifest
+from varuna.checkpoint.names import split_place, step_folder
+from varuna.core.errors import DamagedCheckpoint
+from varuna.core.messages import Assignment
+from varuna.core.sums import SumAt
+from varuna.engine.stage.load_state import SUMS, is_lent_along
+from varuna.partition.model import PartitionedModel
+from varuna.store.opening import open_store
+
+
+def initial_states(
+    model: PartitionedModel,
+    sections: Sequence[int],
+    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
+) -> dict[int, SectionState]:
+    """State of ``sections`` at step 0: parameters, and copies of the ``buffers`` that steps update."""
+    used = {section: dict.fromkeys(model.sections[section].parameters) for section in sections}
+    values = initial(list(dict.fromkeys(name for names in used.values() for name in names)))
+    return {
+        section: SectionState(
+            section,
+            {f"parameters/{name}": values[name] for name in names}
+            | {f"buffers/{name}": buffers[name].detach().clone() for name in model.sections[section].updated},
+        )
+        for section, names in used.items()
+    }
+
+
+def stored_states(
+    model: PartitionedModel,
+    sections: Sequence[int],
+    place: str,
+    *,
+    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    lent: Collection[int] = (),
+) -> dict[int, SectionState]:
+    """State of ``sections`` from a checkpoint; tied parameters come from their owner's shards.
+
+    Of ``lent`` ones optimizer state is left out.
+
+    Args:
+        model: the partitioned model.
+        sections: those of this rank.
+        place: folder of the checkpoint: store and step.
+        initial: first values of parameters, for frozen ones that the checkpoint leaves out.
+        lent: sections that other replicas update.
+
+    Raises:
+        CheckpointError: it was trained over other frozen parameters.
+        DamagedCheckpoint: bytes are not those that were written; nobody will choose this checkpoint again.
+        StoreError: the store cannot be read.
+    """
+    directory, step = split_place(place)
+    store = open_store(directory)
+    borrowed: dict[int, list[str]] = {}  # owner -> tied parameters that our sections use
+    for tied in model.facts.tied:
+        if any(section in sections for section in tied.sections):
+            borrowed.setdefault(tied.owner, []).append(tied.name)
+    wanted: dict[int, Wanted] = {section: is_lent_along if section in lent else everything for section in sections}
+    for section, tied_names in borrowed.items():
+        wanted[section] = partial(_either, wanted.get(section), partial(_belongs, tuple(tied_names)))
+    read = read_states(store, read_manifest(store, step), wanted)
+    for tied in model.facts.tied:
+        for section in tied.sections:
+            if section in sections and section != tied.owner:
+                owner, names = read[tied.owner], (tied.name,)
+                read[section].tensors.update({k: v for k, v in owner.tensors.items() if _belongs(names, k)})
+                read[section].scalars.update({k: v for k, v in owner.scalars.items() if _belongs(names, k)})
+    put_back(read, {section: model.sections[section].parameters for section in sections}, initial, place)
+    return {section: read[section] for section in sections}
+
+
+def _either(one: Wanted | None, other: Wanted, name: str) -> bool:
+    return (one is not None and one(name)) or other(name)
+
+
+def _belongs(parameters: tuple[str, ...], name: str) -> bool:
+    """Whether an entry of a section's state belongs to one of ``parameters``."""
+    return any(name in (f"parameters/{p}", f"{FROZEN}{p}") or name.startswith(f"optimizer/{p}/") for p in parameters)
+
+
+def stored_sums(
+    model: PartitionedModel, states: Mapping[int, SectionState], assignment: Assignment, dtype: torch.dtype
+) -> dict[tuple[int, SumAt], SectionState]:
+    """Sums of gradients that this rank goes on from, as the store has them beside the checkpoint.
+
+    Args:
+        model: whose sections.
+        states: of this rank's sections, from the checkpoint.
+        assignment: says which sums.
+        dtype: of computation.
+
+    Raises:
+        DamagedCheckpoint: a file is not what was written, or belongs to other parameters; it is removed.
+    """
+    found: dict[tuple[int, SumAt], SectionState] = {}
+    for each in assignment.rest.taken if assignment.rest is not None and assignment.checkpoint is not None else ():
+        directory, step = split_place(assignment.checkpoint or "")
+        store = open_store(directory)
+        label, tensors = read_sums(store, step, each.file)
+        used = (name for name in model.sections[each.section].parameters if name in model.trainable)
+        trained = {name: states[each.section].tensors[f"parameters/{name}"] for name in used}
+        if label.parameters != fingerprint(trained, dtype) or label.sums.section != each.section:
+            store.remove(f"{step_folder(step)}/{each.file}")
+            raise DamagedCheckpoint(
+                f"{store.url}/{step_folder(step)}/{each.file} belongs to another state; it is removed"
+            )
+        scalars: dict[str, JSON] = {SUMS: [list(span) for span in label.sums.micro_batches]}
+        found[each.section, SumAt(each.source_rank, file=each.file)] = SectionState(each.section, tensors, scalars)
+    return found
