@@ -10,7 +10,7 @@ from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
 from varuna.core.messages import Transfer
 from varuna.core.sums import SumAt
-from varuna.engine.base.transport import Group, Work
+from varuna.engine.base.transport import Group
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS, is_lent_along
 
 _TAG = 100_000
@@ -35,8 +35,10 @@ def exchange(
     """Take part in all transfers of this rank at once; returns what it received.
 
     Each is a length and then the section in the checkpoint's format, whole or without optimizer state, or its sums of
-    gradients. All sends and receives are posted before any is waited for, so no order of transfers can deadlock.
-    Between two ranks, messages are told apart by their section and kind: each rank knows its own transfers only.
+    gradients. All lengths are posted before any is waited for, and so are all sections, so no order of transfers can
+    deadlock. A rank asks for all sections before it sends any, as in ``Group.exchange``: else two that swap sections
+    may use their line in one direction after the other. Between two ranks, messages are told apart by their section and
+    kind: each rank knows its own transfers only.
 
     Args:
         group: every member of the generation.
@@ -49,8 +51,7 @@ def exchange(
         RuntimeError: a peer is gone (from gloo).
     """
     packed: dict[tuple[int, bool, bool, bool], Tensor] = {}
-    sends: list[Work] = []
-    receives: list[Transfer] = []
+    sends: list[tuple[Transfer, Tensor]] = []
     for transfer in transfers:
         if transfer.source_rank == rank:
             key = transfer.section, transfer.lent, transfer.sums, transfer.copied
@@ -58,16 +59,12 @@ def exchange(
                 state = _part(held[transfer.section], transfer)
                 state = state if left_out is None or transfer.sums else left_out.of(state)
                 packed[key] = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
-            length = torch.tensor([packed[key].numel()], dtype=torch.int64)
-            sends.append(group.send(length, transfer.target_rank, _tag(transfer)))
-            sends.append(group.send(packed[key], transfer.target_rank, _tag(transfer) + 1))
-        elif transfer.target_rank == rank:
-            receives.append(transfer)
-    lengths = _receive_all(group, [(each, torch.zeros(1, dtype=torch.int64)) for each in receives], more=0)
+            sends.append((transfer, packed[key]))
+    receives = [each for each in transfers if each.target_rank == rank and each.source_rank != rank]
+    sizes = [(each, torch.tensor([body.numel()], dtype=torch.int64)) for each, body in sends]
+    lengths = _pass(group, sizes, [(each, torch.zeros(1, dtype=torch.int64)) for each in receives], more=0)
     empty = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
-    bodies = _receive_all(group, list(zip(receives, empty, strict=True)), more=1)
-    for send in sends:
-        send.wait()
+    bodies = _pass(group, sends, list(zip(receives, empty, strict=True)), more=1)
     found = [(each, from_bytes(body.numpy().tobytes())) for each, body in zip(receives, bodies, strict=True)]
     return Received(
         {each.section: state for each, state in found if not each.sums},
@@ -104,7 +101,17 @@ def _tag(transfer: Transfer) -> int:
     return _TAG + 6 * transfer.section + 2 * (transfer.sums + transfer.copied)
 
 
-def _receive_all(group: Group, wanted: Sequence[tuple[Transfer, Tensor]], *, more: int) -> list[Tensor]:
-    """Post all receives, then wait for each."""
-    works = [group.receive(buffer, transfer.source_rank, _tag(transfer) + more) for transfer, buffer in wanted]
-    return [work.wait() for work in works]
+def _pass(
+    group: Group,
+    sends: Sequence[tuple[Transfer, Tensor]],
+    receives: Sequence[tuple[Transfer, Tensor]],
+    *,
+    more: int,
+) -> list[Tensor]:
+    """Ask for what comes, then send what goes, then wait for all of it; returns what came."""
+    coming = [group.receive(buffer, each.source_rank, _tag(each) + more) for each, buffer in receives]
+    going = [group.send(body, each.target_rank, _tag(each) + more) for each, body in sends]
+    came = [work.wait() for work in coming]
+    for work in going:
+        work.wait()
+    return came
