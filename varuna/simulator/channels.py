@@ -111,15 +111,18 @@ class SharedLink:
 
     def _shared(self, now_s: float) -> "list[SharedLink]":
         """Divide the lines anew; returns flows that are faster or slower now."""
-        out, into = self.lines
         changed = []
-        for flow in out.flows + [flow for flow in into.flows if flow is not self]:
-            rate = 1.0
-            for line in flow.lines:
-                rate = min(rate, 1.0 / (flow.share * len(line.flows)))
-            if rate != flow.rate:
-                flow.left_s -= (now_s - flow.since_s) * flow.rate
-                flow.since_s, flow.rate = now_s, rate
-                flow.done_s = now_s + max(0.0, flow.left_s) / rate
-                changed.append(flow)
+        for line in self.lines:
+            for flow in line.flows:
+                if flow is self and line is self.lines[1]:
+                    continue  # it passes both
+                first, second = flow.lines
+                here, there = len(first.flows), len(second.flows)
+                crowd = flow.share * (here if here > there else there)
+                rate = 1.0 / crowd if crowd > 1.0 else 1.0
+                if rate != flow.rate:
+                    left_s = flow.left_s - (now_s - flow.since_s) * flow.rate
+                    flow.left_s, flow.since_s, flow.rate = left_s, now_s, rate
+                    flow.done_s = now_s + left_s / rate if left_s > 0.0 else now_s
+                    changed.append(flow)
         return changed
