@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from benchmarks.emulated import wires
 from benchmarks.emulated.chain import Chain, Rows
 from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
+from benchmarks.emulated.work import work
 from benchmarks.forked import run_ranks
 from benchmarks.timed import step_times
 from varuna.core.plan import Plan
@@ -48,37 +49,37 @@ class Scale(nn.Module):
 
 
 class Slept(Stage):
-    """A stage of one section whose work takes a fixed time."""
+    """A stage of one section that sleeps."""
 
     unit_s = 0.02
 
-    def _sleep(self, units: float) -> None:
-        time.sleep(units * self.unit_s)
+    def _sleep(self, units: float, micro_batch: int, kind: str) -> None:
+        time.sleep(work().units(units, self.index, micro_batch, kind) * self.unit_s)
 
     def forward(
         self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, **given: Any
     ) -> tuple[dict[str, Tensor], Results, list[Tape], dict[str, Tensor]]:
-        self._sleep(1.0)
+        self._sleep(1.0, micro_batch, "F")
         return super().forward(values, examples, step, micro_batch, **given)
 
     def record(
         self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, **given: Any
     ) -> list[Tape]:
-        self._sleep(1.0)
+        self._sleep(1.0, micro_batch, "R")
         return super().record(values, examples, step, micro_batch, **given)
 
     def backward(
         self, tapes: list[Tape], gradients: dict[str, Tensor], section_done: Callable[[int], None]
     ) -> dict[str, Tensor]:
-        self._sleep(BACKWARD)
+        self._sleep(BACKWARD, tapes[0].micro_batch, "B")
         return super().backward(tapes, gradients, section_done)
 
     def input_backward(self, tapes: list[Tape], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Left]]:
-        self._sleep(INPUT)
+        self._sleep(INPUT, tapes[0].micro_batch, "B")
         return super().input_backward(tapes, gradients)
 
     def weight_backward(self, left: list[Left], section_done: Callable[[int], None]) -> None:
-        self._sleep(BACKWARD - INPUT)
+        self._sleep(BACKWARD - INPUT, left[0][1], "W")
         super().weight_backward(left, section_done)
 
 

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.emulated import wires
 from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
+from benchmarks.emulated.work import work
 
 MICRO_BATCH = 2
 _c10d: Any = torch._C._distributed_c10d
@@ -32,18 +33,22 @@ Step = Callable[[], object]
 
 class _Slept(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, unit_s: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, unit_s: float, micro_batch: int) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.unit_s = unit_s
-        time.sleep(unit_s)
+        ctx.unit_s, ctx.micro_batch = unit_s, micro_batch
+        _sleep(1.0, unit_s, micro_batch, "F")
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors  # with checkpointing, reading them recomputes
-        time.sleep(2 * ctx.unit_s)
+        _sleep(2.0, ctx.unit_s, ctx.micro_batch, "B")
         [gradient] = gradients
-        return gradient * weight, (gradient * x).sum().reshape(1), None
+        return gradient * weight, (gradient * x).sum().reshape(1), None, None
+
+
+def _sleep(units: float, unit_s: float, micro_batch: int, kind: str) -> None:
+    time.sleep(work().units(units, int(os.environ["RANK"]), micro_batch, kind) * unit_s)
 
 
 _slept: Callable[..., torch.Tensor] = _Slept.apply
@@ -59,11 +64,35 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         if not self.recompute:
-            return self._run(x)
-        return checkpoint(self._run, x, use_reentrant=False)
+            return self._run(x, _Counted.now)
+        return checkpoint(self._run, x, _Counted.next(), use_reentrant=False)
 
-    def _run(self, x: torch.Tensor) -> Any:
-        return _slept(x, self.weight, self.unit_s)
+    def _run(self, x: torch.Tensor, micro_batch: int) -> Any:
+        return _slept(x, self.weight, self.unit_s, micro_batch)
+
+
+class _Counted:
+    """Which micro-batch runs: every engine begins their forwards in order."""
+
+    now, _begun = 0, 0
+
+    @classmethod
+    def next(cls) -> int:
+        """The next forward begins."""
+        cls.now = cls._begun % work().micro_batches
+        cls._begun += 1
+        return cls.now
+
+    @classmethod
+    def recomputed(cls, run: Callable[..., Any], *given: Any) -> Any:
+        """Run a forward under checkpointing, and remember its number for when it runs again."""
+        micro_batch = cls.next()
+
+        def again(*inputs: Any) -> Any:
+            cls.now = micro_batch
+            return run(*inputs)
+
+        return checkpoint(again, *given, use_reentrant=False)
 
 
 def torch_engine(schedule: str, rank: int, stages: int, micro_batches: int, unit_s: float) -> Step:
@@ -137,7 +166,7 @@ def deepspeed(rank: int, stages: int, micro_batches: int, unit_s: float) -> Step
         loss_fn=lambda y, _target: y.mean(),
         partition_method="uniform",
         activation_checkpoint_interval=1,
-        activation_checkpoint_func=lambda run, *given: checkpoint(run, *given, use_reentrant=False),
+        activation_checkpoint_func=_Counted.recomputed,
     )
     engine, *_ = module.initialize(
         model=net,

@@ -27,6 +27,7 @@ def simulate(
     stash_limits: Sequence[int] | None = None,
     split_last: int = 0,
     seed: int | None = None,
+    work: Sequence[float] | None = None,
 ) -> StepTrace:
     """Simulate one step of a pipeline with the policy that the engine would run.
 
@@ -38,6 +39,7 @@ def simulate(
         split_last: how many of the last backwards run as I and W.
         seed: of the links' jitter; None: every message is delayed by its mean. A message's delay depends on the
             seed, its link and its number only, so that policies are compared under the same delays.
+        work: by micro-batch: how many times as long as the costs say its actions take; None: all take as long.
 
     Raises:
         UsageError: unknown policy, or limits that it cannot keep.
@@ -55,7 +57,7 @@ def simulate(
             split_last=split_last,
             keeps_all=stage.keeps_all,
         )
-        pipeline.append(_Stage(k, chosen, stage))
+        pipeline.append(_Stage(k, chosen, stage, work))
     _run(pipeline, _connect(pipeline, costs, micro_batches, seed))
     for stuck in pipeline:
         if not stuck.policy.finished:
@@ -77,7 +79,9 @@ class _Stage:
     __slots__ = (
         "activations",
         "activations_in",
+        "begun",
         "busy_until_s",
+        "ended",
         "ends_s",
         "forwards",
         "gradients",
@@ -88,12 +92,16 @@ class _Stage:
         "kinds",
         "policy",
         "record_s",
+        "shares",
         "starts_s",
         "work",
     )
 
-    def __init__(self, index: int, policy: Policy, costs: StageCosts) -> None:
+    def __init__(self, index: int, policy: Policy, costs: StageCosts, shares: Sequence[float] | None) -> None:
         self.index = index
+        self.shares = shares
+        """by micro-batch: of what an action takes"""
+        self.begun = self.ended = 0  # backwards, as a policy counts them
         self.policy = policy
         self.activations: list[float] = []
         """arrival times, ascending, known ahead"""
@@ -117,6 +125,8 @@ class _Stage:
             if self.keeps_differ and self.policy.keeps(self.forwards):
                 seconds = self.record_s
             self.forwards += 1
+        if self.shares is not None:
+            seconds *= self._share(kind, self.shares)
         self.policy.count(kind)  # nobody asks it again before the end
         end_s = self.busy_until_s = now_s + seconds
         self.idle = False
@@ -124,6 +134,19 @@ class _Stage:
         self.starts_s.append(now_s)
         self.ends_s.append(end_s)
         return end_s, channel
+
+    def _share(self, kind: Kind, shares: Sequence[float]) -> float:
+        """That of the micro-batch whose action begins; counts backwards."""
+        order = self.policy.backward_order
+        if kind is _FORWARD:
+            return shares[self.forwards - 1]
+        if kind is Kind.WEIGHT:
+            self.ended += 1
+            return shares[order[self.ended - 1]]
+        position = self.begun
+        self.begun += kind is not Kind.RECOMPUTE
+        self.ended += kind is Kind.BACKWARD
+        return shares[order[position]]
 
     @property
     def row(self) -> Row:
