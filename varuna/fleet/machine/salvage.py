@@ -32,8 +32,8 @@ def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) ->
         members: worker of each rank, spares after the grid.
         next_step: that every state contains.
     """
-    if not fleet.history or (fleet.record.rollback and not fleet.formed):
-        return None  # sums may be of a timeline that was given up
+    if not fleet.history:
+        return None
     holdings = _holdings(fleet, members)
     if any(holding.wrong_sums and holding.next_step == next_step for holding in holdings):
         return None  # who was stopped before it heard of that offers them all the same
@@ -149,4 +149,15 @@ def worth_breaking_off_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) 
 
 
 def _holdings(fleet: Fleet, members: Sequence[str]) -> list[Holding]:
-    return [fleet.workers[name].holding or Holding() for name in members]
+    """What each member says that it holds; nothing, where that may be of a timeline that was given up."""
+    doubtful = bool(fleet.history) and fleet.record.rollback and not fleet.formed
+    return [
+        Holding() if doubtful and not _has_begun(fleet, name) else fleet.workers[name].holding or Holding()
+        for name in members
+    ]
+
+
+def _has_begun(fleet: Fleet, name: str) -> bool:
+    """Whether a worker has run steps of the newest generation, and so has the state that this one began from."""
+    beat = fleet.workers[name].beat
+    return beat is not None and beat.generation == fleet.generation and beat.phase.is_running

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, two_stages
-from varuna.core.messages import Held, Voted
+from varuna.core.messages import Beat, Held, Voted, WorkerPhase
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, Spans
@@ -109,6 +109,21 @@ def test_sums_of_a_timeline_that_was_given_up_are_void() -> None:
         driver.say(name, Held(generation=0, next_step=0, sections=sections, sums=held))
     assert driver.fleet.generation == 1
     assert driver.fleet.record.kept_micro_batches == 0
+
+
+@pytest.mark.parametrize(("begun", "kept"), [(("w2", "w3"), 2), (("w2",), 0), ((), 0)])
+def test_the_first_step_is_kept_of_those_who_say_that_they_run_it(begun: tuple[str, ...], kept: int) -> None:
+    """No vote has shown yet that they have the state that the generation began from."""
+    driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages, job=make_job(sections=4, steps=100))
+    driver.gather()
+    for name in begun:
+        driver.say(name, Beat(generation=0, step=0, activity="", phase=WorkerPhase.STEPS))
+    driver.kill("w1")
+    answer(driver, "w0", None, next_step=0)
+    answer(driver, "w2", sums({0: ((4, 6),), 1: ((4, 6),)}), next_step=0)
+    answer(driver, "w3", sums({2: ((4, 6),), 3: ((4, 6),)}, range(4, 6)), next_step=0)
+    assert driver.fleet.generation == 1
+    assert driver.fleet.record.kept_micro_batches == kept
 
 
 @pytest.mark.parametrize(("link_bytes_per_s", "kept"), [(1e3, 4), (10.0, 0)])
