@@ -31,6 +31,8 @@ from varuna.store.retry import writer_id
 
 LOOK_S = 1.0
 """How soon it is noticed that a save is due, or a step over."""
+_FEWER_LOOKS = 5
+"""A store is asked for what is in it that much more rarely."""
 
 
 def save_sums(
@@ -114,7 +116,7 @@ class _SumsSaver:
                 continue
             if not look(self._saver.store, step).is_committed:  # without the state they are of no use
                 self._save_below(step)
-                self._stage.still.lasts(step, LOOK_S)
+                self._stage.still.lasts(step, _FEWER_LOOKS * LOOK_S)
                 continue
             begin_s = time.monotonic()
             with span("save-sums", rank=self._rank, stage=self._stage.index, step=step):
