@@ -22,6 +22,7 @@ PART_BYTES = 8 * 2**20
 """Parts of a multipart upload. 10,000 of them are S3's most, so one shard may have 78 GiB."""
 PARTS_AT_ONCE = 4
 _BEHIND_THE_END = ("416 Range Not Satisfiable", "but object was only")
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 _METADATA = "169.254.169.254"
 _NO_CREDENTIALS = (
     "The environment has no credentials, so this machine's metadata service was asked. Set them (for S3 "
@@ -168,6 +169,8 @@ class ObjectStore:
         except BaseError as error:
             if any(text in str(error) for text in _BEHIND_THE_END):
                 raise ObjectMissing(f"{self._url}/{name} is shorter than expected: {_first_line(error)}") from error
+            if any(text in str(error) for text in _NO_BUCKET):  # a listing of one is not answered like a read
+                raise StoreError(f"{what}: there is no such bucket ({_first_line(error)})") from error
             if _MISCONFIGURED in str(error):
                 hint = f"An endpoint without TLS needs {'=true or '.join(_ALLOW_HTTP)}=true."
                 raise StoreError(f"{what}: {_first_line(error)}. {hint}") from error
