@@ -266,7 +266,7 @@ def test_a_run_that_is_lost_whole_in_the_middle_of_a_long_step_goes_on_there(tmp
     alone = python(*args)
     assert alone.code == 0, alone.err
     folder = tmp_path / "c"
-    paced = (*args, "--compute", "0.06", "--checkpoint-dir", str(folder), "--checkpoint-seconds", "1")
+    paced = (*args, "--compute", "0.1", "--checkpoint-dir", str(folder), "--checkpoint-seconds", "1")
     said = _lost_in_step(0, varuna_command(3, ["--stages", "3"], *paced), folder)
     said += _lost_in_step(1, [sys.executable, JOB, *paced], folder)
     done = torchrun(2, *paced)

@@ -32,7 +32,7 @@ from varuna.store.retry import writer_id
 LOOK_S = 1.0
 """How soon it is noticed that a save is due, or a step over."""
 _FEWER_LOOKS = 5
-"""A store is asked for what is in it that much more rarely."""
+"""A store that is asked again and again is asked that much more rarely in the end."""
 
 
 def save_sums(
@@ -110,13 +110,14 @@ class _SumsSaver:
         Raises:
             StoreError: the store cannot be used; the next step is tried again.
         """
-        written: dict[int, str] = {}  # by section
+        written, looks = dict[int, str](), 0  # by section; and in vain
         while self._stage.still.lasts(step, max(0.0, min(LOOK_S, self._due_s()))):
             if self._due_s() > 0:
                 continue
             if not look(self._saver.store, step).is_committed:  # without the state they are of no use
                 self._save_below(step)
-                self._stage.still.lasts(step, _FEWER_LOOKS * LOOK_S)
+                self._stage.still.lasts(step, min(2**looks, _FEWER_LOOKS) * LOOK_S)
+                looks += 1
                 continue
             begin_s = time.monotonic()
             with span("save-sums", rank=self._rank, stage=self._stage.index, step=step):
