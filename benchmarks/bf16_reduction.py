@@ -11,7 +11,6 @@ Needs root, ip, tc, unshare and nsenter.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -89,24 +88,7 @@ def main() -> None:
     if reason := why_not("tc"):
         raise SystemExit(reason)
     with closing(Hosts(options.replicas, 1, options.line * 1e6)) as hosts:
-        port = hosts.free_port()
-        command = [sys.executable, "-m", "benchmarks.bf16_reduction", *sys.argv[1:], "--rank"]
-        ranks = [
-            subprocess.Popen(
-                hosts.command(rank, [*command, str(rank)]), env=hosts.environment(rank, options.replicas, port)
-            )
-            for rank in range(options.replicas)
-        ]
-        try:
-            deadline_s = time.monotonic() + LIMIT_S
-            for rank, process in enumerate(ranks):
-                if process.wait(deadline_s - time.monotonic()):
-                    raise SystemExit(f"replica {rank} failed: see above")
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"the replicas did not finish within {LIMIT_S:.0f} s") from None
-        finally:
-            for process in ranks:
-                process.kill()
+        hosts.run("benchmarks.bf16_reduction", sys.argv[1:], options.replicas, LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ of the worker that is later. The last line is JSON. Needs root, ip, tc, unshare 
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from contextlib import closing
@@ -67,22 +66,7 @@ def main() -> None:
     if reason := why_not("tc"):
         raise SystemExit(reason)
     with closing(Hosts(WORKERS, 1, options.line * 1e6)) as hosts:
-        port = hosts.free_port()
-        command = [sys.executable, "-m", "benchmarks.state_swap", *sys.argv[1:], "--rank"]
-        ranks = [
-            subprocess.Popen(hosts.command(rank, [*command, str(rank)]), env=hosts.environment(rank, WORKERS, port))
-            for rank in range(WORKERS)
-        ]
-        try:
-            deadline_s = time.monotonic() + LIMIT_S
-            for rank, process in enumerate(ranks):
-                if process.wait(deadline_s - time.monotonic()):
-                    raise SystemExit(f"worker {rank} failed: see above")
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"the workers did not finish within {LIMIT_S:.0f} s") from None
-        finally:
-            for process in ranks:
-                process.kill()
+        hosts.run("benchmarks.state_swap", sys.argv[1:], WORKERS, LIMIT_S)
 
 
 if __name__ == "__main__":

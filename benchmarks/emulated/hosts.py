@@ -92,6 +92,29 @@ class Hosts:
                     process.kill()
             return [Measured.model_validate_json(output.read_bytes()) for output in outputs]
 
+    def run(self, module: str, args: Sequence[str], ranks: int, bound_s: float) -> None:
+        """Run a benchmark's module once for each rank, where that lives, with ``--rank``.
+
+        Raises:
+            SystemExit: a rank failed, or did not end within the bound.
+        """
+        port = self.free_port()
+        command = [sys.executable, "-m", module, *args, "--rank"]
+        processes = [
+            subprocess.Popen(self.command(rank, [*command, str(rank)]), env=self.environment(rank, ranks, port))
+            for rank in range(ranks)
+        ]
+        try:
+            deadline_s = time.monotonic() + bound_s
+            for rank, process in enumerate(processes):
+                if process.wait(deadline_s - time.monotonic()):
+                    raise SystemExit(f"rank {rank} failed: see above")
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"the ranks did not finish within {bound_s:.0f} s") from None
+        finally:
+            for process in processes:
+                process.kill()
+
     @contextlib.contextmanager
     def _store(self) -> Iterator[int]:
         address = self._network.addresses[self._of[0]]
