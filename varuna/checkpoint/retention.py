@@ -5,7 +5,8 @@ from itertools import count
 from typing import NamedTuple
 
 from varuna.checkpoint.manifest import StepFolder, check_present, read_manifest, survey
-from varuna.checkpoint.names import MANIFEST, START_AFRESH, parse_sums_file, step_folder
+from varuna.checkpoint.names import MANIFEST, START_AFRESH, step_folder
+from varuna.checkpoint.saved_sums import remove_sums
 from varuna.core.errors import CheckpointError, StoreUnavailable, UsageError
 from varuna.store.base import Store
 
@@ -69,9 +70,7 @@ def retain(store: Store, committed: int, kept: Kept, proven: int | None = None) 
         store.remove_folder(step_folder(step))
     for folder in folders:
         if folder.step < committed and folder.step not in going:
-            for file in folder.sizes:
-                if parse_sums_file(file) is not None:
-                    store.remove(f"{step_folder(folder.step)}/{file}")
+            remove_sums(store, folder)
     return going
 
 

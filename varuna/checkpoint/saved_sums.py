@@ -7,11 +7,11 @@ the step runs.
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Mapping
-from math import prod
 from typing import NamedTuple
 
-from varuna.checkpoint.manifest import StepFolder
+from varuna.checkpoint.manifest import StepFolder, look
 from varuna.checkpoint.names import parse_sums_file, step_folder
 from varuna.core.errors import DamagedCheckpoint, ObjectMissing
 from varuna.core.model import JobFacts
@@ -22,7 +22,9 @@ from varuna.process.threads import Crew
 from varuna.store.base import Store
 
 _MOST_HEADER_BYTES = 64 * 2**20
-_READERS = 8
+_READERS, _TRIES = 8, 3
+_DTYPES = {"sums": "F32", "statistics": "U8"}
+"""Of the tensors that a file may have, by name; the first it must."""
 
 
 class SumsLabel(Value):
@@ -33,7 +35,9 @@ class SumsLabel(Value):
     parameters: int
     """``fingerprint`` of the section's parameters"""
     crc32: int = 0
-    """of the tensors' bytes"""
+    """of the tensors' bytes; the label has a checksum of its own in the file"""
+    sections: int
+    """that have gradients: until there are sums of all, no micro-batch is spared"""
     micro_batch: int
     micro_batches: int
     """of the step"""
@@ -53,10 +57,9 @@ class TensorInFile(NamedTuple):
 
     dtype: str
     """safetensors' name"""
-    shape: tuple[int, ...]
+    elements: int
     begin: int
     """byte within the file"""
-    end: int
 
 
 class Beginning(NamedTuple):
@@ -72,9 +75,16 @@ def find_sums(store: Store, folder: StepFolder, job: JobFacts) -> StoredSums | N
     Raises:
         StoreError: the store cannot be read.
     """
-    mine = job_of(job)
-    found = {file: each for file, each in labels_in(store, folder).items() if each is not None and each.job == mine}
-    if not found or job.memory_apart:  # sums outlast nothing on a GPU
+    if job.memory_apart:  # sums outlast nothing on a GPU
+        return None
+    labels, mine = labels_in(store, folder), job_of(job)
+    for _ in range(_TRIES):
+        again = look(store, folder.step)
+        if _sums_in(again) == labels.keys():
+            break
+        labels = labels_in(store, again)  # somebody still writes, and has replaced what was listed
+    found = {file: each for file, each in labels.items() if each is not None and each.job == mine}
+    if not found:
         return None
     micro_batch = next(iter(found.values())).micro_batch
     same = {file: each for file, each in found.items() if each.micro_batch == micro_batch}
@@ -87,14 +97,22 @@ def find_sums(store: Store, folder: StepFolder, job: JobFacts) -> StoredSums | N
 
 
 def whole_micro_batches(labels: Iterable[SumsLabel]) -> tuple[int, int]:
-    """How many micro-batches of a step all sums have that there are, and how many the step has. Pure."""
+    """How many micro-batches of a step the sums of all sections have, and how many the step has. Pure."""
     found: dict[int, list[Spans]] = {}
-    known, micro_batches = set[int](), 0
+    known, micro_batches, sections = set[int](), 0, 0
     for label in labels:
         found.setdefault(label.sums.section, []).append(label.sums.micro_batches)
         known.update(loss.micro_batch for loss in label.losses)
-        micro_batches = label.micro_batches
+        micro_batches, sections = label.micro_batches, label.sections
+    if len(found) < sections:
+        return 0, micro_batches
     return len(known.intersection(*(numbers_of(union(each)) for each in found.values()))), micro_batches
+
+
+def metadata_of(step: int, label: SumsLabel) -> dict[str, str]:
+    """What a file's header says beside its tensors."""
+    text = label.model_dump_json()
+    return {"step": str(step), "label": text, "label_crc32": str(zlib.crc32(text.encode()))}
 
 
 def labels_in(store: Store, folder: StepFolder) -> dict[str, SumsLabel | None]:
@@ -103,7 +121,9 @@ def labels_in(store: Store, folder: StepFolder) -> dict[str, SumsLabel | None]:
     Raises:
         StoreError: the store cannot be read.
     """
-    files = sorted(file for file in folder.sizes if parse_sums_file(file) is not None)
+    files = _sums_in(folder)
+    if not files:
+        return {}
 
     def label_of(file: str) -> SumsLabel | None:
         try:
@@ -112,8 +132,22 @@ def labels_in(store: Store, folder: StepFolder) -> dict[str, SumsLabel | None]:
             return None
 
     with Crew(_READERS, "sums") as readers:
-        found = [readers.submit(label_of, file) for file in files]
-        return {file: each.result() for file, each in zip(files, found, strict=True)}
+        found = {file: readers.submit(label_of, file) for file in sorted(files)}
+        return {file: each.result() for file, each in found.items()}
+
+
+def remove_sums(store: Store, folder: StepFolder) -> None:
+    """Remove all sums in a folder.
+
+    Raises:
+        StoreError: one cannot be removed.
+    """
+    for file in _sums_in(folder):
+        store.remove(f"{step_folder(folder.step)}/{file}")
+
+
+def _sums_in(folder: StepFolder) -> set[str]:
+    return {file for file in folder.sizes if parse_sums_file(file) is not None}
 
 
 def beginning_of(store: Store, name: str) -> Beginning:
@@ -132,14 +166,18 @@ def beginning_of(store: Store, name: str) -> Beginning:
         text = bytearray(size_bytes)
         store.read_into(name, 8, memoryview(text))
         entries = json.loads(text)
-        label = SumsLabel.model_validate_json(entries.pop("__metadata__")["label"])
-        start = 8 + len(text)
+        metadata = entries.pop("__metadata__")
+        if zlib.crc32(metadata["label"].encode()) != int(metadata["label_crc32"]):
+            raise ValueError("the label has another checksum")
+        label, start = SumsLabel.model_validate_json(metadata["label"]), 8 + len(text)
+        if "sums" not in entries:
+            raise ValueError("no sums")
         found = {}
         for key, entry in entries.items():
-            (first, last), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), entry["dtype"]
-            if min(shape, default=0) < 0 or last - first != prod(shape) * ITEM_BYTES[dtype]:
-                raise ValueError(f"{key} has {last - first} bytes for {shape}")
-            found[key] = TensorInFile(dtype, shape, start + first, start + last)
+            (first, last), [count], dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
+            if dtype != _DTYPES[key] or not 0 <= count * ITEM_BYTES[dtype] == last - first:
+                raise ValueError(f"{key} has {last - first} bytes for {count} {dtype}")
+            found[key] = TensorInFile(dtype, count, start + first)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpoint(f"{store.url}/{name} is not a file of sums of gradients: {error!r}") from error
     if not is_within(label.sums.micro_batches, label.micro_batches):

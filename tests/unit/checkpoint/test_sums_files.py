@@ -38,6 +38,7 @@ def write(
     label = SumsLabel(
         job=job or job_of(JOB),
         parameters=7,
+        sections=2,
         micro_batch=2,
         micro_batches=4,
         sums=SectionSum(section=section, micro_batches=spans),
@@ -67,6 +68,16 @@ def test_sums_of_this_job_are_found_with_all_losses(store: Store) -> None:
     assert [loss.micro_batch for loss in found.losses] == [0, 1, 2]
     assert find_sums(store, look(store, 4), JOB.model_copy(update={"memory_apart": True})) is None
     assert find_sums(store, look(store, 5), JOB) is None
+
+
+def test_a_file_that_is_replaced_while_others_are_listed_is_found_by_its_new_name(store: Store) -> None:
+    """As by a worker of the generation before, whose last save ends now."""
+    old, folder = write(store, 4), look(store, 4)
+    new = write(store, 4, number=1)
+    store.remove(f"{step_folder(4)}/{old}")
+    found = find_sums(store, folder, JOB)
+    assert found is not None
+    assert [each.file for each in found.sums] == [new]
 
 
 def test_a_micro_batch_counts_if_all_sections_have_it_and_its_loss_is_known(store: Store) -> None:
@@ -121,6 +132,30 @@ def test_a_wrong_byte_is_found_and_the_file_removed(store: Store) -> None:
     with pytest.raises(DamagedCheckpoint, match="checksum"):
         read_sums(store, 4, file)
     assert not sums_in(store, 4)
+
+
+def test_any_wrong_byte_of_what_is_read_is_found(store: Store) -> None:
+    """In the label, too: a micro-batch that it leaves out would be added twice, and no vote would show it."""
+    file = write(store, 4)
+    name = f"{step_folder(4)}/{file}"
+    data = store.get(name)
+    believed = read_sums(store, 4, file)
+    for position in range(len(data)):
+        changed = bytearray(data)
+        changed[position] ^= 1
+        store.put(name, bytes(changed))
+        try:
+            label, tensors = read_sums(store, 4, file)
+        except DamagedCheckpoint:
+            continue
+        assert label == believed.label  # such as the step's number, which nobody reads here
+        assert torch.equal(tensors["sums"], believed.tensors["sums"])
+
+
+def test_until_all_sections_have_sums_no_micro_batch_counts(store: Store) -> None:
+    write(store, 4, 0)
+    labels = [label for label in labels_in(store, look(store, 4)).values() if label is not None]
+    assert whole_micro_batches(labels) == (0, 4)
 
 
 def test_headers_are_json_that_other_readers_understand(store: Store) -> None:

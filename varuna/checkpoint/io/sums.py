@@ -11,7 +11,7 @@ from torch import Tensor
 from varuna.checkpoint.header import header
 from varuna.checkpoint.io.section_state import DTYPE_NAMES
 from varuna.checkpoint.names import step_folder
-from varuna.checkpoint.saved_sums import SumsLabel, beginning_of
+from varuna.checkpoint.saved_sums import SumsLabel, beginning_of, metadata_of
 from varuna.core.errors import DamagedCheckpoint, ObjectMissing
 from varuna.store.base import Store
 
@@ -39,19 +39,18 @@ def fingerprint(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> int:
 
 
 def write_sums(store: Store, step: int, file: str, label: SumsLabel, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file durably; its label gets the checksum.
+    """Write flat tensors durably; their label gets the checksum.
 
     Raises:
         StoreError: it cannot be written; nothing is left under its name.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    data = [value.reshape(-1).view(torch.uint8).numpy().data for _, value in ordered]
+    data = [value.view(torch.uint8).numpy().data for _, value in ordered]
     crc32 = 0
     for each in data:
         crc32 = zlib.crc32(each, crc32)
     facts = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape), value.nbytes) for name, value in ordered]
-    label = label.model_copy(update={"crc32": crc32})
-    beginning = header(facts, {"step": str(step), "label": label.model_dump_json()})
+    beginning = header(facts, metadata_of(step, label.model_copy(update={"crc32": crc32})))
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield beginning
@@ -83,8 +82,8 @@ def _read(store: Store, name: str) -> StoredTensors:
     label, entries = beginning_of(store, name)
     tensors, crc32 = dict[str, Tensor](), 0
     for key, entry in sorted(entries.items(), key=lambda item: item[1].begin):
-        tensor = tensors[key] = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
-        view = tensor.reshape(-1).view(torch.uint8).numpy().data
+        tensor = tensors[key] = torch.empty(entry.elements, dtype=_DTYPES[entry.dtype])
+        view = tensor.view(torch.uint8).numpy().data
         for begin in range(0, len(view), _CHUNK_BYTES):
             store.read_into(name, entry.begin + begin, view[begin : begin + _CHUNK_BYTES])
         crc32 = zlib.crc32(view, crc32)
