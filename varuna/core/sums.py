@@ -210,25 +210,32 @@ class Remainder(Value):
         """How many micro-batches do not run again."""
         return self.micro_batches - sum(count(spans) for spans in self.work)
 
+    def sentence(self, step: int, *, stored: bool) -> str:
+        """What a log says of it; ``stored``: the sums were saved."""
+        where = " that were saved during it" if stored else ""
+        return f"kept {self.kept} of {self.micro_batches} micro-batches of step {step}{where}; the others run again"
+
     def kept_of(self, section: int) -> Spans:
         """Which micro-batches the chosen sums of a section contain."""
         return union([each.micro_batches for sums in self.taken for each in sums if each.section == section])
 
-    def rest_of(self, rank: int, replica: int, sections: range, losses: Sequence[MicroBatchLoss] = ()) -> RestOfStep:
-        """What one rank is told.
+    def rest_of(self, plan: Plan, rank: int, losses: Sequence[MicroBatchLoss]) -> RestOfStep | None:
+        """What one rank is told; None: it is a spare.
 
         Args:
+            plan: of the generation.
             rank: its own.
-            replica: that it belongs to.
-            sections: of its stage.
-            losses: that are known, if it is of the last stage.
+            losses: that are known, for ranks of the last stage.
         """
-        again = set(numbers_of(union(self.work)))
+        if rank >= plan.workers:
+            return None
+        sections, again = plan.sections_at(rank), set(numbers_of(union(self.work)))
+        known = losses if sections.stop == plan.sections else ()
         return RestOfStep(
-            work=self.work[replica],
+            work=self.work[plan.place_of(rank).replica],
             taken=self.taken[rank],
             kept=tuple(SectionSum(section=each, micro_batches=self.kept_of(each)) for each in sections),
-            losses=tuple(loss for loss in losses if loss.micro_batch not in again),
+            losses=tuple(loss for loss in known if loss.micro_batch not in again),
         )
 
 

@@ -23,7 +23,7 @@ from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, S
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
-from varuna.core.sums import Remainder, RestOfStep, StoredSums, remainder_of_stored
+from varuna.core.sums import MicroBatchLoss, StoredSums, remainder_of_stored
 from varuna.core.units import counted
 from varuna.core.value import Value
 from varuna.engine.base.transport import connect_store, local_store, prefixed
@@ -87,6 +87,11 @@ class _Choice(Value):
 
     manifest: Manifest | None = None
     sums: StoredSums | None = None
+
+    @property
+    def losses(self) -> tuple[MicroBatchLoss, ...]:
+        """That were saved of that step."""
+        return () if self.sums is None else self.sums.losses
 
 
 class StaticMembership:
@@ -174,7 +179,7 @@ class StaticMembership:
             return Finish()
         self._assigned = True
         choice = self._resume_from(self._job)
-        manifest, stored = choice.manifest, choice.sums
+        manifest = choice.manifest
         self._restored_step = manifest.step if manifest else 0
         self._generation = max(self._generation, manifest.generation if manifest else -1) + 1
         micro_batch = self._job.micro_batch or (manifest.micro_batch if manifest else None)
@@ -183,9 +188,9 @@ class StaticMembership:
         if self._keeper is not None:
             self._keeper.begin(self._generation, plan, first_step=self._restored_step, rollback=True)
         directory = self._job.checkpoint_dir
-        left = remainder_of_stored(stored, plan, self._job.model)
+        left = remainder_of_stored(choice.sums, plan, self._job.model)
         if left is not None and self.world.rank == 0:
-            say(f"kept {left.kept} of {left.micro_batches} micro-batches of step {self._restored_step}, from the store")
+            say(left.sentence(self._restored_step, stored=True))
         return Assign(
             assignment=Assignment(
                 generation=self._generation,
@@ -193,19 +198,11 @@ class StaticMembership:
                 rank=self.world.rank,
                 members=self.world.size,
                 next_step=self._restored_step,
-                rest=self._rest_of(left, stored, plan),
+                rest=left.rest_of(plan, self.world.rank, choice.losses) if left is not None else None,
                 checkpoint=checkpoint_place(directory, manifest.step) if directory and manifest else None,
                 fresh=manifest is None,
             )
         )
-
-    def _rest_of(self, left: Remainder | None, stored: StoredSums | None, plan: Plan) -> RestOfStep | None:
-        rank = self.world.rank
-        if left is None or stored is None or rank >= plan.workers:
-            return None
-        sections = plan.sections_at(rank)
-        known = stored.losses if sections.stop == plan.sections else ()
-        return left.rest_of(rank, plan.place_of(rank).replica, sections, known)
 
     def _gather(self) -> None:
         """Wait until all ranks have joined: from then on each expects the others within moments.

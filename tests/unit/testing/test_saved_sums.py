@@ -93,12 +93,12 @@ def saved_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def slow(step: int) -> Iterator[None]:
+def slow(step: int, seconds: float = 0.02) -> Iterator[None]:
     """Backwards of a step take a while."""
 
     def hear(span: Span) -> None:
         if (span.name, span.phase, span.step) == ("B", "begin", step):
-            time.sleep(0.02)
+            time.sleep(seconds)
 
     undo = subscribe(hear)
     yield
@@ -151,7 +151,7 @@ def test_the_first_step_is_no_exception(alone: tuple[float, ...], tmp_path: Path
 def test_a_loss_in_the_first_step_of_a_run_costs_a_part_of_it_too(alone: tuple[float, ...]) -> None:
     """Long enough for the others to have said that they run it: no vote shows yet whose state they have."""
     fault = fail_at(rank=1, step=0, phase="B", after=32)
-    with slow(0):
+    with slow(0, 0.06):
         outcome = run(text(), workers=4, stages={4: 2, 3: 3}, faults=[fault], captures=CAPTURES)
     assert outcome.kept[1] >= ENOUGH
     assert outcome.losses == pytest.approx(alone, rel=1e-6)

@@ -27,9 +27,6 @@ from varuna.process.console import warn
 from varuna.process.threads import start
 from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, CopyPace, pause_s, sums_pace, sums_pause_s
 
-_LOOK_S = 0.2
-"""How soon it is noticed that a step is over whose sums are waited for."""
-
 States = Callable[[], Mapping[int, SectionState]]
 
 
@@ -164,12 +161,9 @@ class CopySender:
             if not room.numel():
                 room = torch.empty(max(sizes.values(), default=0), dtype=torch.float32)
             for section, size in reversed(sizes.items()):  # as backwards come to them
-                wanted = SumWanted(section, room[:size])
-                stage.sums.want(wanted)
-                while not wanted.taken.wait(_LOOK_S):
-                    if not self._still.lasts(step, 0.0):
-                        stage.sums.forgo(wanted)
-                        return
+                wanted = stage.sums.take(section, room[:size], lambda: self._still.lasts(step, 0.0))
+                if wanted is None:
+                    return
                 if wanted.micro_batches and wanted.micro_batches != sent.get(section):
                     if not self._copy_sum(step, stage, wanted):
                         return

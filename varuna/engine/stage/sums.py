@@ -6,7 +6,7 @@ sealed: no thread of the generation that ended can change them any more.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,6 +15,9 @@ from torch import Tensor
 from varuna.core.plan import Plan
 from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans, count, numbers_of, spans_of, square_sum
 from varuna.engine.stage.gradient_bucket import Bucket
+
+_LOOK_S = 0.2
+"""How soon it is noticed that a step is over whose sums are waited for."""
 
 
 class Begun(NamedTuple):
@@ -139,6 +142,16 @@ class Sums:
         """Let the training thread copy a section's sums, once it has added to them."""
         with self._wishes:
             self._wanted = (*self._wanted, wanted)
+
+    def take(self, section: int, room: Tensor, lasts: Callable[[], bool]) -> SumWanted | None:
+        """A section's sums after the next micro-batch, copied into ``room``; None: the step does not last so long."""
+        wanted = SumWanted(section, room)
+        self.want(wanted)
+        while not wanted.taken.wait(_LOOK_S):
+            if not lasts():
+                self.forgo(wanted)
+                return None
+        return wanted
 
     def forgo(self, wanted: SumWanted) -> None:
         """Nobody waits for them any more."""

@@ -30,7 +30,7 @@ from varuna.engine.worker.heartbeat import Heartbeat
 from varuna.engine.worker.loop_state import LoopState, Turn
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import layout_of, overflowed, run_step
-from varuna.engine.worker.sums_saver import save_sums
+from varuna.engine.worker.sums_saver import SumsSaver
 from varuna.engine.worker.worker_state import WorkerState
 from varuna.partition.batch_weight import WeightFunction
 from varuna.process.console import say_once
@@ -271,9 +271,9 @@ class Session:
         if self._saver is not None:
             self._saver.begin(stage, assignment)
         generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, copy)
-        if self._saver is not None:
+        if self._saver is not None and stage.sums.outlast:
             save_state = partial(self._save, generation, in_step=True)
-            save_sums(self._saver, stage, assignment, self._facts, self._outliving(plan), save_state)
+            SumsSaver(self._saver, stage, assignment, self._facts, self._outliving(plan), save_state)
         self._close_current()
         inbox.expect_step(plan.step_s)
         self.current, heart.runtime = generation, generation.runtime

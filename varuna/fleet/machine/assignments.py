@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from varuna.core.messages import Assignment, Transfer
-from varuna.core.sums import MicroBatchLoss, RestOfStep
+from varuna.core.sums import MicroBatchLoss
 from varuna.fleet.state.run_events import GenerationRecord
 
 
@@ -22,7 +22,8 @@ def assignments(
     for move in moves:
         for rank in (move.source_rank, move.target_rank):
             own.setdefault(rank, []).append(move)
-    lost = _lost_replicas(history)
+    lost, left = _lost_replicas(history), record.remainder
+    known = [losses[number] for number in sorted(losses)]
     for rank, name in enumerate(record.members):
         yield (
             name,
@@ -33,7 +34,7 @@ def assignments(
                 members=len(record.members),
                 next_step=record.first_step,
                 transfers=tuple(own.get(rank, ())),
-                rest=_rest(record, rank, losses),
+                rest=None if left is None else left.rest_of(record.plan, rank, known),
                 lost_replicas=lost.get(name, ()),
                 copy_to=record.copied_to(rank),
                 copy_from=record.copied_from(rank),
@@ -42,16 +43,6 @@ def assignments(
                 losses_per_hour=record.losses_per_hour,
             ),
         )
-
-
-def _rest(record: GenerationRecord, rank: int, losses: Mapping[int, MicroBatchLoss]) -> RestOfStep | None:
-    """What a rank does of the first step, if it does not do all of it."""
-    plan = record.plan
-    if record.remainder is None or rank >= plan.workers:
-        return None
-    replica, sections = plan.place_of(rank).replica, plan.sections_at(rank)
-    known = [losses[number] for number in sorted(losses)] if sections.stop == plan.sections else []
-    return record.remainder.rest_of(rank, replica, sections, known)
 
 
 def _lost_replicas(history: Sequence[GenerationRecord]) -> Mapping[str, tuple[int, ...]]:

@@ -249,11 +249,7 @@ def _start(
     begun = None if rollback else salvage(fleet, plan, members, origin.next_step)
     left = begun or remainder_of_stored(stored, plan, job.model)
     if left is not None:
-        where = " that were saved during it" if rollback else ""
-        transition.notice(
-            f"kept {left.kept} of {left.micro_batches} micro-batches of step {origin.next_step}{where}; the others run "
-            "again"
-        )
+        transition.notice(left.sentence(origin.next_step, stored=rollback))
     if plan.speeds and not (fleet.history and plan.same_work(fleet.record.plan)):
         transition.notice(f"micro-batches are dealt by speed: {shares_text(plan.shares)}")
     undone = fleet.recorded_step + 1 - origin.next_step if rollback and fleet.history else 0
