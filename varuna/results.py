@@ -8,7 +8,7 @@ import torch
 
 from varuna.core.plan import Plan
 from varuna.engine.aside.evaluate import EvaluationSums
-from varuna.engine.worker.session import Committed
+from varuna.engine.worker.loop_state import Committed
 from varuna.engine.worker.step import overflowed
 
 

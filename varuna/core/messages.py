@@ -60,6 +60,9 @@ class Transfer(Value):
         default=False, description="in place of state, the sums of gradients of a step that was broken off"
     )
     copied: bool = Field(default=False, description="of those, the copy of another rank's that the source kept")
+    follows: bool = Field(
+        default=False, description="its optimizer state, which only an update needs, comes while the first step runs"
+    )
 
 
 class Assignment(Value):
@@ -148,6 +151,7 @@ class Beat(Value):
     phase: WorkerPhase = WorkerPhase.OTHER
     at_work: bool = Field(default=False, description="it waits for no other rank")
     waits_s: float = Field(default=0.0, description="for how long it has been in its wait for other ranks")
+    whole: bool = Field(default=True, description="no optimizer state is on its way to it from other ranks")
     forward_s: float | None = Field(default=None, description="compute of a forward, mean since the last beat")
     backward_s: float | None = Field(default=None, description="compute of a backward, recomputation included")
     times: RankTimes | None = Field(default=None, description="what the steps since the last beat took")

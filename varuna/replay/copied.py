@@ -17,21 +17,21 @@ class StateCopies:
     def __init__(self, state_bytes: Sequence[int], link_bytes_per_s: float) -> None:
         self._copying_s = [copying_s(size, link_bytes_per_s) for size in state_bytes]
         self._paces = [CopyPace() for _ in state_bytes]
-        self._begun = [False] * len(state_bytes)
+        self._begun, self._after_s = [False] * len(state_bytes), 0.0
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._begun = [pace.begins() for pace in self._paces]
+    def begin(self, after_s: float = 0.0) -> None:
+        """A step begins; the state is there ``after_s`` later."""
+        self._begun, self._after_s = [pace.begins() for pace in self._paces], after_s
 
     def end(self, step_s: float) -> None:
         """The step ended after ``step_s``."""
         for pace, begun, each_s in zip(self._paces, self._begun, self._copying_s, strict=True):
             if begun:
-                pace.ended(each_s if each_s <= step_s else None, step_s)
+                pace.ended(each_s if self._after_s + each_s <= step_s else None, step_s)
 
     def complete_s(self, rank: int) -> float:
         """When a rank's copy is complete, in seconds since the step's begin; infinite: none is made."""
-        return self._copying_s[rank] if self._begun[rank] else float("inf")
+        return self._after_s + self._copying_s[rank] if self._begun[rank] else float("inf")
 
 
 class CopiedSum(NamedTuple):

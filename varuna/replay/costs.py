@@ -33,6 +33,10 @@ class MorphCosts:
     """Rate at which it is then written in the background."""
     load_bytes_per_s: float = 0.5e9
 
+    def saving_s(self, size_bytes: float) -> tuple[float, float]:
+        """Seconds that training waits while so much is copied out, and that it then takes to be written."""
+        return size_bytes / self.snapshot_bytes_per_s, size_bytes / self.upload_bytes_per_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartCosts:

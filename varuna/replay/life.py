@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from varuna.core.messages import Assignment
+from varuna.core.messages import Assignment, Beat, WorkerPhase
 from varuna.core.sums import HeldSums
 from varuna.fleet.state.config import FleetConfig
 from varuna.replay.copied import StateCopies
@@ -14,6 +14,12 @@ def patient(workers: int) -> FleetConfig:
     return FleetConfig(
         workers=workers, lease_s=forever_s, wait_s=forever_s, start_timeout_s=forever_s, max_start_failures=10**9
     )
+
+
+def beat_of(assignment: Assignment, *, whole: bool) -> Beat:
+    """Of a rank that runs the first step of a generation; ``whole``: all optimizer state is where it is wanted."""
+    generation, step = assignment.generation, assignment.next_step
+    return Beat(generation=generation, step=step, activity="", phase=WorkerPhase.STEPS, whole=whole)
 
 
 @dataclass(slots=True)
@@ -30,6 +36,8 @@ class SimulatedWorker:
     """Of the newest step that was broken off."""
     copied: frozenset[int] = frozenset()
     """Sections of another worker, whose state it had a copy of then."""
+    kept: frozenset[int] = frozenset()
+    """Sections that it had before its generation: until the first update, others may still need their state."""
 
 
 @dataclass(slots=True)
@@ -50,6 +58,5 @@ class Life:
     gone_s: dict[str, float] = field(default_factory=dict)
     copies: StateCopies | None = None
     """If they are made."""
-    sent: dict[int, int] = field(default_factory=dict)
-    """By rank: bytes of state that it sends to others."""
-    received: dict[int, int] = field(default_factory=dict)
+    whole: bool = False
+    """No optimizer state is on its way any more."""

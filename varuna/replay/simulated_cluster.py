@@ -12,7 +12,6 @@ from dataclasses import replace
 from varuna.core.messages import (
     Assign,
     Assignment,
-    Beat,
     Finish,
     FromWorker,
     Held,
@@ -21,7 +20,6 @@ from varuna.core.messages import (
     RaiseFlag,
     Vote,
     Voted,
-    WorkerPhase,
 )
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
@@ -48,8 +46,9 @@ from varuna.replay.copied import StateCopies
 from varuna.replay.costs import MorphCosts
 from varuna.replay.held import held_sums
 from varuna.replay.job import state_bytes
-from varuna.replay.life import Life, SimulatedWorker, patient
+from varuna.replay.life import Life, SimulatedWorker, beat_of, patient
 from varuna.replay.lost import Account, LostBy, Spell
+from varuna.replay.moving import Moves
 from varuna.replay.saved import StepSaves, Stored
 
 _QUICK_S, _SLOW_S = 0.5, 30.0  # between ticks: while something is under way, and else
@@ -80,7 +79,7 @@ class SimulatedCluster:
         self._workers: dict[str, SimulatedWorker] = {}
         self._nodes: dict[str, list[str]] = {}
         self._numbers = itertools.count()
-        self._life = Life()
+        self._life, self._moves = Life(), Moves(job, link_bytes_per_s)
         self._stored = Stored(broken_steps)
         self._saved_s = 0.0
         self._joined_s = float("-inf")
@@ -231,11 +230,9 @@ class SimulatedCluster:
     def _report(self, worker: SimulatedWorker, generation: int) -> None:
         if worker.alive and generation == self._life.generation:
             worker.sums = self._sums(worker)
-            sections = tuple(sorted(worker.sections | worker.copied))
-            self._say(
-                worker.name,
-                Held(generation=generation, next_step=worker.next_step, sections=sections, sums=worker.sums),
-            )
+            sections = tuple(sorted(worker.sections | worker.copied | worker.kept))
+            step, sums = worker.next_step, worker.sums
+            self._say(worker.name, Held(generation=generation, next_step=step, sections=sections, sums=sums))
 
     def _sums(self, worker: SimulatedWorker) -> HeldSums | None:
         """What a worker has of a step that was broken off: of this generation, or of one before if it did not form."""
@@ -255,12 +252,9 @@ class SimulatedCluster:
         if assignment.generation != self._life.generation:
             self._note_saved()
             self._life = Life(assignment.generation, set(self._members(assignment)))
+            self._moves = Moves(self._job, self._link_bytes_per_s)
         worker.assignment = assignment
-        for move in assignment.transfers:
-            moved = self._life.sent if move.source_rank == assignment.rank else self._life.received
-            section = self._job.model.sections[move.section]
-            size = section.trainable_bytes if move.sums else self._bytes[move.section]
-            moved[assignment.rank] = moved.get(assignment.rank, 0) + size
+        self._moves.add(assignment.rank, assignment.transfers)
         self._life.waiting.discard(worker.name)
         if not self._life.waiting:
             generation = assignment.generation
@@ -283,11 +277,10 @@ class SimulatedCluster:
             self._stall(LostBy.NOTICING)
 
     def _copy_s(self, assignment: Assignment) -> float:
-        """Seconds that copies of state take; they run in parallel, so the busiest sender or receiver decides."""
+        """Seconds until all have what they compute with."""
         if assignment.checkpoint is not None:
             return max(self._bytes_by_slot(assignment.plan)) / self._costs.load_bytes_per_s
-        moved = (*self._life.sent.values(), *self._life.received.values())
-        return max(moved, default=0) / self._link_bytes_per_s
+        return self._moves.first_s
 
     def _members(self, assignment: Assignment) -> tuple[str, ...]:
         """The worker of each rank."""
@@ -309,21 +302,26 @@ class SimulatedCluster:
         if self._is_stuck(generation, assignment, forming=True):
             return
         plan, self._life.formed = assignment.plan, True
-        for rank, name in enumerate(self._members(assignment)):
-            worker = self._workers[name]
-            worker.sums, worker.copied = None, frozenset()
-            in_grid = rank < plan.workers
-            worker.sections = frozenset(plan.sections_at(rank)) if in_grid else frozenset()
-            worker.next_step = assignment.next_step if in_grid else None
+        self._moves.seat([self._workers[name] for name in self._members(assignment)], assignment)
         self._grid = frozenset(self._members(assignment)[: plan.workers])
         if self.fleet.history[generation].keepers and self._costs.copies:
             by_slot = self._bytes_by_slot(plan) if plan.copies is Copies.STATE else [0] * len(plan.slots)
             held_bytes = [by_slot[plan.slot_of(rank)] for rank in range(plan.workers)]
             self._life.copies = StateCopies(held_bytes, self._link_bytes_per_s)
+        self._beat(assignment)
+        self._schedule(self.now_s + self._moves.rest_s, lambda: self._arrived(generation, assignment))
         self._begin_step(generation, assignment, assignment.next_step, 0.0)
-        for name in self._members(assignment)[: plan.workers]:  # from now on nobody else is needed as a source
-            step = assignment.next_step
-            self._say(name, Beat(generation=generation, step=step, activity="", phase=WorkerPhase.STEPS))
+
+    def _arrived(self, generation: int, assignment: Assignment) -> None:
+        """Everybody has everything; from now on nobody else is needed as a source."""
+        if not self._is_stuck(generation, assignment, forming=True):
+            self._life.whole = True
+            self._moves.arrived([self._workers[name] for name in self._members(assignment)], assignment)
+            self._beat(assignment)
+
+    def _beat(self, assignment: Assignment) -> None:
+        for name in self._members(assignment)[: assignment.plan.workers]:
+            self._say(name, beat_of(assignment, whole=self._life.whole))
 
     def _begin_step(self, generation: int, assignment: Assignment, step: int, pause_s: float) -> None:
         if pause_s:
@@ -331,14 +329,18 @@ class SimulatedCluster:
         self._life.step, self._life.began_s = step, self.now_s + pause_s
         left = self.fleet.history[generation].remainder if step == assignment.next_step else None
         plan, copies = assignment.plan, self._life.copies
+        rest_s = self._moves.rest_s if step == assignment.next_step else 0.0
         if copies is not None:
-            copies.begin()
+            copies.begin(rest_s)
         whole_s = plan.step_s * self._broken_steps.longer(plan)
         step_s = whole_s if left is None else self._broken_steps.seconds(plan, left.work)
         rate = plan.global_batch / whole_s
         doing = Spell(LostBy.SPARES, rate, plan.global_batch / plan.step_s - rate)
         self._schedule(self._life.began_s, lambda: self._trains(generation, step, doing))
-        self._schedule(self._life.began_s + step_s, lambda: self._end_step(generation, assignment, step, step_s))
+        if rest_s > step_s:
+            self._schedule(self._life.began_s + step_s, lambda: self._trains(generation, step, Spell(LostBy.MOVING)))
+        over_s = max(step_s, rest_s)
+        self._schedule(self._life.began_s + over_s, lambda: self._end_step(generation, assignment, step, over_s))
 
     def _trains(self, generation: int, step: int, doing: Spell) -> None:
         life = self._life
@@ -348,7 +350,7 @@ class SimulatedCluster:
 
     def _end_step(self, generation: int, assignment: Assignment, step: int, step_s: float) -> None:
         """The vote is done: all ranks apply, rank 0 reports, and the next step or the morph follows."""
-        if self._is_stuck(generation, assignment, forming=False):
+        if self._is_stuck(generation, assignment, forming=False) or not self._life.whole:
             return
         plan, self._life.began_s = assignment.plan, None
         self.training_s += step_s
@@ -356,7 +358,7 @@ class SimulatedCluster:
             self._life.copies.end(step_s)
         grid = self._members(assignment)[: plan.workers]
         for name in grid:
-            self._workers[name].next_step = step + 1
+            self._workers[name].next_step, self._workers[name].kept = step + 1, frozenset()
         layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches)
         vote = Vote(generation=generation, step=step, vector=(0.0,) * layout.size, wall_s=step_s)
         regroup = self._life.regroup
@@ -376,15 +378,14 @@ class SimulatedCluster:
         """Seconds that a checkpoint stops training, if one is due."""
         plan = assignment.plan
         share_bytes = max(self._bytes_by_slot(plan)) / plan.replicas
-        stall_s = share_bytes / self._costs.snapshot_bytes_per_s
+        stall_s, upload_s = self._costs.saving_s(share_bytes)
         every_s = min(SAVED_EVERY_S, paying_every_s(stall_s, assignment.losses_per_hour, plan))
         is_due = self._costs.checkpoints and self.now_s + plan.step_s / 2 >= self._saved_s + every_s
         if not (is_due or self._life.save):
             return 0.0
         self._life.save, self._saved_s, due_s = False, self.now_s, self.now_s + every_s
-        done_s = self.now_s + share_bytes / self._costs.upload_bytes_per_s
-        stages = ([self._job.model.sections[each].summed_bytes for each in slot.sections] for slot in plan.slots)
-        write_s = max(map(sum, stages)) / self._costs.upload_bytes_per_s
+        sums = (sum(self._job.model.sections[each].summed_bytes for each in slot.sections) for slot in plan.slots)
+        _, write_s = self._costs.saving_s(max(sums))
         grid = self._members(assignment)[: plan.workers]
 
         def commit() -> None:
@@ -394,5 +395,5 @@ class SimulatedCluster:
                 self._stored.commit(checkpoint, saves if self._costs.keeps_sums else None)
                 self.checkpoints_s.append(self.now_s)
 
-        self._schedule(done_s, commit)
+        self._schedule(self.now_s + upload_s, commit)
         return stall_s

@@ -24,7 +24,8 @@ from varuna.engine.links.traffic import Traffic, traffic_of
 from varuna.engine.pipeline.timeline import StepTimes
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import DTYPES, cast
-from varuna.engine.worker.session import Committed, Session
+from varuna.engine.worker.loop_state import Committed
+from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.initial.constructor import needed_buffers

@@ -196,6 +196,7 @@ class Driver:
         activity: str = "waits",
         at_work: tuple[str, ...] = (),
         phase: WorkerPhase = WorkerPhase.OTHER,
+        whole: bool = True,
         still: bool = True,
     ) -> list[Instruction]:
         """Let time pass in ticks, as the shell does; all but the ``silent`` workers send heartbeats.
@@ -213,7 +214,13 @@ class Driver:
                     generation, works = self.fleet.generation, worker in at_work
                     wait_s = 0.0 if works else waits_s
                     beat = Beat(
-                        generation=generation, step=0, activity=activity, at_work=works, phase=phase, waits_s=wait_s
+                        generation=generation,
+                        step=0,
+                        activity=activity,
+                        at_work=works,
+                        phase=phase,
+                        whole=whole,
+                        waits_s=wait_s,
                     )
                     self.say(worker, beat)
             for node in {worker.node for worker in self.fleet.workers.values()} - set(hidden):

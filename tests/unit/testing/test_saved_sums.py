@@ -28,7 +28,7 @@ from varuna.testing import RunResult, fail_at, run
 from varuna.testing.faults import Fault
 
 STEPS, STEP, MICRO_BATCHES = 3, 1, 72
-SECTIONS, ENOUGH = 5, 8
+SECTIONS, ENOUGH = 6, 8
 
 
 class AllAtOnce(Fault):

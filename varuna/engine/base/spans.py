@@ -13,14 +13,15 @@ class Span:
     """The ``begin`` or the ``end``, by ``phase``, of a piece of work."""
 
     name: str
-    """F, R, B, I, W, send, reduce, sum, tied, vote, apply, save, generate; form, move, barrier; copy, copy-sum, kept,
-    kept-sum; hold, held"""
+    """F, R, B, I, W, send, reduce, sum, tied, vote, apply, save, generate; form, move, barrier; send-rest, take-rest;
+    copy, copy-sum, kept, kept-sum; hold, held"""
     phase: str
     rank: int
     stage: int
     step: int
     index: int
-    """global micro-batch for F, R, B, I, W, send; section for sum, copy-sum, kept-sum; parameter for tied; generation
+    """global micro-batch for F, R, B, I, W, send; section for sum, copy-sum, kept-sum,
+    send-rest, take-rest; parameter for tied; generation
     for form, move, barrier, hold, held; token for generate; else -1"""
 
 

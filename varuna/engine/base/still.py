@@ -13,10 +13,10 @@ class Still:
     A read holds an update up, so it must be short.
     """
 
-    def __init__(self, step: int) -> None:
-        """The state rests, and contains ``step`` steps."""
+    def __init__(self, step: int | None) -> None:
+        """The state rests, and contains ``step`` steps; None: some of it is still to come."""
         self._changed = threading.Condition()
-        self._step: int | None = step
+        self._step = step
         self._closed = False
         self._begun = -1
 

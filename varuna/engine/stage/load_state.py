@@ -1,12 +1,12 @@
 """What a stage takes from the states of its sections: parameters, buffers, optimizer state, loss scale."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.core.precision import LossScale
 from varuna.engine.stage.precision import cast
 from varuna.partition.cut.split import SectionGraph
@@ -21,27 +21,33 @@ def parameters_of(
     *,
     trainable: Container[str],
     held: Container[int],
+    whole: Container[int],
     dtype: torch.dtype,
     device: torch.device,
     masters_at: torch.device,
     dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, nn.Parameter]:
-    """One parameter per name, in the order of sections; a tied one from the lowest section that may be updated here.
+    """One parameter per name, in the order of sections; a tied one from the lowest section that is whole, or updated.
 
     Args:
         graphs: of the stage's sections.
         states: of them; storages are taken over where device and dtype are right.
         trainable: names of the parameters that are trained.
-        held: sections whose optimizer state is here: their trained parameters are fp32.
+        held: sections that are updated here: their trained parameters are fp32.
+        whole: those of them whose optimizer state is here; values of the others may be as they are computed with.
         dtype: of computation, and of all other parameters.
         device: of all other parameters.
         masters_at: of those that are updated here.
         dtypes: of those that a run in fp32 keeps in others.
     """
     lowest: dict[str, int] = {}
+
+    def standing(section: int) -> tuple[bool, bool]:
+        return section in whole, section in held
+
     for graph in reversed(graphs):
         for name in graph.parameters:
-            if graph.index in held or lowest.get(name) not in held:
+            if name not in lowest or standing(graph.index) >= standing(lowest[name]):
                 lowest[name] = graph.index
     parameters: dict[str, nn.Parameter] = {}
     for name in dict.fromkeys(name for graph in graphs for name in graph.parameters):
@@ -54,6 +60,14 @@ def parameters_of(
         value = value.to(place, kept if value.is_floating_point() else value.dtype)
         parameters[name] = nn.Parameter(value, requires_grad=trained)
     return parameters
+
+
+def put_parameters(state: SectionState, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Write a state's parameters, as far as it has any, in place."""
+    for name, parameter in parameters.items():
+        value = state.tensors.get(f"parameters/{name}")
+        if value is not None:
+            parameter.detach().copy_(value)
 
 
 def buffers_of(
@@ -94,6 +108,50 @@ STATISTICS = "statistics"
 def is_lent_along(name: str) -> bool:
     """Whether an entry of a section's state is wanted where its optimizer state is not."""
     return not name.startswith("optimizer/")
+
+
+def first_of(state: SectionState, dtype: torch.dtype) -> SectionState:
+    """What a section computes with: its state without optimizer state, and parameters in the dtype of computation."""
+    return SectionState(
+        state.section,
+        {name: cast(value, dtype) for name, value in state.tensors.items() if is_lent_along(name)},
+        {name: value for name, value in state.scalars.items() if is_lent_along(name)},
+    )
+
+
+def rest_of(state: SectionState, dtype: torch.dtype) -> SectionState:
+    """What only an update needs besides: optimizer state, and fp32 parameters that are computed with in ``dtype``."""
+
+    def is_rest(name: str) -> bool:
+        value = state.tensors.get(name)
+        return not is_lent_along(name) or (value is not None and cast(value, dtype) is not value)
+
+    return SectionState(
+        state.section,
+        {name: value for name, value in state.tensors.items() if is_rest(name)},
+        {name: value for name, value in state.scalars.items() if is_rest(name)},
+    )
+
+
+def state_in(
+    section: int,
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    optimizer: Callable[[str], tuple[dict[str, Tensor], dict[str, JSON]]] | None,
+    loss_scale: LossScale | None,
+) -> SectionState:
+    """A section's state as references, the inverse of the above; ``optimizer`` says what it has for a parameter."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, JSON] = {}
+    for name, value in parameters.items():
+        tensors[f"parameters/{name}"] = value.detach()
+        state, rest = ({}, {}) if optimizer is None else optimizer(name)
+        tensors.update({f"optimizer/{name}/{key}": each for key, each in state.items()})
+        scalars.update({f"optimizer/{name}/{key}": each for key, each in rest.items()})
+    if loss_scale is not None:
+        scalars[LOSS_SCALE] = list(loss_scale)
+    tensors.update({f"buffers/{name}": value for name, value in buffers.items()})
+    return SectionState(section, tensors, scalars)
 
 
 def loss_scale_of(states: States) -> LossScale:

@@ -100,6 +100,11 @@ class OffloadedOptimizer:
         for section in self._sections:
             section.optimizer.advance()
 
+    def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Like ``StageOptimizer.put``; nothing may have been fetched."""
+        for section in self._sections:
+            section.put(state)
+
     def measure(self, value: float) -> None:
         """Like ``StageOptimizer.measure``, for each section's scheduler."""
         for section in self._sections:
@@ -153,6 +158,11 @@ class _Section:
         self.optimizer = build(list(self.held.items()))
         self._rest()
         self._empty()
+
+    def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over state by parameter name, into host memory."""
+        self.optimizer.put(state)
+        self._rest()
 
     def fetch(self, after: Ready) -> tuple[list[Tensor], Ready]:
         """Begin to copy masters and state to the device."""

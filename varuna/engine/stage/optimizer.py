@@ -64,13 +64,19 @@ class StageOptimizer:
         if self._optimizer is None:
             return
         complete(self._optimizer, named, whole)
+        self.put(state)
+        if scheduler is not None:
+            self._scheduler = _replayed(scheduler, self._optimizer, steps_done)
+
+    def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over state by parameter name, of those parameters that are here."""
+        if self._optimizer is None:
+            return
         for name, parameter in self._named.items():
             if state.get(name):
                 self._optimizer.state[parameter] = dict(state[name])
         for (name, key), entries in self.slots().items():
-            entries[key] = entries[key].to(home or self._named[name].device)
-        if scheduler is not None:
-            self._scheduler = _replayed(scheduler, self._optimizer, steps_done)
+            entries[key] = entries[key].to(self._home or self._named[name].device)
 
     @property
     def lr(self) -> float | None:

@@ -29,14 +29,16 @@ _NO_EXCHANGE = (
 class ShardedOptimizerState:
     """The part of a stage's optimizer state that one replica holds: everything, unless the job shards it."""
 
-    def __init__(self, plan: Plan, job: Job, stage: int, replica: int) -> None:
+    def __init__(self, plan: Plan, job: Job, stage: int, replica: int, missing: frozenset[int]) -> None:
         self.replica, self.replicas = replica, plan.replicas
         sections = plan.cut_of(replica).sections_of(stage)
         self.holders = holders_of(plan, job.model.facts.sections, shared=job.memory.shard_optimizer)
         """replicas that hold each section of the model, of this stage or another; the first one speaks for it"""
         self._is_sharded = job.memory.shard_optimizer
         self.held = held_by(self.holders, sections, replica)
-        """sections whose optimizer state is here"""
+        """sections that are updated here"""
+        self.missing = missing
+        """those of them whose optimizer state is still on its way"""
         self.lent = tuple(section for section in sections if section not in self.held)
         """sections that other replicas update"""
         self.updated = frozenset(name for section in self.held for name in job.model.sections[section].parameters)
@@ -47,9 +49,14 @@ class ShardedOptimizerState:
         """sections that are not with everybody, so that new parameters travel"""
 
     @property
+    def whole(self) -> tuple[int, ...]:
+        """Sections whose optimizer state is here."""
+        return tuple(section for section in self.held if section not in self.missing)
+
+    @property
     def up_to_date(self) -> tuple[int, ...]:
-        """Lent sections whose parameters can be used: between a vote and what follows from it they are too old."""
-        return self.lent if self.complete else ()
+        """Other sections with usable parameters: between a vote and what follows from it, lent ones are too old."""
+        return (*(self.lent if self.complete else ()), *sorted(self.missing))
 
     def applied(self, *, overflowed: bool) -> None:
         """A step was applied to what is held; ``overflowed``: it changed nothing, here or elsewhere."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +13,12 @@ from varuna.core.sums import HeldSums
 from varuna.engine.base.still import Still
 from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
-from varuna.engine.stage import averages
+from varuna.engine.stage import averages, load_state
 from varuna.engine.stage.buffer_statistics import Statistics
 from varuna.engine.stage.cross_stage import Exchange, LateExchange, LocalExchange, StageExchange, installed
 from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
 from varuna.engine.stage.guards import Truths
 from varuna.engine.stage.job import Job
-from varuna.engine.stage.load_state import LOSS_SCALE, buffers_of, loss_scale_of, optimizer_state_of, parameters_of
 from varuna.engine.stage.offload import optimizer_of
 from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
@@ -47,6 +45,7 @@ class Stage:
         *,
         replica: int = 0,
         begun: Begun | None = None,
+        missing: frozenset[int] = frozenset(),
     ) -> None:
         """Take over the state of every section of the stage.
 
@@ -58,32 +57,33 @@ class Stage:
             next_step: steps that the states contain.
             replica: which replica of the stage; decides what of shared optimizer state is here.
             begun: the first step, if another generation has begun it.
+            missing: sections whose optimizer state comes later: see ``complete``.
         """
         self.job = job
         self.plan, self.index, self.sections = plan, stage, plan.cut_of(replica).sections_of(stage)
-        self.is_last, self.next_step, self.still = self.sections.stop == plan.sections, next_step, Still(next_step)
-        self.sharding = ShardedOptimizerState(plan, job, stage, replica)
+        self.is_last, self.next_step = self.sections.stop == plan.sections, next_step
+        self.still = Still(None if missing else next_step)  # copies of it, and saves, wait until it is whole
+        self.sharding = ShardedOptimizerState(plan, job, stage, replica, missing)
         self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
         """number of first sections with nothing to train in them or below them: F only, never R or B"""
         graphs = [job.model.sections[section] for section in self.sections]
-        self.parameters = parameters_of(
+        self.parameters = load_state.parameters_of(
             graphs,
             states,
             trainable=job.model.trainable,
             held=self.sharding.held,
+            whole=self.sharding.whole,
             dtype=job.dtype,
             device=job.device,
             masters_at=HOST if job.masters_away else job.device,
             dtypes=job.model.dtypes,
         )
-        self.buffers = buffers_of(graphs, states, job.dtype, job.device)
+        self.buffers = load_state.buffers_of(graphs, states, job.dtype, job.device)
         self.statistics = Statistics(graphs, plan, job.traffic.sums, begun)
-        self.truths = Truths()
-        self.buckets: dict[int, Bucket] = {}
+        self.truths, self.buckets = Truths(), dict[int, Bucket]()
         flats = {} if begun is None else begun.flats
         self._gradients: dict[str, Tensor] = {}  # as the optimizer gets them
-        held: dict[int, dict[str, Tensor]] = {}
-        tied = {parameter.name for parameter in job.model.facts.tied}
+        held, tied = dict[int, dict[str, Tensor]](), {parameter.name for parameter in job.model.facts.tied}
         self._compute = ComputeCopies(self.parameters, job.dtype, job.device)
         for graph in graphs:
             leaves = {
@@ -107,14 +107,14 @@ class Stage:
         self._gradients |= self.totals.views
         self._halves = HalfGradients(self.parameters, self._gradients if job.dtype is torch.float32 else {})
         updated = [(name, value) for name, value in self.named_parameters() if name in self.sharding.updated]
-        known_state = optimizer_state_of(states, self.sharding.held)
-        self.optimizer = optimizer_of(job, graphs, updated, known_state, next_step, self._gradients)
+        known = load_state.optimizer_state_of(states, self.sharding.whole)
+        self.optimizer = optimizer_of(job, graphs, updated, known, next_step, self._gradients)
         self._show(self._gradients)
         foreign = {p.name for p in self.tied if p.owner not in self.sections}
-        known = (*self.parameters.items(), *self.optimizer.parameters.items())
-        self.owned = frozenset(id(value) for name, value in known if name not in foreign)
+        named = (*self.parameters.items(), *self.optimizer.parameters.items())
+        self.owned = frozenset(id(value) for name, value in named if name not in foreign)
         """ids of the parameters that this stage counts in what is shared with other stages"""
-        self.loss_scale = loss_scale_of(states) if job.dtype is torch.float16 else None
+        self.loss_scale = load_state.loss_scale_of(states) if job.dtype is torch.float16 else None
         self.local_exchange = LocalExchange()
         self.copied: Ready = DONE
         """until then somebody copies the state: the next update waits for it, nothing else does"""
@@ -310,8 +310,7 @@ class Stage:
         if overflowed:
             self.roll_back()
         elif self._undo is None:
-            usual = LateExchange(self.owned) if self.plan.is_cut else self.local_exchange
-            with installed(exchange or usual):
+            with installed(exchange or (LateExchange(self.owned) if self.plan.is_cut else self.local_exchange)):
                 self._update(scale)
         self._undo = None
         if self.loss_scale is not None:
@@ -377,24 +376,25 @@ class Stage:
 
     # -- state ---------------------------------------------------------------------------------------
 
+    def complete(self, rest: SectionState) -> None:
+        """Take over the rest of the state of a section that was ``missing``; before the update that needs it."""
+        load_state.put_parameters(rest, self.parameters)
+        self.optimizer.put(load_state.optimizer_state_of({rest.section: rest}, (rest.section,)))
+        self.sharding.missing -= {rest.section}
+        if not self.sharding.missing:
+            self.still.rests(self.next_step)
+
     def state_of(self, section: int, *, owned_only: bool = False) -> SectionState:
         """A section's state as references (not copies); without optimizer state where other replicas have it.
 
         ``owned_only`` leaves out tied copies of another section.
         """
-        tensors: dict[str, Tensor] = {}
-        scalars: dict[str, Any] = {}
-        foreign = {p.name for p in self.job.model.facts.tied if p.owner != section} if owned_only else set()
-        for name in dict.fromkeys(self.job.model.sections[section].parameters):
-            if name in foreign:
-                continue
-            tensors[f"parameters/{name}"] = self.parameters[name].detach()
-            if section in self.sharding.lent:
-                continue
-            state, rest = self.optimizer.state_of(name)
-            tensors.update({f"optimizer/{name}/{key}": value for key, value in state.items()})
-            scalars.update({f"optimizer/{name}/{key}": value for key, value in rest.items()})
-        if self.loss_scale is not None:
-            scalars[LOSS_SCALE] = list(self.loss_scale)
-        tensors.update({f"buffers/{name}": self.buffers[name] for name in self.job.model.sections[section].updated})
-        return SectionState(section, tensors, scalars)
+        graph, tied = self.job.model.sections[section], self.job.model.facts.tied if owned_only else ()
+        foreign = {parameter.name for parameter in tied if parameter.owner != section}
+        return load_state.state_in(
+            section,
+            {name: self.parameters[name] for name in dict.fromkeys(graph.parameters) if name not in foreign},
+            {name: self.buffers[name] for name in graph.updated},
+            self.optimizer.state_of if section in self.sharding.whole else None,
+            self.loss_scale,
+        )

@@ -232,7 +232,7 @@ def _states(
     sums: dict[tuple[int, SumAt], SectionState] = {}
     if assignment.transfers:
         with _span("move", assignment):
-            received, sums = exchange(groups.world, assignment.transfers, rank, held, left_out)
+            received, sums = exchange(groups.world, assignment.transfers, rank, held, left_out, dtype)
     if received:
         at(Awaited("frozen parameters from the files of weights="))
         put_back(received, _used(model, received), partial(initial, checks=False), "what another worker sent")

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import ModelError
-from varuna.core.messages import Assignment
+from varuna.core.messages import Assignment, Transfer
 from varuna.core.plan import Copies, Plan
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.peer_activity import watch
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited, Doing
+from varuna.engine.copies.following import StateReceiver, StateSender
 from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
 from varuna.engine.copies.sending import CopiedStage, CopySender
 from varuna.engine.links.groups import Groups
@@ -27,7 +29,7 @@ from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.runtime import Runtime
 from varuna.engine.pipeline.timeline import StepPhase
 from varuna.engine.stage.job import Job
-from varuna.engine.stage.load_state import STATISTICS, SUMS
+from varuna.engine.stage.load_state import STATISTICS, SUMS, rest_of
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import Begun
 from varuna.engine.worker.forming import Formed, form_generation
@@ -67,6 +69,8 @@ class Generation:
     stage: Stage
     reducer: Reducer
     runtime: Runtime
+    receiver: StateReceiver
+    """of optimizer state that is still to come"""
 
     @property
     def plan(self) -> Plan:
@@ -100,6 +104,17 @@ class Generation:
             yield
         self.runtime.phases.append(StepPhase(name, begin_s, time.monotonic()))
 
+    def wait_until_whole(self) -> None:
+        """Wait for optimizer state that is still to come.
+
+        Raises:
+            LinkError: its source is gone.
+            GenerationEnded: the manager ended the generation.
+        """
+        if not self.receiver.is_over:
+            with self.phase("rest of state", self.stage.next_step):
+                self.receiver.wait()
+
     def span(self, name: str, index: int) -> AbstractContextManager[None]:
         """Mark work between two steps, for whoever listens."""
         return span(name, rank=self.assignment.rank, stage=self.stage.index, step=self.stage.next_step - 1, index=index)
@@ -107,6 +122,7 @@ class Generation:
     def close(self, *, exiting: bool = False) -> None:
         """Abandon the generation without waiting for anyone."""
         self.inbox.abort(GenerationEnded(self.assignment.generation))
+        self.receiver.close()
         self.stage.still.close()
         self.runtime.close()
         self.reducer.close()
@@ -217,10 +233,46 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
             {section: state.tensors[SUMS] for section, state in states.items() if SUMS in state.tensors},
             {each: state.tensors[STATISTICS] for each, state in states.items() if STATISTICS in state.tensors},
         )
-    stage = Stage(setting.job, plan, place.stage, states, assignment.next_step, replica=place.replica, begun=begun)
+    missing = frozenset(each.section for each in assignment.transfers if _comes_later(each, assignment.rank))
+    stage = Stage(
+        setting.job,
+        plan,
+        place.stage,
+        states,
+        assignment.next_step,
+        replica=place.replica,
+        begun=begun,
+        missing=missing,
+    )
     for value in setting.loop.measured:
         stage.optimizer.measure(value)
     return stage
+
+
+def _comes_later(transfer: Transfer, rank: int) -> bool:
+    return transfer.follows and transfer.target_rank == rank
+
+
+def sent_later(assignment: Assignment) -> list[Transfer]:
+    """Transfers of which this rank sends a part once the generation has formed."""
+    return [each for each in assignment.transfers if each.follows and each.source_rank == assignment.rank]
+
+
+def send_rest(
+    assignment: Assignment,
+    groups: Groups,
+    kept: Mapping[int, SectionState],
+    dtype: torch.dtype,
+    then: Callable[[], object],
+) -> None:
+    """Begin to send what follows from this rank out of what it has ``kept``; ``then`` is called once that is done."""
+    moves = sent_later(assignment)
+    if not moves:
+        then()
+        return
+    stage = -1 if assignment.is_spare else assignment.plan.place_of(assignment.rank).stage
+    parts = {each.section: rest_of(kept[each.section], dtype) for each in moves}
+    StateSender(groups.world, moves, parts, then=then, step=assignment.next_step, stage=stage)
 
 
 def open_generation(
@@ -240,8 +292,16 @@ def open_generation(
         weight=setting.weight,
         steps=setting.steps,
     )
+    receiver = StateReceiver(
+        groups.world,
+        [each for each in assignment.transfers if _comes_later(each, rank)],
+        stage.complete,
+        inbox=inbox,
+        step=assignment.next_step,
+        stage=stage.index,
+    )
     _open_copies(setting, assignment, inbox, groups, stage, copy)
-    return Generation(assignment, inbox, groups, stage, reducer, runtime)
+    return Generation(assignment, inbox, groups, stage, reducer, runtime, receiver)
 
 
 def _open_copies(

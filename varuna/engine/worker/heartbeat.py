@@ -79,6 +79,7 @@ class Heartbeat:
             phase=WorkerPhase.CHECKS if waiting is not None and waiting.awaited().checks else phase,
             at_work=not doing.on,
             waits_s=time.monotonic() - waiting.since_s if waiting is not None and doing.on else 0.0,
+            whole=self._state.is_whole,
             times=self.reporter.drain(),
         )
         times = runtime.times if runtime is not None else None

@@ -7,6 +7,7 @@ loop is farthest, or the checkpoint's. If it lacks the loop's turn after the new
 import json
 import zlib
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from varuna.checkpoint.io.section_state import JSON
 from varuna.checkpoint.io.user_values import as_json, from_json
 from varuna.core.errors import UsageError
+from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals
 from varuna.engine.base.transport import Group
 from varuna.process.console import say_once, warn
@@ -36,6 +38,19 @@ class Stateful(Protocol):
 
 Kept = Stateful | MutableMapping[Any, Any]
 """What the user's ``state=`` may name."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed step, with its vote's totals."""
+
+    step: int
+    totals: StepTotals
+    generation: int
+    plan: Plan
+    is_main: bool
+    step_s: float
+    """from the first action to the update, on this rank"""
 
 
 class Turn(NamedTuple):

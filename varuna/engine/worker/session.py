@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, TypeVar
@@ -25,9 +24,18 @@ from varuna.engine.copies.keeping import KeptCopy
 from varuna.engine.pipeline.divergence import check_finite, check_measured, is_finite
 from varuna.engine.shown.shown_steps import ShownSteps
 from varuna.engine.stage.job import Job
-from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation, who
+from varuna.engine.worker.generation import (
+    Generation,
+    Setting,
+    build_stage,
+    form,
+    open_generation,
+    send_rest,
+    sent_later,
+    who,
+)
 from varuna.engine.worker.heartbeat import Heartbeat
-from varuna.engine.worker.loop_state import LoopState, Turn
+from varuna.engine.worker.loop_state import Committed, LoopState, Turn
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import layout_of, overflowed, run_step
 from varuna.engine.worker.sums_saver import SumsSaver
@@ -40,19 +48,6 @@ Found = TypeVar("Found")
 _EXIT_BOUND_S = 5.0
 _RECENT_STEPS = 32
 """The median of this many steps tells how long a step takes: a single one may compile, or wait for user code."""
-
-
-@dataclass(frozen=True)
-class Committed:
-    """A committed step, with its vote's totals."""
-
-    step: int
-    totals: StepTotals
-    generation: int
-    plan: Plan
-    is_main: bool
-    step_s: float
-    """from the first action to the update, on this rank"""
 
 
 class Session:
@@ -126,6 +121,7 @@ class Session:
         """Leave the last generation's groups, and end what runs for this session."""
         if self.current is not None:
             self.current.close(exiting=True)
+        self.standing.serve(None, exiting=True)
         self.heartbeat.inbox.abort(GenerationEnded(self.standing.generation))
         if self._saver is not None:
             self._saver.close()
@@ -259,17 +255,21 @@ class Session:
         if self._saver is not None:
             self._saver.inherit(assignment)
         heart.reporter.begin()  # before a beat can name the new generation, with times of the old one
+        sent = [each.section for each in sent_later(assignment)]
         if assignment.is_spare:
-            standing.take(None)
-            formed.groups.abandon()
+            standing.take(None, sent=sent)
+            standing.serve(formed.groups)
+            release = partial(standing.release, assignment.generation)
+            send_rest(assignment, formed.groups, standing.kept, self._setting.job.dtype, release)
             inbox.abort(GenerationEnded(assignment.generation))
             return None
         stage = build_stage(self._setting, assignment, formed.states)
         copy = KeptCopy()
-        standing.take(stage, copy)
+        standing.take(stage, copy, sent=sent, keeps_copy=not assignment.fresh and assignment.checkpoint is None)
         self._assignment = assignment
         if self._saver is not None:
             self._saver.begin(stage, assignment)
+        send_rest(assignment, formed.groups, standing.kept, stage.job.dtype, lambda: None)
         generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, copy)
         if self._saver is not None and stage.sums.outlast:
             save_state = partial(self._save, generation, in_step=True)
@@ -283,6 +283,8 @@ class Session:
         """Run steps until the run, the generation or the user's patience ends; True if the run is over."""
         stage, plan = generation.stage, generation.plan
         recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        if self._loop.owed:
+            generation.wait_until_whole()  # the user's code may look at averages
         for owed in self._loop.owed if stage.next_step < self._facts.steps else ():
             yield from self._turn(generation, owed)
             generation.inbox.check()
@@ -371,6 +373,8 @@ class Session:
             say_once("no checkpoints are written while the loss or the gradients are not finite: the newest stays good")
         if not self._is_sound or (is_last and saver.is_rescue):
             return
+        if not in_step:
+            generation.wait_until_whole()
         if is_last:
             self.heartbeat.at("waits until the checkpoint before the last one is written", WorkerPhase.LOOP)
             saver.flush()

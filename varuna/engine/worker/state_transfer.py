@@ -11,7 +11,7 @@ from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_byte
 from varuna.core.messages import Transfer
 from varuna.core.sums import SumAt
 from varuna.engine.base.transport import Group
-from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS, is_lent_along
+from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS, first_of, is_lent_along
 
 _TAG = 100_000
 
@@ -31,14 +31,15 @@ def exchange(
     rank: int,
     held: Mapping[int, SectionState],
     left_out: LeftOut | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Received:
     """Take part in all transfers of this rank at once; returns what it received.
 
-    Each is a length and then the section in the checkpoint's format, whole or without optimizer state, or its sums of
-    gradients. All lengths are posted before any is waited for, and so are all sections, so no order of transfers can
-    deadlock. A rank asks for all sections before it sends any, as in ``Group.exchange``: else two that swap sections
-    may use their line in one direction after the other. Between two ranks, messages are told apart by their section and
-    kind: each rank knows its own transfers only.
+    Each is a length and then the section in the checkpoint's format, whole or without optimizer state (which others
+    hold, or which follows: ``engine.copies.following``), or its sums of gradients. All lengths are posted before any is
+    waited for, and so are all sections, so no order of transfers can deadlock. A rank asks for all sections before it
+    sends any, as in ``Group.exchange``: else two that swap sections may use their line in one direction after the
+    other. Between two ranks, messages are told apart by their section and kind: each rank knows its own transfers only.
 
     Args:
         group: every member of the generation.
@@ -46,17 +47,18 @@ def exchange(
         rank: this one.
         held: by section, state that this rank has; storages are read in place.
         left_out: frozen parameters that receivers read from disk.
+        dtype: of computation.
 
     Raises:
         RuntimeError: a peer is gone (from gloo).
     """
-    packed: dict[tuple[int, bool, bool, bool], Tensor] = {}
+    packed: dict[tuple[int, bool, bool, bool, bool], Tensor] = {}
     sends: list[tuple[Transfer, Tensor]] = []
     for transfer in transfers:
         if transfer.source_rank == rank:
-            key = transfer.section, transfer.lent, transfer.sums, transfer.copied
+            key = transfer.section, transfer.lent, transfer.follows, transfer.sums, transfer.copied
             if key not in packed:
-                state = _part(held[transfer.section], transfer)
+                state = _part(held[transfer.section], transfer, dtype)
                 state = state if left_out is None or transfer.sums else left_out.of(state)
                 packed[key] = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
             sends.append((transfer, packed[key]))
@@ -72,7 +74,7 @@ def exchange(
     )
 
 
-def _part(state: SectionState, transfer: Transfer) -> SectionState:
+def _part(state: SectionState, transfer: Transfer, dtype: torch.dtype) -> SectionState:
     """What of a section's state is sent."""
     if transfer.copied:
         return sums_copied(state)
@@ -82,11 +84,12 @@ def _part(state: SectionState, transfer: Transfer) -> SectionState:
             return transfer.sums and name != COPIED_SUMS
         return not transfer.sums and (not transfer.lent or is_lent_along(name))
 
-    return SectionState(
+    part = SectionState(
         state.section,
         {name: value for name, value in state.tensors.items() if goes(name)},
         {name: value for name, value in state.scalars.items() if goes(name)},
     )
+    return first_of(part, dtype) if transfer.follows else part
 
 
 def sums_copied(state: SectionState) -> SectionState:

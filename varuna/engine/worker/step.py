@@ -49,7 +49,8 @@ def run_step(
     begin_s = time.monotonic()
     stage.still.begins(step)
     generation.runtime.run(step)
-    stage.optimizer.prepare()  # after the last activation; gradients are still being reduced
+    generation.wait_until_whole()  # after the last activation; gradients are still being reduced
+    stage.optimizer.prepare()
     with generation.phase("reduce", step):
         generation.reducer.finish(step)
     vector = cast_vote(layout_of(stage), stage, generation.replica, stage.work.losses, dict(flags()))

@@ -6,7 +6,7 @@ thread. Whoever finds the state at rest (between steps, or no part of a generati
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 from varuna.checkpoint.io.section_state import SectionState
@@ -17,6 +17,7 @@ from varuna.core.sums import joined
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.copies.keeping import KeptCopy
+from varuna.engine.links.groups import Groups
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.loop_state import Turn
@@ -42,11 +43,24 @@ class WorkerState:
         self.generation = -1
         self.stage: Stage | None = None
         self._copy = KeptCopy()  # of what another rank has
+        self._serving: Groups | None = None
+        self._kept: dict[int, SectionState] = {}
+        self._kept_step: int | None = None
 
     @property
     def next_step(self) -> int | None:
         """Steps that the state contains; None without state."""
-        return self.stage.next_step if self.stage is not None else None
+        return self.stage.next_step if self.stage is not None else self._kept_step
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no optimizer state is on its way to it."""
+        return self.stage is None or not self.stage.sharding.missing
+
+    @property
+    def kept(self) -> Mapping[int, SectionState]:
+        """By section, state from before this generation that it may still be asked for."""
+        return self._kept
 
     def states(self) -> dict[int, SectionState]:
         """State of every section held, as references; of lent ones without optimizer state, unless outdated.
@@ -56,8 +70,8 @@ class WorkerState:
         """
         stage = self.stage
         if stage is None:
-            return {}
-        states = {section: stage.state_of(section) for section in (*stage.sharding.held, *stage.sharding.up_to_date)}
+            return dict(self._kept)
+        states = {section: stage.state_of(section) for section in (*stage.sharding.whole, *stage.sharding.up_to_date)}
         for each in stage.sums.seal():
             if each.section in states:
                 states[each.section].tensors[SUMS] = stage.buckets[each.section].flat
@@ -65,7 +79,7 @@ class WorkerState:
                 statistics = stage.statistics.carried(each.section, each.micro_batches)
                 if statistics is not None:
                     states[each.section].tensors[STATISTICS] = statistics
-        states = {**self._copy.seal(stage.next_step), **states}
+        states = {**self._copies(), **states}
         for section, copied in self._copy.sums(stage.next_step).items():
             state = states.setdefault(section, SectionState(section, {}))
             state.tensors[COPIED_SUMS] = copied.values
@@ -87,6 +101,7 @@ class WorkerState:
         if self.stage is not None:
             self.stage.roll_back()  # a new generation: the verdict on a tentative step was not COMMIT
         with self._lock:
+            self.serve(None)
             self.generation, self._inbox, self._rank, self._at_rest = generation, inbox, rank, False
             if self._ended >= generation:
                 raise GenerationEnded(generation)
@@ -95,9 +110,27 @@ class WorkerState:
         """Forget votes, since their steps will be run again: the run begins anew, or from a checkpoint."""
         self._votes.clear()
 
-    def take(self, stage: Stage | None, copy: KeptCopy | None = None) -> None:
-        """Hold this state from now on, and this copy; None: a spare, which holds nothing and is at rest."""
+    def take(
+        self,
+        stage: Stage | None,
+        copy: KeptCopy | None = None,
+        *,
+        sent: Collection[int] = (),
+        keeps_copy: bool = False,
+    ) -> None:
+        """Hold this state from now on; until the first update, which needs everybody's, also some of what was here.
+
+        Args:
+            stage: None: a spare, which is at rest.
+            copy: of what another rank has, which it will get.
+            sent: sections of which this rank still has to send optimizer state.
+            keeps_copy: the copy so far is still worth something: another rank's state may be on its way.
+        """
         with self._lock:
+            step, whole = self.next_step, self._whole() if sent else {}
+            copies = self._copy.seal(step) if keeps_copy else {}
+            self._kept = copies | {section: whole[section] for section in sent}
+            self._kept_step = step if self._kept else None
             self.stage, self._copy = stage, copy or KeptCopy()
             self._at_rest = stage is None
             if self._at_rest and self._ended >= self.generation:  # it was ended in this moment, by who saw no rest
@@ -111,11 +144,37 @@ class WorkerState:
                 del self._asked[flag]
             return is_asked
 
+    def serve(self, groups: Groups | None, *, exiting: bool = False) -> None:
+        """Send through these groups what others still need of a spare's, and through no others any more."""
+        with self._lock:
+            if self._serving is not None:
+                self._serving.abandon(exiting=exiting)
+            self._serving = groups
+
+    def release(self, generation: int) -> None:
+        """Keep nothing from before a generation any more, if it is the newest: others have it."""
+        with self._lock:
+            if generation == self.generation:
+                self._kept, self._kept_step = {}, None
+                self.serve(None)
+
+    def _whole(self) -> dict[int, SectionState]:
+        """By section, all state that is complete, as references."""
+        stage = self.stage
+        own = {} if stage is None else {section: stage.state_of(section) for section in stage.sharding.whole}
+        return self._copies() | own
+
+    def _copies(self) -> dict[int, SectionState]:
+        """By section, state of the same step that is not this rank's to train, as references."""
+        kept = self._kept if self._kept_step == self.next_step else {}
+        return kept | self._copy.seal(self.next_step)
+
     # -- votes -----------------------------------------------------------------------------------------------
 
     def remember(self, vote: Vote) -> None:
         """Keep the result of a vote, for whoever has not got it; of those before it what nobody has written down."""
         with self._lock:
+            self.release(self.generation)  # everybody has voted, so everybody is whole
             if self._votes:
                 self._votes[-1] = self._votes[-1].shortened()
             recorded = self._membership.recorded_step
@@ -207,7 +266,7 @@ class WorkerState:
 
     def _report(self, generation: int) -> None:
         sharding = self.stage.sharding if self.stage is not None else None
-        copies = tuple(sorted(self._copy.seal(self.next_step)))
+        copies = tuple(sorted(self._copies()))
         kept = self._copy.sums(self.next_step)
         own = self.stage.held_sums() if self.stage is not None else None
         recorded = self._membership.recorded_step
@@ -216,7 +275,7 @@ class WorkerState:
         held = Held(
             generation=generation,
             next_step=self.next_step,
-            sections=sharding.held if sharding is not None else (),
+            sections=sharding.whole if sharding is not None else (),
             lent=sharding.up_to_date if sharding is not None else (),
             votes=votes,
             sums=joined([*([own] if own is not None else []), *(each.held for each in kept.values())]),

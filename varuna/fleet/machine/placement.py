@@ -1,7 +1,7 @@
 """Who sits where in a new generation, so that as little state as possible moves. Pure."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 
@@ -275,6 +275,7 @@ def transfers(
     *,
     lent: Holdings | None = None,
     holders: Holders | None = None,
+    following: Container[int] = (),
 ) -> tuple[Transfer, ...]:
     """Copies that give each seat its sections, with the bytes spread evenly over the sources.
 
@@ -287,6 +288,7 @@ def transfers(
         weights: bytes of each section's state.
         lent: sections that each worker has without optimizer state.
         holders: by section, the replicas that will hold it whole; None: all.
+        following: sections whose optimizer state may come while the first step runs.
     """
     wanted = _Wanted(plan, holders)
     whole = [holdings.get(worker, _NOTHING) for worker in members]
@@ -302,7 +304,10 @@ def transfers(
             if section not in had[rank]:
                 source = min(sources[is_lent][section], key=lambda source: (sent_bytes[source], source))
                 sent_bytes[source] += weights[section]
-                moves.append(Transfer(section=section, source_rank=source, target_rank=rank, lent=is_lent))
+                follows = not is_lent and section in following
+                moves.append(
+                    Transfer(section=section, source_rank=source, target_rank=rank, lent=is_lent, follows=follows)
+                )
     return tuple(moves)
 
 

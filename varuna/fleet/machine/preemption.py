@@ -7,7 +7,7 @@ from varuna.core.messages import Finish
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Departure, Fleet, Risk
 from varuna.fleet.state.inputs import AdviceReceived, DrainRequested, NoticeReceived
-from varuna.fleet.state.morph_gain import sums_s
+from varuna.fleet.state.morph_gain import state_s, sums_s
 from varuna.fleet.state.outputs import Release
 from varuna.fleet.state.phases import Ended, Finishing, Running
 from varuna.fleet.state.run_events import Answered, Asked
@@ -94,7 +94,9 @@ def hand_over_s(fleet: Fleet) -> float:
     assert fleet.job is not None
     job, plan = fleet.job, fleet.record.plan
     action_s = fleet.step_wall_s * plan.replicas / plan.micro_batches  # nothing interrupts one
-    return action_s + _SLOWER * (fleet.experience.stall_s(job, plan) + sums_s(job, plan, fleet.link_bytes_per_s))
+    # Nobody may wait for optimizer state, which follows while others run: the leaver has to send it all the same.
+    moving_s = max(fleet.experience.stall_s(job, plan), state_s(job, plan, fleet.link_bytes_per_s))
+    return action_s + _SLOWER * (moving_s + sums_s(job, plan, fleet.link_bytes_per_s))
 
 
 def release(transition: Transition) -> None:

@@ -147,7 +147,8 @@ def _may_be_of(record: GenerationRecord, rank: int, next_step: int, held: Sectio
 def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
     """A worker holds what its seat does, of this generation or (if that did not form) of one before.
 
-    Lent sections are missing while their parameters are outdated.
+    Lent sections are missing while their parameters are outdated. In the first step, some of the others may be as if
+    they were lent: their optimizer state is on its way.
     """
     if not held.sections and not held.lent:
         return True
@@ -162,17 +163,28 @@ def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
             lent = tuple(section for section in sections if section not in whole)
             if held.sections == whole and held.lent in ((), lent):
                 return True
+            missing = set(held.lent) - set(lent)
+            is_first = held.next_step == record.first_step
+            if is_first and missing.issubset(whole) and held.sections == tuple(s for s in whole if s not in missing):
+                return True
     return False
 
 
 def _was_copied(fleet: Fleet, worker: str, held: Held) -> bool:
-    """A worker keeps a copy of one other seat's state, of this generation or (if that did not form) of one before."""
+    """A worker keeps a copy of one other seat's state, of this generation or (if that did not form) of one before.
+
+    In the first step, also what it had before then: others may still get that.
+    """
     if not held.copies:
         return True
+    is_first, had = held.next_step == fleet.record.first_step, set[int]()
     for record in reversed(fleet.history):
-        source = record.copied_from(record.ranks[worker]) if record.has_seat(worker) else None
-        has_state = record.plan.copies is Copies.STATE
-        if has_state and source is not None and held.copies == tuple(record.plan.sections_at(source)):
+        if not record.has_seat(worker):
+            continue
+        source, has_state = record.copied_from(record.ranks[worker]), record.plan.copies is Copies.STATE
+        copied = tuple(record.plan.sections_at(source)) if has_state and source is not None else ()
+        had.update(copied, record.plan.sections_at(record.ranks[worker]))
+        if held.copies == copied or (is_first and had.issuperset(held.copies)):
             return True
     return False
 

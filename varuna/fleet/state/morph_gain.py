@@ -1,5 +1,6 @@
 """Whether a switch to a faster plan pays: what it saves until the next change, against what it costs. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from varuna.core.model import JobFacts
@@ -41,18 +42,23 @@ class Experience:
         """Expected stall of a planned morph: the mean of the last ones; before the first, a stage's state on a link."""
         if self.stalls_s:
             return sum(self.stalls_s) / len(self.stalls_s)
-        facts = job.model.sections
-        stage_bytes = max(
-            sum(facts[section].parameter_bytes + facts[section].optimizer_bytes for section in slot.sections)
-            for slot in plan.slots
-        )
-        return _PRIOR_HANDSHAKE_S + stage_bytes / LINK_BYTES_PER_S
+        return _PRIOR_HANDSHAKE_S + state_s(job, plan, None)
+
+
+def state_s(job: JobFacts, plan: Plan, link_bytes_per_s: float | None) -> float:
+    """Seconds that a stage's state takes on a link, of which nothing may be known."""
+    return _stage_s(
+        plan, [each.parameter_bytes + each.optimizer_bytes for each in job.model.sections], link_bytes_per_s
+    )
 
 
 def sums_s(job: JobFacts, plan: Plan, link_bytes_per_s: float | None) -> float:
-    """Seconds that a stage's sums of gradients take on a link, of which nothing may be known."""
-    sections = job.model.sections
-    stages = (sum(sections[each].summed_bytes for each in slot.sections) for slot in plan.slots)
+    """The same of a stage's sums of gradients."""
+    return _stage_s(plan, [each.summed_bytes for each in job.model.sections], link_bytes_per_s)
+
+
+def _stage_s(plan: Plan, section_bytes: Sequence[int], link_bytes_per_s: float | None) -> float:
+    stages = (sum(section_bytes[each] for each in slot.sections) for slot in plan.slots)
     return max(stages) / (link_bytes_per_s or LINK_BYTES_PER_S)
 
 

@@ -64,17 +64,18 @@ def test_the_earliest_of_several_notices_counts_and_all_leave_in_one_morph() -> 
     assert driver.fleet.record.grid == ("w0", "w2")
 
 
-@pytest.mark.parametrize("steps_run", [False, True])
-def test_a_leaver_is_let_go_once_all_have_their_state(steps_run: bool) -> None:
-    """The first step may take minutes, and the node is gone by then."""
+@pytest.mark.parametrize(("steps_run", "whole"), [(False, True), (True, False), (True, True)])
+def test_a_leaver_is_let_go_once_all_have_their_state(steps_run: bool, whole: bool) -> None:
+    """The first step may take minutes, and the node is gone by then. Optimizer state may come while it runs."""
     driver = in_long_step("abcde")
     driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 20))
     for name in driver.fleet.live_members:
         driver.held(name, 2)
-    driver.wait(2, phase=WorkerPhase.STEPS if steps_run else WorkerPhase.FORMS)
-    assert [worker for worker, _ in sends(driver.done, Finish)] == ["w1"] * steps_run
-    driver.kill("w1", code=0 if steps_run else -9)
-    assert isinstance(driver.fleet.phase, Running if steps_run else Stopping)
+    driver.wait(2, phase=WorkerPhase.STEPS if steps_run else WorkerPhase.FORMS, whole=whole)
+    is_free = steps_run and whole
+    assert [worker for worker, _ in sends(driver.done, Finish)] == ["w1"] * is_free
+    driver.kill("w1", code=0 if is_free else -9)
+    assert isinstance(driver.fleet.phase, Running if is_free else Stopping)
 
 
 def test_a_second_notice_waits_for_the_generation_that_forms() -> None:

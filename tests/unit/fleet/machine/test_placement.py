@@ -112,6 +112,15 @@ def test_state_that_is_shared_out_goes_to_who_will_hold_it_and_parameters_to_the
     )
 
 
+def test_optimizer_state_follows_of_sections_that_are_to_be_whole() -> None:
+    plan = make_plan(JOB, 2, None, stages=1)
+    holders = ((0,), (0, 1), (0, 1), (0, 1))
+    moves = transfers(plan, ("a", "new"), {"a": FRONT | BACK}, EVEN, holders=holders, following={0, 1, 2})
+    assert [(move.section, move.lent, move.follows) for move in moves] == [
+        (0, True, False), (1, False, True), (2, False, True), (3, False, False),
+    ]  # fmt: skip
+
+
 def test_parameters_that_are_behind_come_from_whoever_has_them_whole() -> None:
     plan = make_plan(JOB, 2, None, stages=1)
     holdings = {"a": FRONT, "b": BACK}

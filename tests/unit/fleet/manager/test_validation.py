@@ -55,6 +55,7 @@ def test_lies_are_named() -> None:
         (Held(generation=1, next_step=2), "the newest is 0"),
         (Held(generation=0, next_step=2, sections=(2, 3)), "never given"),
         (Held(generation=0, next_step=2, sections=(0, 1, 2, 3)), "never given"),
+        (Held(generation=0, next_step=2, sections=(0,), lent=(1,)), "never given"),
         (Held(generation=0, next_step=2, sections=sections, copies=(2, 3)), "which nobody has sent it"),
         (Held(generation=0, next_step=None, copies=(2, 3)), "without a step"),
         (Held(generation=0, next_step=9, sections=sections), "step 2 is not committed"),
@@ -101,6 +102,26 @@ def test_sums_that_a_worker_went_on_from_are_believed_in_that_step_only() -> Non
     fleet = replace(fleet, recorded_step=2)
     assert "never given" in text(objection(fleet, w0, later))
     assert objection(fleet, w0, summed(((0, 4),)).model_copy(update={"next_step": 3})) is None
+
+
+def test_in_the_first_step_some_state_is_on_its_way_and_what_was_there_before_is_kept() -> None:
+    driver = running()
+    w0, w1 = driver.fleet.members[:2]
+    changes = {"generation": 1, "first_step": 2, "members": (w1, w0, *driver.fleet.members[2:])}
+    second = GenerationRecord.model_validate({**driver.fleet.record.model_dump(), **changes})
+    fleet = replace(driver.fleet, history=(driver.fleet.record, second))
+
+    def said(sections: tuple[int, ...], lent: tuple[int, ...], copies: tuple[int, ...], step: int = 2) -> str | None:
+        held = Held(generation=1, next_step=step, sections=sections, lent=lent, copies=copies)
+        found = objection(fleet, w0, held)
+        return None if found is None else found.text
+
+    assert said((3,), (2,), (0, 1)) is None
+    assert said((), (2, 3), (1,)) is None
+    assert "never given" in (said((3,), (1,), ()) or "")
+    fleet = replace(fleet, recorded_step=2)
+    assert "never given" in (said((3,), (2,), (), 3) or "")
+    assert "nobody has sent" in (said((2, 3), (), (0, 1), 3) or "")
 
 
 def test_honest_words_pass_at_every_moment_of_a_morph() -> None:

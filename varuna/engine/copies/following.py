@@ -1,0 +1,193 @@
+"""Optimizer state that follows its section into another rank, while that runs the first step of a generation.
+
+Only an update needs it, so a section computes as soon as its parameters are there. Whoever sends it keeps the whole
+section: nobody can apply the step before everybody has everything, so until then nothing that is sent changes.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.core.errors import LinkError
+from varuna.core.messages import Transfer
+from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.spans import span
+from varuna.engine.base.transport import Group
+from varuna.engine.base.wait_bounds import Awaited
+from varuna.engine.copies.layout import Body, SectionLayout, as_bytes, from_bytes
+from varuna.process.threads import start
+
+_TAG = 95_000
+_ANSWER_TAG = _TAG + 1
+_PART_BYTES = 4 * 2**20
+States = Mapping[int, SectionState]
+
+
+class _Sent(NamedTuple):
+    """What goes to another rank."""
+
+    transfer: Transfer
+    header: bytes
+    body: Body
+
+
+class StateSender:
+    """Sends what follows to others, one section after another, on a thread of its own."""
+
+    def __init__(
+        self,
+        group: Group,
+        transfers: Iterable[Transfer],
+        parts: States,
+        *,
+        then: Callable[[], object],
+        step: int,
+        stage: int,
+    ) -> None:
+        """Start sending.
+
+        Args:
+            group: every member of the generation.
+            transfers: those whose source this rank is.
+            parts: by section, what is sent of it; read in place.
+            then: called once all of it has arrived.
+            step: the first of the generation.
+            stage: that this rank runs; -1: none.
+
+        Raises:
+            CheckpointError: a tensor's dtype has no name.
+        """
+        self._group, self._then, self._sent = group, then, list[_Sent]()
+        self._where = {"step": step, "stage": stage}
+        for each in transfers:
+            layout = SectionLayout.of(parts[each.section])
+            self._sent.append(_Sent(each, as_bytes([layout]), Body.of_states([layout], parts)))
+        start("state-sender", self._run)
+
+    def _run(self) -> None:
+        try:
+            for each in self._sent:
+                move = each.transfer
+                with span("send-rest", **self._where, rank=move.source_rank, index=move.section):
+                    self._send(each)
+            for target in dict.fromkeys(each.transfer.target_rank for each in self._sent):
+                self._group.receive(torch.zeros(1), target, _ANSWER_TAG).wait()  # what is on its way needs the group
+        except RuntimeError:
+            return  # the other rank is gone, or the generation has ended: other links say which
+        self._then()
+
+    def _send(self, sent: _Sent) -> None:
+        target = sent.transfer.target_rank
+        sizes = torch.tensor([len(sent.header), sent.body.size_bytes], dtype=torch.int64)
+        self._group.send(sizes, target, _TAG).wait()
+        self._group.send(torch.frombuffer(bytearray(sent.header), dtype=torch.uint8), target, _TAG).wait()
+        part = torch.zeros(min(_PART_BYTES, sent.body.size_bytes), dtype=torch.uint8)
+        for first, size in _parts(sent.body.size_bytes):
+            sent.body.read(first, part[:size])
+            self._group.send(part[:size], target, _TAG).wait()
+
+
+class StateReceiver:
+    """Takes what follows into a stage, from each source on a thread of its own."""
+
+    def __init__(
+        self,
+        group: Group,
+        transfers: Iterable[Transfer],
+        take: Callable[[SectionState], None],
+        *,
+        inbox: Inbox,
+        step: int,
+        stage: int,
+    ) -> None:
+        """Start receiving.
+
+        Args:
+            group: every member of the generation.
+            transfers: those whose target this rank is.
+            take: puts the rest of a section's state into the stage; called by one thread at a time.
+            inbox: of the generation, for whoever waits.
+            step: the first of the generation.
+            stage: that this rank runs.
+        """
+        self._group, self._take, self._inbox, self._where = group, take, inbox, {"step": step, "stage": stage}
+        self._lock, self._closed, self._progress = threading.Lock(), False, 0
+        self._failure: LinkError | None = None
+        ordered = sorted(transfers, key=lambda each: each.source_rank)  # of one source, they stay in order
+        self._missing = {each.section: each.source_rank for each in ordered}
+        for source, its in groupby(ordered, key=lambda each: each.source_rank):
+            self._start(source, tuple(its))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything has come."""
+        return not self._missing
+
+    def wait(self) -> None:
+        """Let the training thread wait until everything has come.
+
+        Raises:
+            LinkError: a source is gone.
+            GenerationEnded: the manager ended the generation.
+        """
+        while self._missing:
+            seen = self._progress  # each part that comes begins another wait: many of them are not a deadlock
+            if self._failure is not None:
+                raise self._failure
+            self._inbox.wait(lambda seen=seen: self._progress != seen, self._awaited)  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Take nothing more into the stage."""
+        with self._lock:
+            self._closed = True
+
+    def _start(self, source: int, transfers: Sequence[Transfer]) -> None:
+        def run() -> None:
+            try:
+                for each in transfers:
+                    with span("take-rest", **self._where, rank=each.target_rank, index=each.section):
+                        self._receive(source)
+                self._group.send(torch.ones(1), source, _ANSWER_TAG).wait()
+            except RuntimeError as error:
+                named = ", ".join(str(each.section) for each in transfers)
+                self._failure = LinkError(
+                    f"the optimizer state of sections {named} did not come from rank {source}: {error}"
+                )
+                self._stir()
+
+        start("state-receiver", run)
+
+    def _receive(self, source: int) -> None:
+        header_bytes, body_bytes = self._next(torch.zeros(2, dtype=torch.int64), source).tolist()
+        [layout] = from_bytes(self._next(torch.empty(header_bytes, dtype=torch.uint8), source).numpy().tobytes())
+        memory = torch.empty(body_bytes, dtype=torch.uint8)
+        for first, size in _parts(body_bytes):
+            self._next(memory[first : first + size], source)
+            self._stir()
+        with self._lock:
+            if not self._closed:
+                self._take(layout.state_in(memory))
+                del self._missing[layout.section]
+        self._stir()
+
+    def _next(self, room: Tensor, source: int) -> Tensor:
+        return self._group.receive(room, source, _TAG).wait()
+
+    def _stir(self) -> None:
+        self._progress += 1
+        self._inbox.stir()
+
+    def _awaited(self) -> Awaited:
+        missing = dict(self._missing)
+        named = ", ".join(str(section) for section in sorted(missing))
+        return Awaited(f"the optimizer state of sections {named}", tuple(sorted(set(missing.values()))))
+
+
+def _parts(size_bytes: int) -> Iterable[tuple[int, int]]:
+    """Where each part of a body begins, and its size."""
+    return ((first, min(_PART_BYTES, size_bytes - first)) for first in range(0, size_bytes, _PART_BYTES))
