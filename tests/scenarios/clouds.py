@@ -342,7 +342,11 @@ def gcp() -> Iterator[Cloud]:
             },
             desired=lambda: Managed.desired,
             metadata=_of_its_own(
-                GoogleMetadata, preempted=lambda: "FALSE", changed=threading.Event, held=threading.Event
+                GoogleMetadata,
+                preempted=lambda: "FALSE",
+                preemptible=lambda: "TRUE",
+                changed=threading.Event,
+                held=threading.Event,
             ),
             endpoint=lambda own: {"GCE_METADATA_HOST": own.removeprefix("http://")},
             notify=_google_notice,

@@ -72,6 +72,7 @@ def lose_all_of_the_first_machines(cloud: Cloud, machines: Machines, run: OnEngi
     machines.vanish(first)
     until_replaced()
     assert "spot notice" in run.said()
+    assert ("may be taken away at any time, says its cloud" in run.said()) == (cloud.name == "gcp")
 
 
 def test_a_second_run_on_a_group_is_refused_and_an_api_that_goes_away_is_said_with_what_is_left(tmp_path: Path) -> None:

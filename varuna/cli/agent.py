@@ -64,8 +64,8 @@ def agent(
     from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
     from varuna.fleet.agent.join import serve
     from varuna.fleet.agent.manager_client import ManagerAddress
-    from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
-    from varuna.fleet.notices.notice import CloudNotice, SpotNotice
+    from varuna.fleet.agent.own_departure import RentedSpot, RiskWarning, SpotWarning
+    from varuna.fleet.notices.notice import CloudNotice, Preemptible, RebalanceAdvice, SpotNotice
     from varuna.fleet.notices.spot_notices import SpotNotices
     from varuna.process.output_pump import unread_allowed
 
@@ -81,10 +81,13 @@ def agent(
         member = Agent(place, home, card, config, say)
 
         def warn(notice: CloudNotice) -> None:
-            if isinstance(notice, SpotNotice):
-                member.notify(SpotWarning(notice.in_s, f"spot notice: {notice.action}"))
-            else:
-                member.notify(RiskWarning(notice.reason))
+            match notice:
+                case SpotNotice(action=action, in_s=in_s):
+                    member.notify(SpotWarning(in_s, f"spot notice: {action}"))
+                case RebalanceAdvice(reason=reason):
+                    member.notify(RiskWarning(reason))
+                case Preemptible():
+                    member.notify(RentedSpot())
 
         notices = SpotNotices(warn)
         notices.start()

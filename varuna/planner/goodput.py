@@ -51,11 +51,14 @@ def expected(plan: Plan, request: PlanRequest) -> Expected:
 
 def loss_cost_s(plan: Plan, request: PlanRequest) -> float:
     """Seconds of training that the loss of a worker costs, on average over the moments of a step."""
-    state = profile(request.calibration, plan.micro_batch).state_bytes
-    state_bytes = max(state.over(slot.sections) for slot in plan.slots)
+    figures = profile(request.calibration, plan.micro_batch)
+    state_bytes = max(figures.state_bytes.over(slot.sections) for slot in plan.slots)
     link = request.calibration.across_vms.link.bytes_per_s
-    # State moves where the number of stages changes, as it mostly does if no spare is there.
-    base_s = NOTICED_S + REGROUPED_S + (state_bytes / link if plan.is_cut else 0.0)
+    # State moves where the number of stages changes, as it mostly does if no spare is there. Where it is in the memory
+    # of hosts, as sums that outlast a step are, optimizer state follows while the next step runs.
+    moved_bytes = max(figures.parameter_bytes.over(slot.sections) for slot in plan.slots)
+    moved_bytes = moved_bytes if request.keeps_sums else state_bytes
+    base_s = NOTICED_S + REGROUPED_S + (moved_bytes / link if plan.is_cut else 0.0)
     return base_s + _again_s(plan, request, state_bytes, link)
 
 

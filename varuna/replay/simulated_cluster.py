@@ -33,6 +33,7 @@ from varuna.fleet.state.inputs import (
     Event,
     MessageReceived,
     NoticeReceived,
+    SpotReceived,
     Tick,
     WorkerExited,
     WorkerSpawned,
@@ -52,7 +53,6 @@ from varuna.replay.moving import Moves
 from varuna.replay.saved import StepSaves, Stored
 
 _QUICK_S, _SLOW_S = 0.5, 30.0  # between ticks: while something is under way, and else
-_VERSION = "replay"
 
 
 class SimulatedCluster:
@@ -128,6 +128,7 @@ class SimulatedCluster:
 
     def add(self, node: str, gpus: int) -> None:
         """A VM appears; its workers join once they are warm."""
+        self._feed(SpotReceived(node))
         names = [f"w{next(self._numbers)}" for _ in range(gpus)]
         self._nodes[node] = names
         self._account.workers(self.now_s, there=gpus)
@@ -168,7 +169,7 @@ class SimulatedCluster:
             self._joined_s = self.now_s
             self._workers[name].warm = True
             self._account.workers(self.now_s, warm=1)
-            self._say(name, Hello(worker=name, pid=1, version=_VERSION, job=self._job))
+            self._say(name, Hello(worker=name, pid=1, version="replay", job=self._job))
             self._tick_once()
 
     # -- the machine -----------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ class Metadata(Service):
     token: ClassVar[str] = "t0"
     action: ClassVar[str | None] = None
     rebalance: ClassVar[str | None] = None
+    life_cycle: ClassVar[str | None] = None
     tokens_given: ClassVar[int] = 0
 
     def do_PUT(self) -> None:
@@ -73,6 +74,7 @@ class Metadata(Service):
         found = {
             "/latest/meta-data/spot/instance-action": self.action,
             "/latest/meta-data/events/recommendations/rebalance": self.rebalance,
+            "/latest/meta-data/instance-life-cycle": self.life_cycle,
         }.get(self.path)
         if self.headers.get("X-aws-ec2-metadata-token") != self.token:
             self.say(401, "Unauthorized")
@@ -86,6 +88,7 @@ class Metadata(Service):
 def metadata_service() -> Iterator[str]:
     """AWS's URL; what it answers is set on ``Metadata``."""
     Metadata.token, Metadata.action, Metadata.rebalance, Metadata.tokens_given = "t0", None, None, 0
+    Metadata.life_cycle = None
     with serving(Metadata) as url:
         yield url
 
@@ -95,6 +98,7 @@ class AzureMetadata(Service):
 
     events: ClassVar[list[dict[str, object]]] = []
     approved: ClassVar[list[str]] = []
+    priority: ClassVar[str] = "Regular"
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
@@ -103,6 +107,8 @@ class AzureMetadata(Service):
             self.say(400, json.dumps({"error": "Bad request"}), "application/json")
         elif parts.path == "/metadata/instance/compute/name":
             self.say(200, "trainers_3", "text/plain; charset=utf-8")
+        elif parts.path == "/metadata/instance/compute/priority":
+            self.say(200, self.priority, "text/plain; charset=utf-8")
         elif parts.path == "/metadata/scheduledevents":
             self.say(200, json.dumps({"DocumentIncarnation": 2, "Events": self.events}), "application/json")
         else:
@@ -124,6 +130,7 @@ class GoogleMetadata(Service):
 
     preempted: ClassVar[str] = "FALSE"
     maintenance: ClassVar[str] = "NONE"
+    preemptible: ClassVar[str] = "FALSE"
     changed: ClassVar[threading.Event] = threading.Event()
     held: ClassVar[threading.Event] = threading.Event()
 
@@ -139,6 +146,7 @@ class GoogleMetadata(Service):
         found = {
             "/computeMetadata/v1/instance/preempted": self.preempted,
             "/computeMetadata/v1/instance/maintenance-event": self.maintenance,
+            "/computeMetadata/v1/instance/scheduling/preemptible": self.preemptible,
         }.get(parts.path)
         if found is None:
             self.say(404, "", Metadata_Flavor="Google")

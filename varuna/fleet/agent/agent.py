@@ -20,7 +20,7 @@ from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.join import job_identity
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.manager_client import FromUplink, ManagerAddress, ManagerClient, Refused, Trouble, Welcomed
-from varuna.fleet.agent.own_departure import OwnDeparture, RiskWarning, SpotWarning
+from varuna.fleet.agent.own_departure import Foreseen, OwnDeparture, RentedSpot, RiskWarning, SpotWarning
 from varuna.fleet.agent.slots import Slot, Slots
 from varuna.fleet.agent.worker_records import WorkerRecords
 from varuna.fleet.net.client import VoidSecretError
@@ -68,7 +68,7 @@ class _Confirmed:
     outputs: list[Output]
 
 
-_OfMachine = MessageReceived | ConnectionLost | WorkerExited | SpotWarning | RiskWarning | _Impatience
+_OfMachine = MessageReceived | ConnectionLost | WorkerExited | Foreseen | _Impatience
 AgentInput = _OfMachine | FromUplink | DownBody | _Confirmed
 """What an agent's own thread takes in, one after the other."""
 
@@ -146,7 +146,7 @@ class Agent:
         """Something happened, here or at the manager: ``take_next`` will see to it."""
         self._inputs.put(event)
 
-    def notify(self, notice: SpotWarning | RiskWarning) -> None:
+    def notify(self, notice: Foreseen) -> None:
         """This machine will be taken away, or may be."""
         self.happened(notice)
 
@@ -198,7 +198,7 @@ class Agent:
                 self._uplink.send(Parted(worker=worker))
             case WorkerExited():
                 self._note_exit(event)
-            case SpotWarning() | RiskWarning():
+            case SpotWarning() | RiskWarning() | RentedSpot():
                 self._note_notice(event)
             case _Impatience(number=number):
                 self.exit_code = 128 + number
@@ -276,15 +276,11 @@ class Agent:
         if self._roster.ended(event.worker, exited):
             self._uplink.send(ProcessEnded(worker=event.worker, exited=exited))
 
-    def _note_notice(self, warning: SpotWarning | RiskWarning) -> None:
+    def _note_notice(self, foreseen: Foreseen) -> None:
         """Record a preemption notice or an advice, and pass it on if it says more than the ones before."""
-        match warning:
-            case SpotWarning(in_s=in_s, reason=reason) if self._departure.note(warning, time.monotonic()):
-                self._tell(f"this machine will leave in {in_s:.0f} s ({reason})")
-                self._say_departure()
-            case RiskWarning(reason=reason) if self._departure.note_advice(warning):
-                self._tell(f"this machine may be taken away soon ({reason})")
-                self._say_departure()
+        if news := self._departure.learn(foreseen, time.monotonic()):
+            self._tell(news)
+            self._say_departure()
 
     def _say_departure(self) -> None:
         for body in self._departure.to_say(time.monotonic()):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from varuna.fleet.net.protocol import MAX_REASON, AdviceSeen, SpotNoticeSeen
+from varuna.fleet.net.protocol import MAX_REASON, AdviceSeen, SpotNoticeSeen, SpotSeen
 
 
 @dataclass(frozen=True)
@@ -20,32 +20,41 @@ class RiskWarning:
     reason: str
 
 
+@dataclass(frozen=True)
+class RentedSpot:
+    """This machine may be taken away at any time: it was rented as such."""
+
+
+Foreseen = SpotWarning | RiskWarning | RentedSpot
+"""What an agent learns of its machine's future."""
+
+
 class OwnDeparture:
     """Of several deadlines the earliest counts, and of several advices the first."""
 
     def __init__(self) -> None:
         self._until_s: float | None = None
         self._reason = self._advice = ""
-        self._signals = 0
+        self._is_spot, self._signals = False, 0
 
     @property
     def is_near(self) -> bool:
         """Whether this machine will be taken away."""
         return self._until_s is not None
 
-    def note(self, warning: SpotWarning, now_s: float) -> bool:
-        """Note a deadline; returns whether it is the earliest so far."""
-        until_s = now_s + warning.in_s
-        if self._until_s is not None and until_s >= self._until_s:
-            return False
-        self._until_s, self._reason = until_s, warning.reason
-        return True
-
-    def note_advice(self, warning: RiskWarning) -> bool:
-        """Note a risk; returns whether it is news."""
-        is_news = not self._advice
-        self._advice = self._advice or warning.reason
-        return is_news
+    def learn(self, foreseen: Foreseen, now_s: float) -> str:
+        """Take it down; what it is in words, or nothing if it says no more than what was known."""
+        match foreseen:
+            case SpotWarning(in_s=in_s, reason=reason) if self._until_s is None or now_s + in_s < self._until_s:
+                self._until_s, self._reason = now_s + in_s, reason
+                return f"this machine will leave in {in_s:.0f} s ({reason})"
+            case RiskWarning(reason=reason) if not self._advice:
+                self._advice = reason
+                return f"this machine may be taken away soon ({reason})"
+            case RentedSpot() if not self._is_spot:
+                self._is_spot = True
+                return "this machine may be taken away at any time: its cloud rents it as such"
+        return ""
 
     def note_signal(self) -> bool:
         """Note a SIGTERM or SIGINT; returns whether it is the second one. A cloud's own notice is not the first."""
@@ -56,9 +65,11 @@ class OwnDeparture:
         """Whether the deadline has passed."""
         return self._until_s is not None and now_s >= self._until_s
 
-    def to_say(self, now_s: float) -> list[SpotNoticeSeen | AdviceSeen]:
+    def to_say(self, now_s: float) -> list[SpotNoticeSeen | AdviceSeen | SpotSeen]:
         """What the manager should know; again, if it has started anew."""
-        said: list[SpotNoticeSeen | AdviceSeen] = []
+        said: list[SpotNoticeSeen | AdviceSeen | SpotSeen] = []
+        if self._is_spot:
+            said.append(SpotSeen())
         if self._advice:
             said.append(AdviceSeen(reason=self._advice[:MAX_REASON]))
         if self._until_s is not None:

@@ -17,7 +17,7 @@ from varuna.fleet.machine.joins import note_hello, note_spawned, spawn_missing
 from varuna.fleet.machine.leases import hear, look_around, note_parted, note_tick, take_back
 from varuna.fleet.machine.leases import note_beat as note_waiting
 from varuna.fleet.machine.planned_morphs import plan_ahead
-from varuna.fleet.machine.preemption import note_departure, note_risk, release, reprieve
+from varuna.fleet.machine.preemption import note_departure, note_risk, note_spot, release, reprieve
 from varuna.fleet.machine.standstill import note_standstill
 from varuna.fleet.machine.stragglers import note_beat, readmit
 from varuna.fleet.machine.transition import Transition
@@ -38,6 +38,7 @@ from varuna.fleet.state.inputs import (
     Recalibrated,
     SaveRequested,
     SpawnRequested,
+    SpotReceived,
     StopRequested,
     Tick,
     WorkerDistrusted,
@@ -83,7 +84,7 @@ def _note(transition: Transition, event: Event) -> None:
         case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():
             if event.worker in transition.fleet.workers:  # the lost and the refused are not heard any more
                 _note_worker(transition, event)
-        case NoticeReceived() | DrainRequested() | AdviceReceived():
+        case NoticeReceived() | DrainRequested() | AdviceReceived() | SpotReceived():
             _note_future(transition, event)
         case AnswerReceived(question=question, number=number, answer=answer):
             transition.note_answer(question, number, answer)
@@ -95,13 +96,19 @@ def _note(transition: Transition, event: Event) -> None:
             _note_wish(transition, event)
 
 
-def _note_future(transition: Transition, event: NoticeReceived | DrainRequested | AdviceReceived) -> None:
+def _note_future(
+    transition: Transition, event: NoticeReceived | DrainRequested | AdviceReceived | SpotReceived
+) -> None:
     """Take down that a machine will leave, or may."""
-    if isinstance(event, AdviceReceived):
-        hear(transition, event.node)
-        note_risk(transition, event)
-    else:
-        note_departure(transition, event)
+    match event:
+        case AdviceReceived():
+            hear(transition, event.node)
+            note_risk(transition, event)
+        case SpotReceived():
+            hear(transition, event.node)
+            note_spot(transition, event)
+        case _:
+            note_departure(transition, event)
 
 
 def _note_wish(

@@ -6,7 +6,7 @@ from enum import Enum, auto
 from varuna.core.messages import Finish
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Departure, Fleet, Risk
-from varuna.fleet.state.inputs import AdviceReceived, DrainRequested, NoticeReceived
+from varuna.fleet.state.inputs import AdviceReceived, DrainRequested, NoticeReceived, SpotReceived
 from varuna.fleet.state.morph_gain import state_s, sums_s
 from varuna.fleet.state.outputs import Release
 from varuna.fleet.state.phases import Ended, Finishing, Running
@@ -56,6 +56,18 @@ def note_risk(transition: Transition, event: AdviceReceived) -> None:
         transition.update(at_risk={**transition.fleet.at_risk, node: Risk(reason)})
         then = "spares take its place once there are enough"
         transition.notice(f"node {node} may be taken away soon ({reason}): {then}", departs=True)
+
+
+def note_spot(transition: Transition, event: SpotReceived) -> None:
+    """Note that a node may be taken away at any time: until a run has seen losses itself, it plans for some."""
+    before = transition.fleet.loss_rate
+    expected = before.on_spot_machines(transition.now_s)
+    if expected is not before:
+        transition.update(loss_rate=expected)
+        transition.notice(
+            f"node {event.node} may be taken away at any time, says its cloud: plans are chosen for "
+            f"{expected.planned_per_hour:.2g} losses of workers per hour, until this run has seen some"
+        )
 
 
 def leavers(fleet: Fleet) -> list[str]:

@@ -15,7 +15,7 @@ from varuna.core.version import __version__
 from varuna.fleet.manager.agent_link import AgentLink
 from varuna.fleet.manager.mailbox import Pulses
 from varuna.fleet.manager.pulse_gatherer import PulseGatherer
-from varuna.fleet.manager.reconcile import Reconciliation, check_belongs, check_speaker
+from varuna.fleet.manager.reconcile import Reconciliation, check_belongs, check_speaker, foreseen
 from varuna.fleet.net.agent_session import ChannelFullError, Outgoing
 from varuna.fleet.net.protocol import (
     BAD_JOB,
@@ -37,6 +37,7 @@ from varuna.fleet.net.protocol import (
     PulseAnswer,
     Said,
     SpotNoticeSeen,
+    SpotSeen,
     Started,
     UpBody,
     UpItem,
@@ -51,12 +52,10 @@ from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.registry import RefusedError, Registry
 from varuna.fleet.run_folder.worker_logs import LogKeeper
 from varuna.fleet.state.inputs import (
-    AdviceReceived,
     ConnectionLost,
     Event,
     MessageReceived,
     NodeParted,
-    NoticeReceived,
     WorkerDistrusted,
     WorkerExited,
     WorkerSpawned,
@@ -339,7 +338,7 @@ class AgentServer:
 
     def _note(self, link: AgentLink, body: UpBody) -> None:
         """Pass on what an agent says."""
-        if not isinstance(body, SpotNoticeSeen | AdviceSeen):
+        if not isinstance(body, SpotNoticeSeen | AdviceSeen | SpotSeen):
             check_belongs(link.node, body.worker)
         match body:
             case Started(worker=worker):
@@ -354,10 +353,8 @@ class AgentServer:
             case ProcessEnded(worker=worker, exited=exited):
                 link.workers.discard(worker)
                 self._pulses.post(WorkerExited(worker, exited.code, exited.stderr_tail))
-            case SpotNoticeSeen(in_s=in_s, reason=reason):
-                self._pulses.post(NoticeReceived(link.node, time.monotonic() + in_s, reason))
-            case AdviceSeen(reason=reason):
-                self._pulses.post(AdviceReceived(link.node, reason))
+            case SpotNoticeSeen() | AdviceSeen() | SpotSeen():
+                self._pulses.post(foreseen(link.node, body, time.monotonic()))
             case Output():
                 self._logs.write(body)
             case Printed(worker=worker, data=data):

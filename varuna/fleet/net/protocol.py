@@ -170,8 +170,15 @@ class AdviceSeen(Value):
     reason: str = Field(max_length=MAX_REASON)
 
 
+class SpotSeen(Value):
+    """This machine was rented as one that may be taken away at any time."""
+
+    kind: Literal["spot"] = "spot"
+
+
 UpBody = Annotated[
-    Started | Said | Parted | ProcessEnded | Output | Printed | SpotNoticeSeen | AdviceSeen, Field(discriminator="kind")
+    Started | Said | Parted | ProcessEnded | Output | Printed | SpotNoticeSeen | AdviceSeen | SpotSeen,
+    Field(discriminator="kind"),
 ]
 
 

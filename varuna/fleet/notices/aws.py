@@ -1,5 +1,6 @@
 """AWS: IMDSv2 says two minutes ahead when a spot instance is taken back, and often earlier that it may be."""
 
+import contextlib
 import json
 import re
 import time
@@ -8,13 +9,14 @@ from datetime import UTC, datetime
 
 from varuna.fleet.clouds.bounded_http import Answer, NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import CloudNotice, RebalanceAdvice, SpotNotice
+from varuna.fleet.notices.notice import CloudNotice, Preemptible, RebalanceAdvice, SpotNotice
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 """Names another address of the service, for us as for AWS's own tools."""
 _TOKEN_TTL_S = 21600
 _ACTION = "/latest/meta-data/spot/instance-action"
 _REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+_LIFE_CYCLE = "/latest/meta-data/instance-life-cycle"
 
 
 def parse_instance_action(body: str, now_s: float) -> SpotNotice:
@@ -67,7 +69,7 @@ class AwsNotices:
 
     def __init__(self, service: MetadataService, now: Callable[[], float] = time.time) -> None:
         self._service, self._now = service, now
-        self._token = ""
+        self._token, self._life_cycle = "", ""
 
     def is_here(self) -> bool:
         """Whether the service gives a session token."""
@@ -83,19 +85,26 @@ class AwsNotices:
         Raises:
             NoAnswerError: nothing that makes sense.
         """
-        found: list[CloudNotice] = []
+        found: list[CloudNotice] = [Preemptible()] if self._is_spot() else []
         try:
             if (action := self._ask(_ACTION)).status == 200:
                 found.append(parse_instance_action(action.body, self._now()))
             if (advice := self._ask(_REBALANCE)).status == 200:
                 found.append(parse_rebalance(advice.body))
         except ValueError as error:
-            if not found:
+            if not any(isinstance(each, SpotNotice) for each in found):
                 raise NoAnswerError(str(error)) from error
         return found
 
     def acknowledge(self) -> None:
         """AWS waits for nobody."""
+
+    def _is_spot(self) -> bool:
+        """Asked until it is answered: it does not change. Notices are worth more: they do not wait for it."""
+        if not self._life_cycle:
+            with contextlib.suppress(NoAnswerError):
+                self._life_cycle = self._ask(_LIFE_CYCLE).body.strip() or "unknown"
+        return self._life_cycle == "spot"
 
     def _ask(self, path: str) -> Answer:
         """With a token; one that has expired is answered with 401 and made anew. 404: there is nothing."""

@@ -1,5 +1,6 @@
 """Azure: Scheduled Events say half a minute or more ahead that this VM will be taken back, and wait for a yes."""
 
+import contextlib
 import json
 import re
 import time
@@ -9,11 +10,12 @@ from typing import NamedTuple
 
 from varuna.fleet.clouds.bounded_http import NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import CloudNotice, SpotNotice
+from varuna.fleet.notices.notice import CloudNotice, Preemptible, SpotNotice
 
 ENDPOINT_VARIABLE = "IMDS_ENDPOINT"
 """Names another address of the service, for us as for Azure's own tools."""
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+_PRIORITY = "/metadata/instance/compute/priority?api-version=2021-02-01&format=text"
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _HEADERS = {"Metadata": "true"}
 _FIRST_TIMEOUT_S = 130.0  # the first question turns the service on for this VM, which takes up to two minutes
@@ -79,7 +81,7 @@ class AzureNotices:
 
     def __init__(self, service: MetadataService, now: Callable[[], float] = time.time) -> None:
         self._service, self._now = service, now
-        self._vm, self._timeout_s = "", _FIRST_TIMEOUT_S
+        self._vm, self._timeout_s, self._is_spot = "", _FIRST_TIMEOUT_S, False
         self._told: tuple[str, ...] = ()
 
     def is_here(self) -> bool:
@@ -91,6 +93,8 @@ class AzureNotices:
         if answer.status != 200 or not re.fullmatch(r"[\w.-]{1,128}", answer.body):
             return False
         self._vm = answer.body
+        with contextlib.suppress(NoAnswerError):
+            self._is_spot = self._service.ask(_PRIORITY, _HEADERS).body.strip() == "Spot"
         return True
 
     def poll(self) -> list[CloudNotice]:
@@ -108,7 +112,7 @@ class AzureNotices:
             raise NoAnswerError(str(error)) from error
         self._timeout_s = _TIMEOUT_S
         self._told = tuple(event.identity for event in events)
-        return [event.notice for event in events]
+        return [*([Preemptible()] if self._is_spot else []), *(event.notice for event in events)]
 
     def acknowledge(self) -> None:
         """Let the events begin that were told: nothing of value is on this VM any more.

@@ -1,16 +1,18 @@
 """Google Cloud: the metadata server answers as soon as a VM is preempted, half a minute before it is gone."""
 
+import contextlib
 from pathlib import Path
 from urllib.parse import quote
 
 from varuna.fleet.clouds.bounded_http import Answer, NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import CloudNotice, SpotNotice
+from varuna.fleet.notices.notice import CloudNotice, Preemptible, SpotNotice
 
 ENDPOINT_VARIABLE = "GCE_METADATA_HOST"
 """Names another host of the service (``HOST`` or ``HOST:PORT``), for us as for Google's own tools."""
 _PREEMPTED = "/computeMetadata/v1/instance/preempted"
 _MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
+_SCHEDULING = "/computeMetadata/v1/instance/scheduling/preemptible"
 _FLAVOUR = {"Metadata-Flavor": "Google"}
 _HANGS_S = 10
 """How long the server may keep a question open until something changes."""
@@ -54,7 +56,7 @@ class GcpNotices:
     def __init__(self, service: MetadataService, has_gpu: bool | None = None) -> None:
         self._service = service
         self._has_gpu = Path("/dev/nvidiactl").exists() if has_gpu is None else has_gpu
-        self._etag = ""
+        self._etag, self._is_spot = "", False
 
     def is_here(self) -> bool:
         """Whether Google's own header is in the answer."""
@@ -62,6 +64,8 @@ class GcpNotices:
             self._ask(_PREEMPTED)
         except NoAnswerError:
             return False
+        with contextlib.suppress(NoAnswerError):
+            self._is_spot = self._ask(_SCHEDULING).body.strip() == "TRUE"
         return True
 
     def poll(self) -> list[CloudNotice]:
@@ -78,10 +82,11 @@ class GcpNotices:
         except ValueError as error:
             raise NoAnswerError(str(error)) from error
         self._etag = answer.headers.get("etag", "")
+        kind: list[CloudNotice] = [Preemptible()] if self._is_spot else []
         if preempted is not None:
-            return [preempted]
+            return [*kind, preempted]
         maintenance = parse_maintenance(self._ask(_MAINTENANCE).body, has_gpu=self._has_gpu)
-        return [] if maintenance is None else [maintenance]
+        return kind if maintenance is None else [*kind, maintenance]
 
     def acknowledge(self) -> None:
         """Google waits for nobody."""

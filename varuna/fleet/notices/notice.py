@@ -1,4 +1,4 @@
-"""What a cloud says of this machine's future: it will be taken back, or it may be. Pure."""
+"""What a cloud says of this machine's future: it will be taken back, or it may be, soon or at any time. Pure."""
 
 from dataclasses import dataclass
 
@@ -28,4 +28,9 @@ class RebalanceAdvice:
     reason: str
 
 
-CloudNotice = SpotNotice | RebalanceAdvice
+@dataclass(frozen=True, slots=True)
+class Preemptible:
+    """This machine was rented as one that the cloud may take back at any time."""
+
+
+CloudNotice = SpotNotice | RebalanceAdvice | Preemptible

@@ -89,6 +89,13 @@ class AdviceReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class SpotReceived:
+    """``node`` was rented as one that may be taken away at any time."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """An operator wants ``node`` back; there is no hurry."""
 
@@ -159,6 +166,7 @@ Event = (
     | SpawnRequested
     | NoticeReceived
     | AdviceReceived
+    | SpotReceived
     | DrainRequested
     | MorphRequested
     | SaveRequested

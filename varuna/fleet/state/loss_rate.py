@@ -12,6 +12,9 @@ NOTICED = 0.1
 _WOBBLE = 2.0
 """So many times more or less losses are no reason to plan for another rate."""
 _LEAST_PER_HOUR = 0.01
+SPOT_PER_HOUR = 2.4
+"""Of machines that may be taken away at any time, until a run has seen for itself. Two recorded clusters, of 13 and 57
+machines on average, lost some 4.5 and 1.3 times an hour: this is their geometric mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,13 @@ class LossRate:
         if now_s <= self.seen_s + burst_s:
             return self
         return replace(self, seen=self._seen(now_s) + (NOTICED if noticed else 1.0), seen_s=now_s)
+
+    def on_spot_machines(self, now_s: float) -> "LossRate":
+        """Some machines may be taken away at any time; no news to a run that has seen losses."""
+        if self.seen or self.prior_per_hour:
+            return self
+        expected = replace(self, prior_per_hour=SPOT_PER_HOUR)
+        return replace(expected, planned_per_hour=expected.to_plan_for(now_s))
 
     def per_hour(self, now_s: float) -> float:
         """The estimate."""

@@ -11,7 +11,7 @@ from varuna.fleet.agent.agent import Agent, AgentConfig
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.manager_client import ManagerAddress, ManagerClient, Welcomed
-from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
+from varuna.fleet.agent.own_departure import RentedSpot, RiskWarning, SpotWarning
 from varuna.fleet.net.ca import open_authority
 from varuna.fleet.net.protocol import (
     MAX_REASON,
@@ -20,6 +20,7 @@ from varuna.fleet.net.protocol import (
     Identity,
     ProcessEnded,
     SpotNoticeSeen,
+    SpotSeen,
     UpBody,
     Welcome,
 )
@@ -152,6 +153,16 @@ def test_a_shutdown_that_follows_a_clouds_notice_is_not_impatience(bench: Bench)
     agent.signalled(signal.SIGTERM)
     agent.take_next()
     assert agent.exit_code == 128 + signal.SIGTERM
+
+
+def test_that_the_machine_is_a_spot_machine_is_passed_on_once(bench: Bench) -> None:
+    for _ in range(2):
+        bench.agent.notify(RentedSpot())
+        bench.agent.take_next()
+    assert bench.sent == [SpotSeen()]
+    bench.agent.notify(SpotWarning(30.0, "spot notice: preempted"))
+    bench.agent.take_next()
+    assert [type(body) for body in bench.sent[1:]] == [SpotSeen, SpotNoticeSeen]  # all of it, as to a new manager
 
 
 def test_advice_is_passed_on_once_and_ends_nothing(bench: Bench) -> None:

@@ -17,8 +17,10 @@ from varuna.fleet.state.inputs import (
     MorphRequested,
     NoticeReceived,
     SpawnRequested,
+    SpotReceived,
     WorkerSpawned,
 )
+from varuna.fleet.state.loss_rate import SPOT_PER_HOUR
 from varuna.fleet.state.outputs import Release, Spawn
 from varuna.fleet.state.phases import Ended, Idle, Running, Stopping
 from varuna.fleet.state.questions import Checkpoint
@@ -168,6 +170,17 @@ def advised(nodes: str) -> Driver:
     driver = on_nodes(nodes, replace=False, elastic=True)
     driver.feed(AdviceReceived(nodes[1], "AWS recommends to rebalance"))
     return driver
+
+
+def test_a_run_on_spot_machines_plans_for_losses_before_it_has_seen_any() -> None:
+    driver = Driver(FleetConfig(workers=2), plan=two_stages, spawns=False)
+    for number, node in enumerate("ab"):
+        driver.feed(SpotReceived(node))
+        driver.feed(WorkerSpawned(f"w{number}", node))
+        driver.names += 1
+    driver.gather()
+    assert driver.fleet.record.losses_per_hour == SPOT_PER_HOUR
+    assert len([notice for notice in driver.told(Notice) if "says its cloud" in notice.text]) == 1
 
 
 def test_a_node_at_risk_keeps_its_seat_until_a_spare_on_another_node_is_there() -> None:

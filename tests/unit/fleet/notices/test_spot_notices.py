@@ -21,7 +21,7 @@ from varuna.fleet.notices.aws import AwsNotices
 from varuna.fleet.notices.azure import AzureNotices, parse_events
 from varuna.fleet.notices.gcp import GcpNotices, parse_maintenance
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import LEAST_LEAD_S, CloudNotice, RebalanceAdvice, SpotNotice
+from varuna.fleet.notices.notice import LEAST_LEAD_S, CloudNotice, Preemptible, RebalanceAdvice, SpotNotice
 from varuna.fleet.notices.spot_notices import CloudNotices, SpotNotices, clouds
 
 ACTION = json.dumps({"action": "terminate", "time": "2017-09-18T08:22:00Z"})
@@ -38,14 +38,14 @@ def aws() -> Iterator[AwsNotices]:
 
 @pytest.fixture
 def azure() -> Iterator[AzureNotices]:
-    AzureMetadata.events, AzureMetadata.approved = [], []
+    AzureMetadata.events, AzureMetadata.approved, AzureMetadata.priority = [], [], "Regular"
     with serving(AzureMetadata) as url:
         yield AzureNotices(MetadataService(url), now=lambda: AT_S - 40)
 
 
 @pytest.fixture
 def google() -> Iterator[GcpNotices]:
-    GoogleMetadata.preempted, GoogleMetadata.maintenance = "FALSE", "NONE"
+    GoogleMetadata.preempted, GoogleMetadata.maintenance, GoogleMetadata.preemptible = "FALSE", "NONE", "FALSE"
     GoogleMetadata.changed.clear()
     GoogleMetadata.held.clear()
     with serving(GoogleMetadata) as url:
@@ -84,6 +84,37 @@ def test_aws_says_when_the_machine_goes_and_that_it_may(aws: AwsNotices) -> None
     assert aws.poll() == [NOTICED, RebalanceAdvice("AWS recommends to rebalance")]
     Metadata.rebalance = "soon"
     assert aws.poll() == [NOTICED]  # what can be read counts
+
+
+@pytest.mark.parametrize(("life_cycle", "found"), [("spot", [Preemptible()]), ("on-demand", []), (None, [])])
+def test_aws_says_whether_the_machine_is_a_spot_instance(
+    aws: AwsNotices, life_cycle: str | None, found: list[CloudNotice]
+) -> None:
+    Metadata.life_cycle = life_cycle
+    assert aws.poll() == found
+    Metadata.life_cycle, Metadata.action = "another", ACTION
+    assert aws.poll() == [*found, NOTICED]  # that does not change, and is not asked again
+
+
+@pytest.mark.parametrize(("priority", "found"), [("Spot", [Preemptible()]), ("Regular", []), ("", [])])
+def test_azure_says_whether_the_machine_is_a_spot_vm(
+    azure: AzureNotices, priority: str, found: list[CloudNotice]
+) -> None:
+    AzureMetadata.priority = priority
+    assert azure.is_here()
+    assert azure.poll() == found
+
+
+@pytest.mark.parametrize(("preemptible", "found"), [("TRUE", [Preemptible()]), ("FALSE", []), ("maybe", [])])
+def test_google_says_whether_the_machine_is_a_spot_vm(
+    google: GcpNotices, preemptible: str, found: list[CloudNotice]
+) -> None:
+    GoogleMetadata.preemptible = preemptible
+    assert google.is_here()
+    assert google.poll() == found
+    GoogleMetadata.preempted = "TRUE"
+    GoogleMetadata.changed.set()
+    assert google.poll() == [*found, SpotNotice("preempted", 30.0)]
 
 
 def test_a_time_that_has_passed_is_another_clocks(aws: AwsNotices) -> None:

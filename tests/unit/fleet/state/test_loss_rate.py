@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from varuna.fleet.state.loss_rate import NOTICED, LossRate
+from varuna.fleet.state.loss_rate import NOTICED, SPOT_PER_HOUR, LossRate
 
 HOUR = 3600.0
 
@@ -46,6 +46,15 @@ def test_a_wobble_is_no_reason_to_plan_anew() -> None:
         assert replace(rate, planned_per_hour=planned).to_plan_for(10 * HOUR) == planned
     small = replace(rate, planned_per_hour=2.0)
     assert small.to_plan_for(10 * HOUR) == pytest.approx(rate.per_hour(10 * HOUR), rel=0.05)
+
+
+def test_spot_machines_are_expected_to_be_lost_until_a_run_has_seen_for_itself() -> None:
+    rate = LossRate(began_s=0.0).on_spot_machines(10.0)
+    assert (rate.planned_per_hour, rate.to_plan_for(10.0)) == (SPOT_PER_HOUR, SPOT_PER_HOUR)
+    assert rate.on_spot_machines(20.0) is rate
+    assert rate.per_hour(10 * HOUR) < 0.3, "nothing was lost"
+    seen = after(1, 60.0)
+    assert seen.on_spot_machines(70.0) is seen
 
 
 def test_a_manager_that_starts_again_plans_for_what_the_last_one_did() -> None:
