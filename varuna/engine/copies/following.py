@@ -14,7 +14,7 @@ from torch import Tensor
 
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import LinkError
-from varuna.core.messages import Transfer
+from varuna.core.messages import Assignment, Transfer
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.base.transport import Group
@@ -26,6 +26,11 @@ _TAG = 95_000
 _ANSWER_TAG = _TAG + 1
 _PART_BYTES = 4 * 2**20
 States = Mapping[int, SectionState]
+
+
+def sent_later(assignment: Assignment) -> list[Transfer]:
+    """Transfers of which its rank sends a part once the generation has formed."""
+    return [each for each in assignment.transfers if each.follows and each.source_rank == assignment.rank]
 
 
 class _Sent(NamedTuple):

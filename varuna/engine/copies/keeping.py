@@ -52,7 +52,7 @@ class KeptCopy:
             kept = {section: each for section, each in self._memories.items() if sizes.get(section) == each.numel()}
             self._memories = kept
             more_bytes = sum(size for section, size in sizes.items() if section not in kept)
-            if not _has_room(more_bytes):
+            if not has_room(more_bytes):
                 self._memories = {}
                 return None
             for section, size in sizes.items():
@@ -85,7 +85,7 @@ class KeptCopy:
             for index, spare in enumerate(self._spares):
                 if spare.nbytes == size_bytes:
                     return self._spares.pop(index)
-            return torch.empty(size_bytes // 4, dtype=torch.float32) if _has_room(size_bytes) else None
+            return torch.empty(size_bytes // 4, dtype=torch.float32) if has_room(size_bytes) else None
 
     def complete_sum(self, step: int, held: HeldSums, values: Tensor) -> None:
         """The sums of one section are there, in place of older ones."""
@@ -110,7 +110,8 @@ class KeptCopy:
             return dict(self._sums) if step is not None and self._step == step else {}
 
 
-def _has_room(size_bytes: int) -> bool:
+def has_room(size_bytes: int) -> bool:
+    """Whether host memory has room for so much, and as much again."""
     free_bytes = available_bytes()
     return free_bytes is None or _ROOM * size_bytes <= free_bytes
 

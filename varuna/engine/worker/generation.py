@@ -20,7 +20,7 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.peer_activity import watch
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited, Doing
-from varuna.engine.copies.following import StateReceiver, StateSender
+from varuna.engine.copies.following import StateReceiver, StateSender, sent_later
 from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
 from varuna.engine.copies.sending import CopiedStage, CopySender
 from varuna.engine.links.groups import Groups
@@ -251,11 +251,6 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
 
 def _comes_later(transfer: Transfer, rank: int) -> bool:
     return transfer.follows and transfer.target_rank == rank
-
-
-def sent_later(assignment: Assignment) -> list[Transfer]:
-    """Transfers of which this rank sends a part once the generation has formed."""
-    return [each for each in assignment.transfers if each.follows and each.source_rank == assignment.rank]
 
 
 def send_rest(

@@ -31,7 +31,6 @@ from varuna.engine.worker.generation import (
     form,
     open_generation,
     send_rest,
-    sent_later,
     who,
 )
 from varuna.engine.worker.heartbeat import Heartbeat
@@ -255,21 +254,20 @@ class Session:
         if self._saver is not None:
             self._saver.inherit(assignment)
         heart.reporter.begin()  # before a beat can name the new generation, with times of the old one
-        sent = [each.section for each in sent_later(assignment)]
+        arrived = partial(standing.arrived, assignment.generation)
         if assignment.is_spare:
-            standing.take(None, sent=sent)
+            standing.take(None, assignment)
             standing.serve(formed.groups)
-            release = partial(standing.release, assignment.generation)
-            send_rest(assignment, formed.groups, standing.kept, self._setting.job.dtype, release)
+            send_rest(assignment, formed.groups, standing.kept, self._setting.job.dtype, arrived)
             inbox.abort(GenerationEnded(assignment.generation))
             return None
         stage = build_stage(self._setting, assignment, formed.states)
         copy = KeptCopy()
-        standing.take(stage, copy, sent=sent, keeps_copy=not assignment.fresh and assignment.checkpoint is None)
+        standing.take(stage, assignment, copy)
         self._assignment = assignment
         if self._saver is not None:
             self._saver.begin(stage, assignment)
-        send_rest(assignment, formed.groups, standing.kept, stage.job.dtype, lambda: None)
+        send_rest(assignment, formed.groups, standing.kept, stage.job.dtype, arrived)
         generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, copy)
         if self._saver is not None and stage.sums.outlast:
             save_state = partial(self._save, generation, in_step=True)

@@ -6,17 +6,18 @@ thread. Whoever finds the state at rest (between steps, or no part of a generati
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import WorkerError
 from varuna.core.membership import Membership
-from varuna.core.messages import Apply, Flag, Held, Vote
+from varuna.core.messages import Apply, Assignment, Flag, Held, Vote
 from varuna.core.sums import joined
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.spans import span
-from varuna.engine.copies.keeping import KeptCopy
+from varuna.engine.copies.following import sent_later
+from varuna.engine.copies.keeping import KeptCopy, has_room
 from varuna.engine.links.groups import Groups
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
 from varuna.engine.stage.stage import Stage
@@ -110,26 +111,22 @@ class WorkerState:
         """Forget votes, since their steps will be run again: the run begins anew, or from a checkpoint."""
         self._votes.clear()
 
-    def take(
-        self,
-        stage: Stage | None,
-        copy: KeptCopy | None = None,
-        *,
-        sent: Collection[int] = (),
-        keeps_copy: bool = False,
-    ) -> None:
+    def take(self, stage: Stage | None, assignment: Assignment | None = None, copy: KeptCopy | None = None) -> None:
         """Hold this state from now on; until the first update, which needs everybody's, also some of what was here.
+
+        That is what this rank still has to send, and its copy of another one's, whose state may be on its way.
 
         Args:
             stage: None: a spare, which is at rest.
+            assignment: that it is for; None: nothing of what was here is worth anything.
             copy: of what another rank has, which it will get.
-            sent: sections of which this rank still has to send optimizer state.
-            keeps_copy: the copy so far is still worth something: another rank's state may be on its way.
         """
         with self._lock:
-            step, whole = self.next_step, self._whole() if sent else {}
-            copies = self._copy.seal(step) if keeps_copy else {}
-            self._kept = copies | {section: whole[section] for section in sent}
+            step, moves = self.next_step, [] if assignment is None else sent_later(assignment)
+            whole = self._whole() if moves else {}
+            goes_on = assignment is not None and not assignment.fresh and assignment.checkpoint is None
+            self._kept = self._copy.seal(step) if goes_on and stage is not None else {}
+            self._kept |= {each.section: whole[each.section] for each in moves}
             self._kept_step = step if self._kept else None
             self.stage, self._copy = stage, copy or KeptCopy()
             self._at_rest = stage is None
@@ -157,6 +154,12 @@ class WorkerState:
             if generation == self.generation:
                 self._kept, self._kept_step = {}, None
                 self.serve(None)
+
+    def arrived(self, generation: int) -> None:
+        """What others needed of this rank has arrived there. It stays here until the first update, if there is room."""
+        kept_bytes = sum(value.nbytes for state in self._kept.values() for value in state.tensors.values())
+        if self.stage is None or not has_room(kept_bytes):
+            self.release(generation)
 
     def _whole(self) -> dict[int, SectionState]:
         """By section, all state that is complete, as references."""

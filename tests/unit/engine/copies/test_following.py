@@ -80,8 +80,7 @@ def test_a_source_that_is_gone_is_named() -> None:
     for connection in groups[0].sockets():
         connection.shutdown(socket.SHUT_RDWR)
         connection.close()
-    wait_for(lambda: not any("state-receiver" in thread.name for thread in threading.enumerate()), 10)
-    for _ in range(2):  # it may be looked for at any time after that
+    for _ in range(2):  # also if nobody waits when it turns out
         with pytest.raises(LinkError, match="sections 0, 2 did not come from rank 0"):
             receiver.wait()
 
