@@ -11,6 +11,7 @@ from varuna.fleet.machine.salvage import share_of_step
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.morph_gain import FirstStep
 from varuna.fleet.state.phases import Ended, Idle, Running, Stopping, Suspicion
 from varuna.fleet.state.run_events import Morphed, StepRecorded, VerdictReached
 from varuna.fleet.state.worker import Holding
@@ -125,6 +126,9 @@ def _record(transition: Transition, vote: Vote) -> None:
     )
     if vote.generation == fleet.generation:
         note_progress(transition)
+        if fleet.formed and fleet.first_step is not None:
+            stall_s = fleet.first_step.stall_s(vote.wall_s)
+            transition.update(experience=fleet.experience.corrected(stall_s), first_step=None)
     if vote.generation == fleet.generation and not fleet.formed:
         _note_formed(transition, vote)
         _note_proven(transition)
@@ -133,9 +137,12 @@ def _record(transition: Transition, vote: Vote) -> None:
 def _note_formed(transition: Transition, vote: Vote) -> None:
     """Note that the newest generation trains."""
     fleet = transition.fleet
+    first_step = None
     if fleet.planned:
-        stall_s = max(0.0, transition.now_s - fleet.broke_s - vote.wall_s)
+        first_step = FirstStep(transition.now_s - fleet.broke_s, share_of_step(fleet.record))
+        stall_s = first_step.stall_s(vote.wall_s / first_step.share)
         transition.update(experience=fleet.experience.stalled(stall_s), planned=False)
+    transition.update(first_step=first_step)
     record = fleet.record.model_copy(
         update={"recovery_seconds": max(0.0, transition.now_s - fleet.broke_s), "remainder": None}
     )

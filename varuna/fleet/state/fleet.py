@@ -10,7 +10,7 @@ from varuna.core.model import JobFacts
 from varuna.fleet.state.causes import EndCause, FinishWish
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.loss_rate import LossRate
-from varuna.fleet.state.morph_gain import Experience
+from varuna.fleet.state.morph_gain import Experience, FirstStep
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Idle, Phase
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question
@@ -114,6 +114,8 @@ class Fleet:
     """When the generation before the newest broke."""
     planned: bool = False
     """Whether it was a planned morph that ended it."""
+    first_step: FirstStep | None = None
+    """After such a morph, until the next step says how long one takes."""
     planned_for: Mapping[str, int] = field(default_factory=dict)
     """Workers that the newest plan could have used, by class of device."""
     futile: int = 0

@@ -16,6 +16,20 @@ LINK_BYTES_PER_S = 1.1e9
 _LOSSES = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """The first step after a planned morph: its update may have waited for optimizer state from other ranks."""
+
+    took_s: float
+    """From the end of the generation before it to its vote."""
+    share: float
+    """Of a whole step, which it ran."""
+
+    def stall_s(self, step_s: float) -> float:
+        """What of that was the morph's, if a whole step takes ``step_s``."""
+        return max(0.0, self.took_s - self.share * step_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
     """What a run has learned about change: how often it comes, and how long a planned morph stalls training."""
@@ -33,6 +47,10 @@ class Experience:
     def stalled(self, stall_s: float) -> "Experience":
         """Note how long a planned morph stalled training."""
         return replace(self, stalls_s=(*self.stalls_s, stall_s)[-_STALLS_KEPT:])
+
+    def corrected(self, stall_s: float) -> "Experience":
+        """The newest stall was another one."""
+        return replace(self, stalls_s=(*self.stalls_s[:-1], stall_s))
 
     def gap_s(self, now_s: float) -> float:
         """Expected time to the next change: the mean gap so far, the prior counting as one more."""

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
-from varuna.core.messages import Hold, RaiseFlag, Suspect
+from varuna.core.messages import Hold, RaiseFlag, Suspect, Voted
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
@@ -134,6 +136,20 @@ def test_spares_are_looked_at_again() -> None:
     driver.fleet = replace(driver.fleet, experience=Experience(began_s=0.0, stalls_s=(1.0,)))
     assert not sends(driver.wait(30), RaiseFlag)
     assert len(sends(driver.wait(40), RaiseFlag)) == 1
+
+
+def test_what_the_first_step_waits_for_is_a_stall_as_well() -> None:
+    """Its vote took 9.5 s of 10: the next one shows that a step takes 2."""
+    driver = gaining(wall_s=1.0)
+    driver.wait(1.2)
+    driver.voted(driver.fleet.recorded_step + 1)
+    for name in driver.fleet.live_members:
+        driver.held(name, driver.fleet.recorded_step + 1)
+    driver.wait(10, still=False)
+    for wall_s, stall_s in ((9.5, 0.5), (2.0, 8.0), (3.0, 8.0)):
+        vote = driver.vote(driver.fleet.recorded_step + 1).model_copy(update={"wall_s": wall_s})
+        driver.say(driver.fleet.members[0], Voted(vote=vote))
+        assert driver.fleet.experience.stalls_s == pytest.approx((stall_s,), abs=0.3)
 
 
 def test_a_run_learns_how_often_things_change_and_what_a_morph_costs() -> None:
