@@ -13,6 +13,7 @@ from tests.unit.engine.ranks import Dropping, Tokens, adamw
 from tests.unit.testing.work import CAPTURES, disturbed
 from tests.waiting import wait_for
 from varuna.engine.base.spans import Span
+from varuna.engine.copies import keeping
 from varuna.testing import Fault, fail_at, notice_at, run
 from varuna.testing.faults import Phase
 
@@ -88,6 +89,18 @@ def test_it_is_the_state_of_before(options: dict[str, Any]) -> None:
     assert outcome.plans == ("2x2", "3x1")
     assert late.step > 0, "nothing followed"
     assert outcome.losses == pytest.approx(undisturbed, rel=1e-6)
+
+
+@pytest.mark.timeout(200)
+def test_on_a_machine_without_room_nothing_stays_longer_than_it_must(
+    alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was sent is dropped once it has arrived, before the update: a leaver and a loss are one morph each."""
+    monkeypatch.setattr(keeping, "available_bytes", lambda: 0)
+    faults = [notice_at(rank=1, step=1, seconds=10), fail_at(rank=2, step=5, phase="B")]
+    outcome = disturbed(trained, lambda span: None, {4: 2, 3: 3, 2: 2}, faults)
+    assert outcome.plans[:2] == ("2x2", "3x1")
+    assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
 
 class OnceCopied(Fault):

@@ -144,7 +144,7 @@ class StateReceiver:
             seen = self._progress  # each part that comes begins another wait: many of them are not a deadlock
             if self._failure is not None:
                 raise self._failure
-            self._inbox.wait(lambda seen=seen: self._progress != seen, self._awaited)  # type: ignore[misc]
+            self._inbox.wait(lambda seen=seen: self._is_news(seen), self._awaited)  # type: ignore[misc]
 
     def close(self) -> None:
         """Take nothing more into the stage."""
@@ -158,7 +158,7 @@ class StateReceiver:
                     with span("take-rest", **self._where, rank=each.target_rank, index=each.section):
                         self._receive(source)
                 self._group.send(torch.ones(1), source, _ANSWER_TAG).wait()
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001  whoever waits for this thread must hear why it ended
                 named = ", ".join(str(each.section) for each in transfers)
                 self._failure = LinkError(
                     f"the optimizer state of sections {named} did not come from rank {source}: {error}"
@@ -184,8 +184,11 @@ class StateReceiver:
         return self._group.receive(room, source, _TAG).wait()
 
     def _stir(self) -> None:
-        self._progress += 1
+        self._progress += 1  # of several threads, one may be lost in another's
         self._inbox.stir()
+
+    def _is_news(self, seen: int) -> bool:
+        return self._progress != seen or not self._missing or self._failure is not None
 
     def _awaited(self) -> Awaited:
         missing = dict(self._missing)
