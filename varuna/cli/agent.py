@@ -64,7 +64,7 @@ def agent(
     from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
     from varuna.fleet.agent.join import serve
     from varuna.fleet.agent.manager_client import ManagerAddress
-    from varuna.fleet.agent.own_departure import RentedSpot, RiskWarning, SpotWarning
+    from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
     from varuna.fleet.notices.notice import CloudNotice, Preemptible, RebalanceAdvice, SpotNotice
     from varuna.fleet.notices.spot_notices import SpotNotices
     from varuna.process.output_pump import unread_allowed
@@ -87,7 +87,7 @@ def agent(
                 case RebalanceAdvice(reason=reason):
                     member.notify(RiskWarning(reason))
                 case Preemptible():
-                    member.notify(RentedSpot())
+                    member.notify(notice)
 
         notices = SpotNotices(warn)
         notices.start()

@@ -20,7 +20,7 @@ from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.join import job_identity
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.manager_client import FromUplink, ManagerAddress, ManagerClient, Refused, Trouble, Welcomed
-from varuna.fleet.agent.own_departure import Foreseen, OwnDeparture, RentedSpot, RiskWarning, SpotWarning
+from varuna.fleet.agent.own_departure import Foreseen, OwnDeparture, RiskWarning, SpotWarning
 from varuna.fleet.agent.slots import Slot, Slots
 from varuna.fleet.agent.worker_records import WorkerRecords
 from varuna.fleet.net.client import VoidSecretError
@@ -39,6 +39,7 @@ from varuna.fleet.net.protocol import (
     Tell,
 )
 from varuna.fleet.net.requests import first_problem
+from varuna.fleet.notices.notice import Preemptible
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived, WorkerExited
 from varuna.fleet.workers.launcher import Launcher
 from varuna.fleet.workers.worker_server import WorkerServer
@@ -198,7 +199,7 @@ class Agent:
                 self._uplink.send(Parted(worker=worker))
             case WorkerExited():
                 self._note_exit(event)
-            case SpotWarning() | RiskWarning() | RentedSpot():
+            case SpotWarning() | RiskWarning() | Preemptible():
                 self._note_notice(event)
             case _Impatience(number=number):
                 self.exit_code = 128 + number

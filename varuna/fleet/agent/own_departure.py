@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from varuna.fleet.net.protocol import MAX_REASON, AdviceSeen, SpotNoticeSeen, SpotSeen
+from varuna.fleet.notices.notice import Preemptible
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,7 @@ class RiskWarning:
     reason: str
 
 
-@dataclass(frozen=True)
-class RentedSpot:
-    """This machine may be taken away at any time: it was rented as such."""
-
-
-Foreseen = SpotWarning | RiskWarning | RentedSpot
+Foreseen = SpotWarning | RiskWarning | Preemptible
 """What an agent learns of its machine's future."""
 
 
@@ -51,7 +47,7 @@ class OwnDeparture:
             case RiskWarning(reason=reason) if not self._advice:
                 self._advice = reason
                 return f"this machine may be taken away soon ({reason})"
-            case RentedSpot() if not self._is_spot:
+            case Preemptible() if not self._is_spot:
                 self._is_spot = True
                 return "this machine may be taken away at any time: its cloud rents it as such"
         return ""

@@ -1,6 +1,5 @@
 """AWS: IMDSv2 says two minutes ahead when a spot instance is taken back, and often earlier that it may be."""
 
-import contextlib
 import json
 import re
 import time
@@ -9,7 +8,7 @@ from datetime import UTC, datetime
 
 from varuna.fleet.clouds.bounded_http import Answer, NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import CloudNotice, Preemptible, RebalanceAdvice, SpotNotice
+from varuna.fleet.notices.notice import CloudNotice, RebalanceAdvice, SpotNotice
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 """Names another address of the service, for us as for AWS's own tools."""
@@ -69,7 +68,7 @@ class AwsNotices:
 
     def __init__(self, service: MetadataService, now: Callable[[], float] = time.time) -> None:
         self._service, self._now = service, now
-        self._token, self._life_cycle = "", ""
+        self._token = ""
 
     def is_here(self) -> bool:
         """Whether the service gives a session token."""
@@ -79,32 +78,33 @@ class AwsNotices:
             return False
         return True
 
+    def is_preemptible(self) -> bool:
+        """Whether it is a spot instance.
+
+        Raises:
+            NoAnswerError: the service does not say.
+        """
+        return self._ask(_LIFE_CYCLE).body.strip() == "spot"
+
     def poll(self) -> list[CloudNotice]:
         """What it says now.
 
         Raises:
             NoAnswerError: nothing that makes sense.
         """
-        found: list[CloudNotice] = [Preemptible()] if self._is_spot() else []
+        found: list[CloudNotice] = []
         try:
             if (action := self._ask(_ACTION)).status == 200:
                 found.append(parse_instance_action(action.body, self._now()))
             if (advice := self._ask(_REBALANCE)).status == 200:
                 found.append(parse_rebalance(advice.body))
         except ValueError as error:
-            if not any(isinstance(each, SpotNotice) for each in found):
+            if not found:
                 raise NoAnswerError(str(error)) from error
         return found
 
     def acknowledge(self) -> None:
         """AWS waits for nobody."""
-
-    def _is_spot(self) -> bool:
-        """Asked until it is answered: it does not change. Notices are worth more: they do not wait for it."""
-        if not self._life_cycle:
-            with contextlib.suppress(NoAnswerError):
-                self._life_cycle = self._ask(_LIFE_CYCLE).body.strip() or "unknown"
-        return self._life_cycle == "spot"
 
     def _ask(self, path: str) -> Answer:
         """With a token; one that has expired is answered with 401 and made anew. 404: there is nothing."""

@@ -1,6 +1,5 @@
 """Azure: Scheduled Events say half a minute or more ahead that this VM will be taken back, and wait for a yes."""
 
-import contextlib
 import json
 import re
 import time
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 from varuna.fleet.clouds.bounded_http import NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import CloudNotice, Preemptible, SpotNotice
+from varuna.fleet.notices.notice import CloudNotice, SpotNotice
 
 ENDPOINT_VARIABLE = "IMDS_ENDPOINT"
 """Names another address of the service, for us as for Azure's own tools."""
@@ -81,7 +80,7 @@ class AzureNotices:
 
     def __init__(self, service: MetadataService, now: Callable[[], float] = time.time) -> None:
         self._service, self._now = service, now
-        self._vm, self._timeout_s, self._is_spot = "", _FIRST_TIMEOUT_S, False
+        self._vm, self._timeout_s = "", _FIRST_TIMEOUT_S
         self._told: tuple[str, ...] = ()
 
     def is_here(self) -> bool:
@@ -93,9 +92,15 @@ class AzureNotices:
         if answer.status != 200 or not re.fullmatch(r"[\w.-]{1,128}", answer.body):
             return False
         self._vm = answer.body
-        with contextlib.suppress(NoAnswerError):
-            self._is_spot = self._service.ask(_PRIORITY, _HEADERS).body.strip() == "Spot"
         return True
+
+    def is_preemptible(self) -> bool:
+        """Whether it is a Spot VM.
+
+        Raises:
+            NoAnswerError: the service does not say.
+        """
+        return self._service.ask(_PRIORITY, _HEADERS).body.strip() == "Spot"
 
     def poll(self) -> list[CloudNotice]:
         """What it says now.
@@ -112,7 +117,7 @@ class AzureNotices:
             raise NoAnswerError(str(error)) from error
         self._timeout_s = _TIMEOUT_S
         self._told = tuple(event.identity for event in events)
-        return [*([Preemptible()] if self._is_spot else []), *(event.notice for event in events)]
+        return [event.notice for event in events]
 
     def acknowledge(self) -> None:
         """Let the events begin that were told: nothing of value is on this VM any more.

@@ -1,12 +1,11 @@
 """Google Cloud: the metadata server answers as soon as a VM is preempted, half a minute before it is gone."""
 
-import contextlib
 from pathlib import Path
 from urllib.parse import quote
 
 from varuna.fleet.clouds.bounded_http import Answer, NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import CloudNotice, Preemptible, SpotNotice
+from varuna.fleet.notices.notice import CloudNotice, SpotNotice
 
 ENDPOINT_VARIABLE = "GCE_METADATA_HOST"
 """Names another host of the service (``HOST`` or ``HOST:PORT``), for us as for Google's own tools."""
@@ -56,7 +55,7 @@ class GcpNotices:
     def __init__(self, service: MetadataService, has_gpu: bool | None = None) -> None:
         self._service = service
         self._has_gpu = Path("/dev/nvidiactl").exists() if has_gpu is None else has_gpu
-        self._etag, self._is_spot = "", False
+        self._etag = ""
 
     def is_here(self) -> bool:
         """Whether Google's own header is in the answer."""
@@ -64,9 +63,15 @@ class GcpNotices:
             self._ask(_PREEMPTED)
         except NoAnswerError:
             return False
-        with contextlib.suppress(NoAnswerError):
-            self._is_spot = self._ask(_SCHEDULING).body.strip() == "TRUE"
         return True
+
+    def is_preemptible(self) -> bool:
+        """Whether it is a Spot VM, or a preemptible one.
+
+        Raises:
+            NoAnswerError: the server does not say.
+        """
+        return self._ask(_SCHEDULING).body.strip() == "TRUE"
 
     def poll(self) -> list[CloudNotice]:
         """What it says now, or as soon as it changes; the first time at once.
@@ -82,11 +87,10 @@ class GcpNotices:
         except ValueError as error:
             raise NoAnswerError(str(error)) from error
         self._etag = answer.headers.get("etag", "")
-        kind: list[CloudNotice] = [Preemptible()] if self._is_spot else []
         if preempted is not None:
-            return [*kind, preempted]
+            return [preempted]
         maintenance = parse_maintenance(self._ask(_MAINTENANCE).body, has_gpu=self._has_gpu)
-        return kind if maintenance is None else [*kind, maintenance]
+        return [] if maintenance is None else [maintenance]
 
     def acknowledge(self) -> None:
         """Google waits for nobody."""

@@ -1,5 +1,6 @@
 """Finds out which cloud this machine is on, then listens for notices that it will be taken back."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from varuna.fleet.notices import aws as aws_notices
 from varuna.fleet.notices import azure as azure_notices
 from varuna.fleet.notices import gcp as gcp_notices
 from varuna.fleet.notices.metadata import METADATA_URL, MetadataService
-from varuna.fleet.notices.notice import CloudNotice, SpotNotice
+from varuna.fleet.notices.notice import CloudNotice, Preemptible, SpotNotice
 
 _LOOK_AFTER_S = (0.0, 5.0, 30.0)
 """Pauses before each look for a service: a machine that boots may have no network yet."""
@@ -27,6 +28,14 @@ class CloudNotices(Protocol):
 
     def is_here(self) -> bool:
         """Whether this machine is on that cloud."""
+        ...
+
+    def is_preemptible(self) -> bool:
+        """Whether this machine was rented as one that may be taken back at any time.
+
+        Raises:
+            NoAnswerError: nobody says.
+        """
         ...
 
     def poll(self) -> list[CloudNotice]:
@@ -65,7 +74,7 @@ class SpotNotices:
     """Asks on a thread, until the notice comes or it is closed; on a machine without a service it soon ends.
 
     Args:
-        on_notice: gets each notice once, on that thread: advice, if there is any, and one end.
+        on_notice: gets each notice once, on that thread: that this is a spot machine, advice, if any, and one end.
         among: clouds to look for.
         look_after_s: pauses before each look.
     """
@@ -105,12 +114,18 @@ class SpotNotices:
     def _run(self) -> None:
         self._cloud = self._find()
         told: list[type[CloudNotice]] = []
+        is_known = False
         while self._cloud is not None and not self._closed.is_set():
             pause_s = self._cloud.every_s
+            notices: list[CloudNotice] = []
+            with contextlib.suppress(NoAnswerError):  # then it is asked again; notices are worth more
+                if not is_known and self._cloud.is_preemptible():
+                    self._on_notice(Preemptible())
+                is_known = True
             try:
                 notices = self._cloud.poll()
             except NoAnswerError:
-                notices, pause_s = [], _AFTER_A_FAULT_S  # the next poll asks again
+                pause_s = _AFTER_A_FAULT_S  # the next poll asks again
             for notice in notices:
                 if type(notice) not in told and not self._closed.is_set():
                     told.append(type(notice))

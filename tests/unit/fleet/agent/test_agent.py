@@ -11,7 +11,7 @@ from varuna.fleet.agent.agent import Agent, AgentConfig
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.manager_client import ManagerAddress, ManagerClient, Welcomed
-from varuna.fleet.agent.own_departure import RentedSpot, RiskWarning, SpotWarning
+from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
 from varuna.fleet.net.ca import open_authority
 from varuna.fleet.net.protocol import (
     MAX_REASON,
@@ -24,6 +24,7 @@ from varuna.fleet.net.protocol import (
     UpBody,
     Welcome,
 )
+from varuna.fleet.notices.notice import Preemptible
 from varuna.fleet.state.inputs import WorkerExited
 from varuna.fleet.workers.launcher import Launcher
 
@@ -157,7 +158,7 @@ def test_a_shutdown_that_follows_a_clouds_notice_is_not_impatience(bench: Bench)
 
 def test_that_the_machine_is_a_spot_machine_is_passed_on_once(bench: Bench) -> None:
     for _ in range(2):
-        bench.agent.notify(RentedSpot())
+        bench.agent.notify(Preemptible())
         bench.agent.take_next()
     assert bench.sent == [SpotSeen()]
     bench.agent.notify(SpotWarning(30.0, "spot notice: preempted"))

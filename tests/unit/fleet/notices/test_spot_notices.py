@@ -86,35 +86,25 @@ def test_aws_says_when_the_machine_goes_and_that_it_may(aws: AwsNotices) -> None
     assert aws.poll() == [NOTICED]  # what can be read counts
 
 
-@pytest.mark.parametrize(("life_cycle", "found"), [("spot", [Preemptible()]), ("on-demand", []), (None, [])])
-def test_aws_says_whether_the_machine_is_a_spot_instance(
-    aws: AwsNotices, life_cycle: str | None, found: list[CloudNotice]
-) -> None:
+@pytest.mark.parametrize(("life_cycle", "found"), [("spot", True), ("on-demand", False), (None, False)])
+def test_aws_says_whether_the_machine_is_a_spot_instance(aws: AwsNotices, life_cycle: str | None, found: bool) -> None:
     Metadata.life_cycle = life_cycle
-    assert aws.poll() == found
-    Metadata.life_cycle, Metadata.action = "another", ACTION
-    assert aws.poll() == [*found, NOTICED]  # that does not change, and is not asked again
+    assert aws.is_here()
+    assert aws.is_preemptible() == found
 
 
-@pytest.mark.parametrize(("priority", "found"), [("Spot", [Preemptible()]), ("Regular", []), ("", [])])
-def test_azure_says_whether_the_machine_is_a_spot_vm(
-    azure: AzureNotices, priority: str, found: list[CloudNotice]
-) -> None:
+@pytest.mark.parametrize(("priority", "found"), [("Spot", True), ("Regular", False), ("", False)])
+def test_azure_says_whether_the_machine_is_a_spot_vm(azure: AzureNotices, priority: str, found: bool) -> None:
     AzureMetadata.priority = priority
     assert azure.is_here()
-    assert azure.poll() == found
+    assert azure.is_preemptible() == found
 
 
-@pytest.mark.parametrize(("preemptible", "found"), [("TRUE", [Preemptible()]), ("FALSE", []), ("maybe", [])])
-def test_google_says_whether_the_machine_is_a_spot_vm(
-    google: GcpNotices, preemptible: str, found: list[CloudNotice]
-) -> None:
+@pytest.mark.parametrize(("preemptible", "found"), [("TRUE", True), ("FALSE", False), ("maybe", False)])
+def test_google_says_whether_the_machine_is_a_spot_vm(google: GcpNotices, preemptible: str, found: bool) -> None:
     GoogleMetadata.preemptible = preemptible
     assert google.is_here()
-    assert google.poll() == found
-    GoogleMetadata.preempted = "TRUE"
-    GoogleMetadata.changed.set()
-    assert google.poll() == [*found, SpotNotice("preempted", 30.0)]
+    assert google.is_preemptible() == found
 
 
 def test_a_time_that_has_passed_is_another_clocks(aws: AwsNotices) -> None:
@@ -250,6 +240,28 @@ def test_a_machine_without_the_service_is_left_in_peace(url: str) -> None:
     assert not asking._thread.is_alive()
     assert told.empty()
     assert asking.acknowledge() == ""
+
+
+def test_a_spot_machine_is_told_once_as_soon_as_the_service_says_so(
+    aws: AwsNotices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: queue.Queue[CloudNotice] = queue.Queue()
+    Metadata.life_cycle, Metadata.action, aws.every_s = "spot", None, 0.01
+    answers, asks = iter([False, True]), aws.is_preemptible
+
+    def sometimes() -> bool:
+        if not next(answers):
+            raise NoAnswerError("busy")
+        return asks()
+
+    monkeypatch.setattr(aws, "is_preemptible", sometimes)
+    asking = SpotNotices(told.put, among=[aws])
+    asking.start()
+    assert told.get(timeout=20) == Preemptible()
+    Metadata.action = ACTION
+    assert told.get(timeout=20) == NOTICED
+    asking._thread.join(20)
+    assert told.empty()
 
 
 def test_advice_is_told_once_and_the_end_ends_the_thread(aws: AwsNotices) -> None:
