@@ -81,7 +81,8 @@ def follow(group: Group, transfers: Sequence[Transfer], rank: int, held: Mapping
         done = threading.Event()
         parts = {section: rest_of(state, torch.float32) for section, state in held.items()}
         StateSender(group, transfers, parts, then=done.set, step=0, stage=rank)
-        done.wait()
+        if not done.wait(LIMIT_S):
+            raise TimeoutError("optimizer state did not arrive")
     else:
         StateReceiver(group, transfers, lambda rest: None, inbox=Inbox(), step=0, stage=rank).wait()
 

@@ -56,9 +56,9 @@ def loss_cost_s(plan: Plan, request: PlanRequest) -> float:
     link = request.calibration.across_vms.link.bytes_per_s
     # State moves where the number of stages changes, as it mostly does if no spare is there. Where it is in the memory
     # of hosts, as sums that outlast a step are, optimizer state follows while the next step runs.
-    moved_bytes = max(figures.parameter_bytes.over(slot.sections) for slot in plan.slots)
-    moved_bytes = moved_bytes if request.keeps_sums else state_bytes
-    base_s = NOTICED_S + REGROUPED_S + (moved_bytes / link if plan.is_cut else 0.0)
+    moved = figures.parameter_bytes if request.keeps_sums else figures.state_bytes
+    moved_bytes = max(moved.over(slot.sections) for slot in plan.slots) if plan.is_cut else 0
+    base_s = NOTICED_S + REGROUPED_S + moved_bytes / link
     return base_s + _again_s(plan, request, state_bytes, link)
 
 

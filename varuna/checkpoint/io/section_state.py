@@ -6,7 +6,7 @@ give equal bytes. Reading is the library's, which checks.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +58,14 @@ class SectionState:
     section: int
     tensors: dict[str, Tensor]
     scalars: dict[str, JSON] = field(default_factory=dict)
+
+    def only(self, wanted: Callable[[str], bool]) -> "SectionState":
+        """The entries whose names are ``wanted``, as references."""
+        return SectionState(
+            self.section,
+            {name: value for name, value in self.tensors.items() if wanted(name)},
+            {name: value for name, value in self.scalars.items() if wanted(name)},
+        )
 
 
 def to_bytes(state: SectionState) -> bytes:

@@ -6,6 +6,7 @@ section: nobody can apply the step before everybody has everything, so until the
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,18 +20,22 @@ from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.base.transport import Group
 from varuna.engine.base.wait_bounds import Awaited
+from varuna.engine.copies import wire
 from varuna.engine.copies.layout import Body, SectionLayout, as_bytes, from_bytes
 from varuna.process.threads import start
 
 _TAG = 95_000
-_ANSWER_TAG = _TAG + 1
-_PART_BYTES = 4 * 2**20
 States = Mapping[int, SectionState]
 
 
 def sent_later(assignment: Assignment) -> list[Transfer]:
     """Transfers of which its rank sends a part once the generation has formed."""
     return [each for each in assignment.transfers if each.follows and each.source_rank == assignment.rank]
+
+
+def received_later(assignment: Assignment) -> list[Transfer]:
+    """Those of which it gets a part then."""
+    return [each for each in assignment.transfers if each.follows and each.target_rank == assignment.rank]
 
 
 class _Sent(NamedTuple):
@@ -81,20 +86,24 @@ class StateSender:
                 with span("send-rest", **self._where, rank=move.source_rank, index=move.section):
                     self._send(each)
             for target in dict.fromkeys(each.transfer.target_rank for each in self._sent):
-                self._group.receive(torch.zeros(1), target, _ANSWER_TAG).wait()  # what is on its way needs the group
-        except RuntimeError:
-            return  # the other rank is gone, or the generation has ended: other links say which
+                wire.await_answer(self._line(target))  # what is on its way needs the group
+        except wire.OtherIsGone:
+            return  # other links say which
         self._then()
 
     def _send(self, sent: _Sent) -> None:
-        target = sent.transfer.target_rank
-        sizes = torch.tensor([len(sent.header), sent.body.size_bytes], dtype=torch.int64)
-        self._group.send(sizes, target, _TAG).wait()
-        self._group.send(torch.frombuffer(bytearray(sent.header), dtype=torch.uint8), target, _TAG).wait()
-        part = torch.zeros(min(_PART_BYTES, sent.body.size_bytes), dtype=torch.uint8)
-        for first, size in _parts(sent.body.size_bytes):
-            sent.body.read(first, part[:size])
-            self._group.send(part[:size], target, _TAG).wait()
+        line, step = self._line(sent.transfer.target_rank), self._where["step"]
+        opening = wire.offer(line, wire.CopyKind.REST, step, sent.header, sent.body.size_bytes)
+
+        def fill(first: int, part: Tensor) -> bool:
+            sent.body.read(first, part)
+            return True
+
+        assert opening is not None, "whoever was promised it takes it"
+        wire.send_parts(line, opening, fill, lambda part_s: None)
+
+    def _line(self, target: int) -> wire.Line:
+        return wire.Line(self._group, target, _TAG)
 
 
 class StateReceiver:
@@ -144,7 +153,7 @@ class StateReceiver:
             seen = self._progress  # each part that comes begins another wait: many of them are not a deadlock
             if self._failure is not None:
                 raise self._failure
-            self._inbox.wait(lambda seen=seen: self._is_news(seen), self._awaited)  # type: ignore[misc]
+            self._inbox.wait(partial(self._is_news, seen), self._awaited)
 
     def close(self) -> None:
         """Take nothing more into the stage."""
@@ -152,12 +161,14 @@ class StateReceiver:
             self._closed = True
 
     def _start(self, source: int, transfers: Sequence[Transfer]) -> None:
+        line = wire.Line(self._group, source, _TAG)
+
         def run() -> None:
             try:
                 for each in transfers:
                     with span("take-rest", **self._where, rank=each.target_rank, index=each.section):
-                        self._receive(source)
-                self._group.send(torch.ones(1), source, _ANSWER_TAG).wait()
+                        self._receive(line)
+                wire.answer(line, yes=True)
             except Exception as error:  # noqa: BLE001  whoever waits for this thread must hear why it ended
                 named = ", ".join(str(each.section) for each in transfers)
                 self._failure = LinkError(
@@ -167,21 +178,24 @@ class StateReceiver:
 
         start("state-receiver", run)
 
-    def _receive(self, source: int) -> None:
-        header_bytes, body_bytes = self._next(torch.zeros(2, dtype=torch.int64), source).tolist()
-        [layout] = from_bytes(self._next(torch.empty(header_bytes, dtype=torch.uint8), source).numpy().tobytes())
-        memory = torch.empty(body_bytes, dtype=torch.uint8)
-        for first, size in _parts(body_bytes):
-            self._next(memory[first : first + size], source)
+    def _receive(self, line: wire.Line) -> None:
+        opening, header = wire.next_offer(line)
+        [layout] = from_bytes(header)
+        memory = torch.empty(layout.size_bytes, dtype=torch.uint8)
+        body = Body.of_memory([memory])
+
+        def write(first: int, part: Tensor) -> None:
+            body.write(first, part)
             self._stir()
+
+        wire.answer(line, yes=True)
+        if not wire.receive_parts(line, opening, write):
+            raise wire.OtherIsGone("it was broken off")
         with self._lock:
             if not self._closed:
                 self._take(layout.state_in(memory))
                 del self._missing[layout.section]
         self._stir()
-
-    def _next(self, room: Tensor, source: int) -> Tensor:
-        return self._group.receive(room, source, _TAG).wait()
 
     def _stir(self) -> None:
         self._progress += 1  # of several threads, one may be lost in another's
@@ -194,8 +208,3 @@ class StateReceiver:
         missing = dict(self._missing)
         named = ", ".join(str(section) for section in sorted(missing))
         return Awaited(f"the optimizer state of sections {named}", tuple(sorted(set(missing.values()))))
-
-
-def _parts(size_bytes: int) -> Iterable[tuple[int, int]]:
-    """Where each part of a body begins, and its size."""
-    return ((first, min(_PART_BYTES, size_bytes - first)) for first in range(0, size_bytes, _PART_BYTES))

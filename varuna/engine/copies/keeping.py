@@ -143,14 +143,14 @@ class CopyKeeper:
             rank: this one.
             stage: that it runs.
         """
-        self._group, self._owner, self._copy, self._inbox, self._still = group, owner, copy, inbox, still
+        self._line, self._copy, self._inbox, self._still = wire.Line(group, owner), copy, inbox, still
         self._sums_alone, self._where = sums_alone, {"rank": rank, "stage": stage}
         start("copy-keeper", self._run)
 
     def _run(self) -> None:
         try:
             while not self._inbox.ended:
-                opening, header = wire.next_offer(self._group, self._owner)
+                opening, header = wire.next_offer(self._line)
                 # Until this rank has the step's vote itself, its copy may be all that is left of the one before.
                 if self._still.wait_beyond(opening.step - 1) is None:
                     return
@@ -163,8 +163,8 @@ class CopyKeeper:
 
     def _keep_state(self, opening: wire.Opening, layouts: Sequence[SectionLayout]) -> None:
         body = self._copy.begin(layouts)
-        wire.answer_offer(self._group, self._owner, takes=body is not None)
-        if body is not None and wire.receive_parts(self._group, self._owner, opening, body.write):
+        wire.answer(self._line, yes=body is not None)
+        if body is not None and wire.receive_parts(self._line, opening, body.write):
             with span("kept", **self._where, step=opening.step):
                 self._copy.complete(opening.step, layouts)
 
@@ -172,10 +172,10 @@ class CopyKeeper:
         if self._sums_alone:
             self._copy.turn_to(opening.step)
         values = self._copy.begin_sum(opening.step, opening.body_bytes)
-        wire.answer_offer(self._group, self._owner, takes=values is not None)
+        wire.answer(self._line, yes=values is not None)
         if values is None:
             return
         body = Body.of_memory([values.view(torch.uint8)])
-        if wire.receive_parts(self._group, self._owner, opening, body.write):
+        if wire.receive_parts(self._line, opening, body.write):
             with span("kept-sum", **self._where, step=opening.step, index=held.copies[0].section):
                 self._copy.complete_sum(opening.step, held, values)

@@ -65,7 +65,7 @@ class CopySender:
             rank: this one.
             stage: that it runs.
         """
-        self._group, self._keeper, self._inbox, self._copied = group, keeper, inbox, copied
+        self._line, self._keeper, self._inbox, self._copied = wire.Line(group, keeper), keeper, inbox, copied
         self._still, self._steps, self._where = copied.still, steps, {"rank": rank, "stage": stage}
         self._pace, self._has_room = CopyPace(), True
         self._step_s, self._round_s = 0.0, 0.0  # of the newest step, and of copies of all sums in it
@@ -122,7 +122,7 @@ class CopySender:
         if frozen is None:
             return None
         header, body = frozen
-        opening = wire.offer(self._group, self._keeper, wire.CopyKind.STATE, step, header, body.size_bytes)
+        opening = wire.offer(self._line, wire.CopyKind.STATE, step, header, body.size_bytes)
         self._has_room = opening is not None
         if opening is None:
             self._warn_once_of_room(body.size_bytes)
@@ -132,7 +132,7 @@ class CopySender:
             return bool(self._still.read(step, lambda: _read(body, first, part)))
 
         with span("copy", **self._where, step=step):
-            whole = wire.send_parts(self._group, self._keeper, opening, fill, self._pause)
+            whole = wire.send_parts(self._line, opening, fill, self._pause)
         return time.monotonic() - begin_s if whole else None
 
     def _pause(self, part_s: float) -> None:
@@ -181,7 +181,7 @@ class CopySender:
         )
         body = Body.of_memory([wanted.room.view(torch.uint8)])
         header = held.model_dump_json().encode()
-        opening = wire.offer(self._group, self._keeper, wire.CopyKind.SUM, step, header, body.size_bytes)
+        opening = wire.offer(self._line, wire.CopyKind.SUM, step, header, body.size_bytes)
 
         def fill(first: int, part: Tensor) -> bool:
             body.read(first, part)
@@ -190,7 +190,7 @@ class CopySender:
         if opening is None:
             return False
         with span("copy-sum", **self._where, step=step, index=wanted.section):
-            return wire.send_parts(self._group, self._keeper, opening, fill, self._pause)
+            return wire.send_parts(self._line, opening, fill, self._pause)
 
 
 def _frozen(states: Mapping[int, SectionState]) -> _Frozen:

@@ -1,6 +1,6 @@
 """What crosses between the owner of a state and its keeper: one copy after another, each announced and in parts.
 
-For each copy, of a state or of one section's sums of gradients:
+For each copy, of a state or of one section's sums of gradients, and for the rest of a state that moves:
 
 1. owner: what it is, of which step, and the sizes of header, body and parts
 2. owner: the header
@@ -20,7 +20,6 @@ from torch import Tensor
 from varuna.engine.base.transport import Group
 
 TAG = 90_000
-ANSWER_TAG = TAG + 1
 PART_BYTES = 4 * 2**20
 WORD_BYTES = 8
 """After each part: 1 if it is one."""
@@ -35,6 +34,16 @@ class CopyKind(IntEnum):
 
     STATE = 0
     SUM = 1
+    REST = 2
+
+
+class Line(NamedTuple):
+    """Messages of one kind between this rank and another; answers have the next tag."""
+
+    group: Group
+    """every member of the generation"""
+    peer: int
+    tag: int = TAG
 
 
 class Opening(NamedTuple):
@@ -47,7 +56,7 @@ class Opening(NamedTuple):
     part_bytes: int
 
 
-def offer(group: Group, keeper: int, kind: CopyKind, step: int, header: bytes, body_bytes: int) -> Opening | None:
+def offer(line: Line, kind: CopyKind, step: int, header: bytes, body_bytes: int) -> Opening | None:
     """Announce a copy; None if the keeper does not take it.
 
     Raises:
@@ -55,21 +64,18 @@ def offer(group: Group, keeper: int, kind: CopyKind, step: int, header: bytes, b
     """
     words = max(1, -(-min(PART_BYTES, body_bytes) // WORD_BYTES))  # whole ones: another word follows each part
     opening = Opening(kind, step, len(header), body_bytes, words * WORD_BYTES)
-    _send(group, keeper, torch.tensor(opening, dtype=torch.int64))
-    _send(group, keeper, torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    with _noticing_the_end():
-        answer = group.receive(torch.zeros(1, dtype=torch.int64), keeper, ANSWER_TAG).wait()
-    return opening if answer.item() else None
+    _send(line, torch.tensor(opening, dtype=torch.int64))
+    _send(line, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    return opening if await_answer(line) else None
 
 
 def send_parts(
-    group: Group, keeper: int, opening: Opening, fill: Callable[[int, Tensor], bool], pause: Callable[[float], object]
+    line: Line, opening: Opening, fill: Callable[[int, Tensor], bool], pause: Callable[[float], object]
 ) -> bool:
     """Send the body; False if it was broken off.
 
     Args:
-        group: every member of the generation.
-        keeper: rank that takes it.
+        line: to whoever takes it.
         opening: of the copy.
         fill: puts the bytes from a place of the body on into a part; False: the copy is worth nothing any more.
         pause: called after each part with the seconds that it took.
@@ -83,41 +89,50 @@ def send_parts(
         goes_on = fill(first, part)
         word.fill_(goes_on)
         begin_s = time.monotonic()
-        _send(group, keeper, buffer)
+        _send(line, buffer)
         if not goes_on:
             return False
         pause(time.monotonic() - begin_s)
     return True
 
 
-def next_offer(group: Group, owner: int) -> tuple[Opening, bytes]:
+def next_offer(line: Line) -> tuple[Opening, bytes]:
     """Wait for the next copy that is announced, and its header.
 
     Raises:
         OtherIsGone: the owner.
     """
-    message = _receive(group, owner, len(Opening._fields) * WORD_BYTES)
+    message = _receive(line, len(Opening._fields) * WORD_BYTES)
     opening = Opening(*message.view(torch.int64).tolist())
-    return opening, _receive(group, owner, opening.header_bytes).numpy().tobytes()
+    return opening, _receive(line, opening.header_bytes).numpy().tobytes()
 
 
-def answer_offer(group: Group, owner: int, *, takes: bool) -> None:
-    """Say whether it is taken.
+def answer(line: Line, *, yes: bool) -> None:
+    """Say whether what was offered is taken, or that it has come.
 
     Raises:
         OtherIsGone: the owner.
     """
-    _send(group, owner, torch.tensor([int(takes)], dtype=torch.int64), ANSWER_TAG)
+    _send(line._replace(tag=line.tag + 1), torch.tensor([int(yes)], dtype=torch.int64))
 
 
-def receive_parts(group: Group, owner: int, opening: Opening, write: Callable[[int, Tensor], None]) -> bool:
+def await_answer(line: Line) -> bool:
+    """Wait for the other end's ``answer``.
+
+    Raises:
+        OtherIsGone: it is.
+    """
+    return bool(_receive(line._replace(tag=line.tag + 1), WORD_BYTES).view(torch.int64).item())
+
+
+def receive_parts(line: Line, opening: Opening, write: Callable[[int, Tensor], None]) -> bool:
     """Receive the body; False if it was broken off.
 
     Raises:
         OtherIsGone: the owner.
     """
     for first in _firsts(opening):
-        message = _receive(group, owner, opening.part_bytes + WORD_BYTES)
+        message = _receive(line, opening.part_bytes + WORD_BYTES)
         if not message[opening.part_bytes :].view(torch.int64).item():
             return False
         write(first, message[: opening.part_bytes])
@@ -128,14 +143,14 @@ def _firsts(opening: Opening) -> Iterator[int]:
     return iter(range(0, max(1, opening.body_bytes), opening.part_bytes))
 
 
-def _send(group: Group, peer: int, message: Tensor, tag: int = TAG) -> None:
+def _send(line: Line, message: Tensor) -> None:
     with _noticing_the_end():
-        group.send(message, peer, tag).wait()
+        line.group.send(message, line.peer, line.tag).wait()
 
 
-def _receive(group: Group, owner: int, size_bytes: int) -> Tensor:
+def _receive(line: Line, size_bytes: int) -> Tensor:
     with _noticing_the_end():
-        return group.receive(torch.empty(size_bytes, dtype=torch.uint8), owner, TAG).wait()
+        return line.group.receive(torch.empty(size_bytes, dtype=torch.uint8), line.peer, line.tag).wait()
 
 
 @contextmanager

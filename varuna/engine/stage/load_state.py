@@ -1,6 +1,7 @@
 """What a stage takes from the states of its sections: parameters, buffers, optimizer state, loss scale."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.core.precision import LossScale
-from varuna.engine.stage.precision import cast
+from varuna.engine.stage.precision import cast, is_cast
 from varuna.partition.cut.split import SectionGraph
 
 LOSS_SCALE = "run/loss_scale"
@@ -64,10 +65,9 @@ def parameters_of(
 
 def put_parameters(state: SectionState, parameters: Mapping[str, nn.Parameter]) -> None:
     """Write a state's parameters, as far as it has any, in place."""
-    for name, parameter in parameters.items():
-        value = state.tensors.get(f"parameters/{name}")
-        if value is not None:
-            parameter.detach().copy_(value)
+    for path, value in state.tensors.items():
+        if path.startswith("parameters/"):
+            parameters[path.removeprefix("parameters/")].detach().copy_(value)
 
 
 def buffers_of(
@@ -112,25 +112,14 @@ def is_lent_along(name: str) -> bool:
 
 def first_of(state: SectionState, dtype: torch.dtype) -> SectionState:
     """What a section computes with: its state without optimizer state, and parameters in the dtype of computation."""
-    return SectionState(
-        state.section,
-        {name: cast(value, dtype) for name, value in state.tensors.items() if is_lent_along(name)},
-        {name: value for name, value in state.scalars.items() if is_lent_along(name)},
-    )
+    first = state.only(is_lent_along)
+    return replace(first, tensors={name: cast(value, dtype) for name, value in first.tensors.items()})
 
 
 def rest_of(state: SectionState, dtype: torch.dtype) -> SectionState:
     """What only an update needs besides: optimizer state, and fp32 parameters that are computed with in ``dtype``."""
-
-    def is_rest(name: str) -> bool:
-        value = state.tensors.get(name)
-        return not is_lent_along(name) or (value is not None and cast(value, dtype) is not value)
-
-    return SectionState(
-        state.section,
-        {name: value for name, value in state.tensors.items() if is_rest(name)},
-        {name: value for name, value in state.scalars.items() if is_rest(name)},
-    )
+    rounded = {name for name, value in state.tensors.items() if is_lent_along(name) and is_cast(value, dtype)}
+    return state.only(lambda name: name in rounded or not is_lent_along(name))
 
 
 def state_in(

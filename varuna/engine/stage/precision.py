@@ -18,7 +18,12 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     """``value`` in the compute dtype, if it is floating; fp32 runs leave every dtype as the model has it."""
-    return value.to(dtype) if dtype is not torch.float32 and value.is_floating_point() else value
+    return value.to(dtype) if is_cast(value, dtype) else value
+
+
+def is_cast(value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``cast`` changes ``value``."""
+    return dtype is not torch.float32 and value.is_floating_point() and value.dtype is not dtype
 
 
 def unit_near(weight: float) -> float:

@@ -13,14 +13,14 @@ from torch import Tensor
 from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import ModelError
-from varuna.core.messages import Assignment, Transfer
+from varuna.core.messages import Assignment
 from varuna.core.plan import Copies, Plan
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.peer_activity import watch
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited, Doing
-from varuna.engine.copies.following import StateReceiver, StateSender, sent_later
+from varuna.engine.copies.following import StateReceiver, StateSender, received_later, sent_later
 from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
 from varuna.engine.copies.sending import CopiedStage, CopySender
 from varuna.engine.links.groups import Groups
@@ -233,7 +233,7 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
             {section: state.tensors[SUMS] for section, state in states.items() if SUMS in state.tensors},
             {each: state.tensors[STATISTICS] for each, state in states.items() if STATISTICS in state.tensors},
         )
-    missing = frozenset(each.section for each in assignment.transfers if _comes_later(each, assignment.rank))
+    missing = frozenset(each.section for each in received_later(assignment))
     stage = Stage(
         setting.job,
         plan,
@@ -247,10 +247,6 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
     for value in setting.loop.measured:
         stage.optimizer.measure(value)
     return stage
-
-
-def _comes_later(transfer: Transfer, rank: int) -> bool:
-    return transfer.follows and transfer.target_rank == rank
 
 
 def send_rest(
@@ -289,7 +285,7 @@ def open_generation(
     )
     receiver = StateReceiver(
         groups.world,
-        [each for each in assignment.transfers if _comes_later(each, rank)],
+        received_later(assignment),
         stage.complete,
         inbox=inbox,
         step=assignment.next_step,

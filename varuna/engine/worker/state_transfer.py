@@ -84,11 +84,7 @@ def _part(state: SectionState, transfer: Transfer, dtype: torch.dtype) -> Sectio
             return transfer.sums and name != COPIED_SUMS
         return not transfer.sums and (not transfer.lent or is_lent_along(name))
 
-    part = SectionState(
-        state.section,
-        {name: value for name, value in state.tensors.items() if goes(name)},
-        {name: value for name, value in state.scalars.items() if goes(name)},
-    )
+    part = state.only(goes)
     return first_of(part, dtype) if transfer.follows else part
 
 

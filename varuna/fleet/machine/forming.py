@@ -1,6 +1,6 @@
 """A new generation: its workers, where state comes from, and the assignments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from varuna.core.dealing import shares_text
@@ -198,11 +198,10 @@ def _tell_origin(transition: Transition, origin: _Origin) -> None:
         transition.notice(f"resuming from {where}{complete}")
 
 
-def _following(fleet: Fleet, job: JobFacts, members: Sequence[str]) -> frozenset[int]:
-    """Sections whose optimizer state may come while the first step runs: in host memory, there is room for it twice."""
-    if any(fleet.workers[name].device is not None for name in members):
-        return frozenset()
-    return frozenset(number for number, section in enumerate(job.model.sections) if section.optimizer_bytes)
+def _following(job: JobFacts) -> frozenset[int]:
+    """Sections whose optimizer state may come while the first step runs: a device's memory has no room for it twice."""
+    sections = job.model.sections if not job.memory_apart else ()
+    return frozenset(number for number, section in enumerate(sections) if section.optimizer_bytes)
 
 
 def _start(
@@ -247,9 +246,7 @@ def _start(
     placed = frozenset(seated)
     members = (*seated, *(name for name in fleet.joined if name not in placed))
     moves = (
-        placement.transfers(
-            plan, members, holdings, weights, lent=lent, holders=holders, following=_following(fleet, job, members)
-        )
+        placement.transfers(plan, members, holdings, weights, lent=lent, holders=holders, following=_following(job))
         if origin.from_holders
         else ()
     )

@@ -100,10 +100,10 @@ def test_a_body_of_any_size_arrives(monkeypatch: pytest.MonkeyPatch, size_bytes:
     kept: list[bool] = []
 
     def keep() -> None:
-        opening, header = wire.next_offer(groups[1], 0)
+        opening, header = wire.next_offer(wire.Line(groups[1], 0))
         assert header == b"what"
-        wire.answer_offer(groups[1], 0, takes=True)
-        kept.append(wire.receive_parts(groups[1], 0, opening, Body.of_memory([found]).write))
+        wire.answer(wire.Line(groups[1], 0), yes=True)
+        kept.append(wire.receive_parts(wire.Line(groups[1], 0), opening, Body.of_memory([found]).write))
 
     keeper = start("test-keeper", keep)
 
@@ -111,9 +111,9 @@ def test_a_body_of_any_size_arrives(monkeypatch: pytest.MonkeyPatch, size_bytes:
         Body.of_memory([body]).read(first, part)
         return True
 
-    opening = wire.offer(groups[0], 1, wire.CopyKind.SUM, 3, b"what", size_bytes)
+    opening = wire.offer(wire.Line(groups[0], 1), wire.CopyKind.SUM, 3, b"what", size_bytes)
     assert opening is not None
-    assert wire.send_parts(groups[0], 1, opening, fill, lambda part_s: None)
+    assert wire.send_parts(wire.Line(groups[0], 1), opening, fill, lambda part_s: None)
     keeper.join(20)
     assert kept == [True]
     assert torch.equal(found, body)
