@@ -35,7 +35,9 @@ def asked(model: str, fleet: tuple[tuple[Machine, int], ...], global_batch: int)
     assert known is not None
     classes = tuple(ClassSize(name=_name(machine), workers=count) for machine, count in fleet)
     workers = sum(count for _, count in fleet)
-    return PlanRequest(calibration=known, workers=workers, classes=classes, global_batch=global_batch, stash_moves=True)
+    return PlanRequest(
+        calibration=known, workers=workers, classes=classes, global_batch=global_batch, memory_apart=True
+    )
 
 
 def _name(machine: Machine) -> str:

@@ -75,8 +75,6 @@ def find_sums(store: Store, folder: StepFolder, job: JobFacts) -> StoredSums | N
     Raises:
         StoreError: the store cannot be read.
     """
-    if job.memory_apart:  # sums outlast nothing on a GPU
-        return None
     labels, mine = labels_in(store, folder), job_of(job)
     for _ in range(_TRIES):
         again = look(store, folder.step)

@@ -220,8 +220,7 @@ def asked(script: Path | None, args: Sequence[str], given: Calibration | None) -
             calibration=given,
             workers=1,
             global_batch=DEFAULT_GLOBAL_BATCH,
-            stash_moves=True,
-            keeps_sums=False,
+            memory_apart=True,
             wanted=_SHOWN,
         )
     from varuna.job.script_runner import output_as_errors, take_job
@@ -243,8 +242,7 @@ def request_of(spec: "JobSpec", given: Calibration | None = None) -> PlanRequest
         global_batch=job.global_batch,
         micro_batch=job.micro_batch,
         tentative=job.combines,
-        stash_moves=job.memory_apart,
-        keeps_sums=not job.memory_apart,
+        memory_apart=job.memory_apart,
         wanted=_SHOWN,
     )
 

@@ -22,8 +22,6 @@ class Copies(StrEnum):
     """its state, which no other rank holds, and its sums of gradients"""
     SUMS = "sums"
     """its sums of gradients: other replicas hold its state"""
-    DEVICE = "device"
-    """neither is in host memory"""
     MEMORY = "memory"
     """there is no room for it"""
     TIME = "time"

@@ -11,7 +11,6 @@ from varuna.observe.report import GenerationRow, Morph, RunHistory
 
 _NO_COPIES = {
     Copies.NONE: "",
-    Copies.DEVICE: " (none in another worker's memory, since state is not in host memory)",
     Copies.MEMORY: " (no room for another in the memory of workers)",
     Copies.TIME: " (copies in other workers' memory would slow steps down)",
 }

@@ -80,7 +80,7 @@ class Builder:
     def first(self, guess: Guess) -> BuiltPlan | Misfit:
         """The plan of a shape with the in-flight depths that are most often best; shallower ones if it does not fit."""
         likely, shallowest = self._factors[0], min(self._factors)
-        for moves in (False, True)[: 1 + self.request.stash_moves]:
+        for moves in (False, True)[: 1 + self.request.memory_apart]:
             for factor in dict.fromkeys((likely, shallowest)):
                 built = self._build(guess.shape, factor, guess.bottleneck_s * 1.05, stash_moves=moves, leans=False)
                 if built is not None:
@@ -92,7 +92,7 @@ class Builder:
         pace_s = max(stage.forward_s + stage.recompute_s + stage.backward_s for stage in built.costs.stages)
         seen = {(built.starts, built.sizes)}
         ways = [(factor, built.stash_moves, False) for factor in self._factors if factor != built.factor]
-        if self.request.stash_moves and not built.stash_moves and self._has_large_stash(built):
+        if self.request.memory_apart and not built.stash_moves and self._has_large_stash(built):
             ways += [(factor, True, False) for factor in self._factors]
         if built.is_short and built.shape.stages > 1:
             ways += [(factor, moves, True) for factor, moves, _ in ((built.factor, built.stash_moves, False), *ways)]
@@ -163,7 +163,7 @@ class Builder:
 
     def misfit(self, shape: Shape) -> Misfit:
         """How many bytes a shape lacks, balanced as if there were enough memory."""
-        sizer = self._sizer(self._depths(shape, 1), self.request.stash_moves, self._sharing(shape), unlimited=True)
+        sizer = self._sizer(self._depths(shape, 1), self.request.memory_apart, self._sharing(shape), unlimited=True)
         mean_s = (self.profile.work_s.before[-1] + self.profile.recompute_s.before[-1]) / shape.stages
         starts = balance_stages(sizer.seconds, sections=self.profile.sections, stages=shape.stages, hint_s=mean_s)
         spans = list(pairwise((*starts, self.profile.sections)))

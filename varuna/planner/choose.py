@@ -60,7 +60,6 @@ def plan_run(
     policy: str = "adaptive",
     flags: Flags = NO_FLAGS,
     copies: bool = False,
-    apart: bool = False,
 ) -> Plan:
     """The plan of a generation; the same m as in the generation before, unless it fits no more.
 
@@ -74,7 +73,6 @@ def plan_run(
         policy: schedule policy.
         flags: for advice.
         copies: the run outlives the loss of a worker, so that copies of its state and sums may be worth their price.
-        apart: they would lie in the memory of hosts, beside that of devices.
 
     Raises:
         UsageError: the job's m is out of range.
@@ -94,9 +92,9 @@ def plan_run(
         ranking = rank_plans(request.model_copy(update={"wanted": WEIGHED}))
         if not ranking.plans:
             raise NoPlanError(explain(ranking, request, flags))
-        return by_goodput(ranking, request, copies=copies, apart=apart)[0].plan
+        return by_goodput(ranking, request, copies=copies)[0].plan
     plan = _safer(best_plan(request, flags), request)
-    return with_copies(plan, request, measured=measured, apart=apart) if copies else plan
+    return with_copies(plan, request, measured=measured) if copies else plan
 
 
 def run_request(
@@ -123,13 +121,12 @@ def run_request(
         memory_bytes=memory_bytes,
         stages=stages,
         tentative=job.combines,
-        stash_moves=job.memory_apart,
+        memory_apart=job.memory_apart,
         leaves_idle=known.across_vms != ETHERNET,  # nominal figures are no reason to send workers away
         policy=policy,
         losses_per_hour=job.losses_per_hour,
         speeds=job.speeds if len(job.speeds) == workers else (),
         classes=classes,
-        keeps_sums=not job.memory_apart,
         mixes=job.network.links == "host",  # from GPU to GPU, the sums of a stage go to one set of others
     )
 
@@ -142,21 +139,20 @@ class Worth(NamedTuple):
     expected: Expected
 
 
-def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool, apart: bool = False) -> list[Worth]:
+def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool) -> list[Worth]:
     """The fastest plans of the best depths, each with one replica and with two if that is possible, best first.
 
     Args:
         ranking: of the request, with as many depths as are to be weighed.
         request: with a rate of losses.
         copies: see ``plan_run``.
-        apart: likewise.
     """
     found = dict(zip(ranking.plans, ranking.predictions, strict=True))
     for plan in ranking.plans[:_DOUBLED]:
         found |= _double(plan, request)
     weighed = []
     for plan, prediction in found.items():
-        made = with_copies(plan, request, measured=True, apart=apart) if copies else plan
+        made = with_copies(plan, request, measured=True) if copies else plan
         weighed.append(Worth(made, prediction, expected(made, request)))
     return sorted(weighed, key=lambda worth: (-worth.expected.examples_per_s, worth.plan.stages))
 

@@ -20,7 +20,7 @@ MOST_BUSY = 0.01
 each end."""
 
 
-def with_copies(plan: Plan, request: PlanRequest, *, measured: bool, apart: bool = False) -> Plan:
+def with_copies(plan: Plan, request: PlanRequest, *, measured: bool) -> Plan:
     """The plan with the decision, and with the memory that copies take.
 
     Args:
@@ -28,15 +28,12 @@ def with_copies(plan: Plan, request: PlanRequest, *, measured: bool, apart: bool
         request: that it answers.
         measured: the plan's times were; nominal ones are no reason against copies, which stop by themselves if they
             take too long.
-        apart: copies would lie in the memory of hosts, beside that of devices.
     """
     if plan.workers == 1:
         return plan.model_copy(update={"copies": Copies.NONE})
-    if not request.keeps_sums:
-        return plan.model_copy(update={"copies": Copies.DEVICE})
     copied = plan.model_copy(update={"copies": Copies.STATE if plan.replicas == 1 else Copies.SUMS})
-    promised = _with_memory(copied, _kept_bytes(copied, request), apart=apart)
-    if not _fits(promised, request, apart=apart):
+    promised = _with_memory(copied, _kept_bytes(copied, request), request)
+    if not _fits(promised, request):
         return plan.model_copy(update={"copies": Copies.MEMORY})
     if measured and not are_worth_it(copied, request):
         return plan.model_copy(update={"copies": Copies.TIME})
@@ -56,8 +53,9 @@ def _kept_bytes(plan: Plan, request: PlanRequest) -> list[int]:
     return [max(whole_bytes[:stage] + whole_bytes[stage + 1 :]) + 2 * most_bytes for stage in range(plan.stages)]
 
 
-def _fits(plan: Plan, request: PlanRequest, *, apart: bool) -> bool:
-    """Whether every worker has the memory of hosts (``apart``) or devices that is promised."""
+def _fits(plan: Plan, request: PlanRequest) -> bool:
+    """Whether every worker has the memory, of its host or the device's, that is promised."""
+    apart = request.memory_apart
     for _, cut in plan.cuts:
         asked = request.for_class(cut.device_class)
         limit_bytes = asked.host_limit_bytes if apart else asked.limit_bytes
@@ -66,9 +64,9 @@ def _fits(plan: Plan, request: PlanRequest, *, apart: bool) -> bool:
     return True
 
 
-def _with_memory(plan: Plan, kept_bytes: Sequence[int], *, apart: bool) -> Plan:
-    """The plan with what copies take there by slot."""
-    name, left = "host_bytes" if apart else "memory_bytes", iter(kept_bytes)
+def _with_memory(plan: Plan, kept_bytes: Sequence[int], request: PlanRequest) -> Plan:
+    """The plan with what copies take by slot, in the memory where they are."""
+    name, left = "host_bytes" if request.memory_apart else "memory_bytes", iter(kept_bytes)
 
     def more(own_bytes: tuple[int, ...], stages: int) -> tuple[int, ...]:
         return tuple(own + kept for own, kept in zip(own_bytes or (0,) * stages, islice(left, stages), strict=True))

@@ -54,10 +54,9 @@ def loss_cost_s(plan: Plan, request: PlanRequest) -> float:
     figures = profile(request.calibration, plan.micro_batch)
     state_bytes = max(figures.state_bytes.over(slot.sections) for slot in plan.slots)
     link = request.calibration.across_vms.link.bytes_per_s
-    # State moves where the number of stages changes, as it mostly does if no spare is there. Where it is in the memory
-    # of hosts, as sums that outlast a step are, optimizer state follows while the next step runs.
-    moved = figures.parameter_bytes if request.keeps_sums else figures.state_bytes
-    moved_bytes = max(moved.over(slot.sections) for slot in plan.slots) if plan.is_cut else 0
+    # Parameters move where the number of stages changes, as it mostly does if no spare is there. Optimizer state
+    # follows while the next step runs.
+    moved_bytes = max(figures.parameter_bytes.over(slot.sections) for slot in plan.slots) if plan.is_cut else 0
     base_s = NOTICED_S + REGROUPED_S + moved_bytes / link
     return base_s + _again_s(plan, request, state_bytes, link)
 
@@ -67,8 +66,6 @@ def _again_s(plan: Plan, request: PlanRequest, state_bytes: float, link: float) 
     step_s, fill = plan.step_s, max(plan.depths) - 1
     flight_s = step_s * fill / (len(plan.micro_batches_of(0)) + fill)
     if plan.replicas > 1:
-        if not request.keeps_sums:
-            return step_s / 2
         since_s = copied_rounds(plan, request).lost_s(step_s) if plan.copies is Copies.SUMS else step_s / 2
         return since_s / plan.replicas + flight_s
     undone_s = step_s / 2 + _checkpoint_age_s(plan, request, state_bytes)

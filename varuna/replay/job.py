@@ -33,6 +33,7 @@ def job_of(calibration: Calibration, global_batch: int, micro_batch: int | None)
         seed=0,
         steps=_FOREVER,
         checkpoint_dir="virtual",
+        memory_apart=True,
     )
 
 

@@ -35,7 +35,6 @@ class Plans:
                     calibration=self._calibration,
                     micro_batch=self.micro_batch,
                     copies=self._copies,
-                    apart=True,
                 )
             except NoPlanError as error:
                 self._known[asked] = error

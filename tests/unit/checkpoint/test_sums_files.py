@@ -66,7 +66,6 @@ def test_sums_of_this_job_are_found_with_all_losses(store: Store) -> None:
     assert found is not None
     assert {each.file for each in found.sums} == files
     assert [loss.micro_batch for loss in found.losses] == [0, 1, 2]
-    assert find_sums(store, look(store, 4), JOB.model_copy(update={"memory_apart": True})) is None
     assert find_sums(store, look(store, 5), JOB) is None
 
 

@@ -41,7 +41,6 @@ def test_with_replicas_sums_alone_have_a_copy() -> None:
     assert (plan.shape, plan.copies, without.copies) == ("2x2", Copies.SUMS, Copies.NONE)
     more = [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)]
     assert more == [2 * SUM_BYTES + 2 * SUM_BYTES] * 2
-    assert made(stages=2, memory_apart=True).copies is Copies.DEVICE
     assert made(stages=2, memory_bytes=max(without.memory_bytes)).copies is Copies.MEMORY
 
 
@@ -68,11 +67,21 @@ def test_an_uneven_plan_promises_memory_for_the_largest_other_stage() -> None:
     assert more == [2 * SUM_BYTES + (least if stage == largest else most) for stage in range(3)]
 
 
-def test_there_is_no_copy_where_it_does_not_fit_or_is_not_in_host_memory() -> None:
+def test_there_is_no_copy_where_it_does_not_fit() -> None:
     needed = max(made(copies=False).memory_bytes)
     assert made(memory_bytes=needed).copies is Copies.MEMORY
     assert made(memory_bytes=needed + GB).copies is Copies.STATE
-    assert made(memory_apart=True).copies is Copies.DEVICE
+
+
+def test_copies_of_what_gpus_have_take_memory_of_hosts() -> None:
+    plan, without = made(memory_apart=True), made(memory_apart=True, copies=False)
+    assert plan.copies is Copies.STATE
+    assert plan.memory_bytes == without.memory_bytes
+    before = without.host_bytes or (0,) * 4
+    assert [more - less for more, less in zip(plan.host_bytes, before, strict=True)] == [
+        STATE_BYTES + 3 * SUM_BYTES
+    ] * 4
+    assert made(memory_apart=True, memory_bytes=max(without.memory_bytes)).copies is Copies.STATE
 
 
 def test_there_is_no_copy_where_it_would_take_too_much_of_a_measured_step() -> None:

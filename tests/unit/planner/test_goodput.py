@@ -17,7 +17,7 @@ NETWORK = NetworkCosts(link=Link(latency_s=0, bytes_per_s=0.5e9), rings=(Ring(la
 KNOWN = calibrated(FACTS, across_vms=NETWORK)
 
 
-def job(global_batch: int = 4096, *, per_hour: float = 0.0, apart: bool = False) -> JobFacts:
+def job(global_batch: int = 4096, *, per_hour: float = 0.0) -> JobFacts:
     return JobFacts(
         model=FACTS,
         global_batch=global_batch,
@@ -25,12 +25,11 @@ def job(global_batch: int = 4096, *, per_hour: float = 0.0, apart: bool = False)
         seed=0,
         steps=1,
         losses_per_hour=per_hour,
-        memory_apart=apart,
     )
 
 
-def asked(workers: int, *, per_hour: float = 6.0, apart: bool = False) -> PlanRequest:
-    return run_request(job(per_hour=per_hour, apart=apart), workers=workers, calibration=KNOWN)
+def asked(workers: int, *, per_hour: float = 6.0) -> PlanRequest:
+    return run_request(job(per_hour=per_hour), workers=workers, calibration=KNOWN)
 
 
 def made(stages: int, workers: int, global_batch: int = 4096) -> Plan:
@@ -45,13 +44,6 @@ def test_a_loss_costs_least_with_copies_and_most_with_one_holder_alone() -> None
     single, double = made(8, 8), made(4, 8)
     request = asked(8)
     assert loss_cost_s(with_copies(single), request) < loss_cost_s(double, request) < loss_cost_s(single, request)
-
-
-def test_without_sums_the_step_in_flight_is_lost_whatever_the_number_of_replicas() -> None:
-    double = made(4, 8)
-    kept, lost = (loss_cost_s(double, asked(8, apart=apart)) for apart in (False, True))
-    assert kept < lost
-    assert lost > double.step_s / 2
 
 
 def test_with_copies_the_length_of_a_step_hardly_matters_to_a_loss() -> None:

@@ -12,7 +12,7 @@ from varuna.planner.offers import Offer, Rented, frontier
 from varuna.planner.sweep import rank_plans
 
 CALIBRATIONS = of_class("A"), of_class("B", 4.0)
-WANTED = asked({"A": 1, "B": 1}, *CALIBRATIONS, keeps_sums=False)
+WANTED = asked({"A": 1, "B": 1}, *CALIBRATIONS)
 
 
 def offer(name: str, device_class: str, most: int, price: float, **rest: object) -> Offer:
@@ -79,7 +79,7 @@ def test_the_frontier_leaves_out_nothing_that_would_beat_it(prices: tuple[float,
         if not sizes:
             continue
         known = [each for each in CALIBRATIONS if each.hardware.device_class in sizes]
-        plan = rank_plans(asked(sizes, *known, keeps_sums=False)).plans[0]
+        plan = rank_plans(asked(sizes, *known)).plans[0]
         rate = plan.global_batch / plan.step_s
         dollars = sum(price * count for price, count in zip(prices, gpus, strict=True)) / rate / 3600 * 1e6
         # Another fleet is as fast and as cheap, as far as the search for plans goes.

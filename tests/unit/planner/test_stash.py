@@ -36,7 +36,7 @@ def planned(memory_bytes: int, *, moves: bool = True, **changes: Any) -> Plan:
             global_batch=40,
             micro_batch=1,
             memory_bytes=memory_bytes,
-            stash_moves=moves,
+            memory_apart=moves,
         )
     )
 

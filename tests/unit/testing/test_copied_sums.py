@@ -332,8 +332,8 @@ def test_what_a_generation_goes_on_from_is_copied_at_once(
     watched, begun = watch(-1), list[frozenset[int]]()
     begin = Sums.__init__
 
-    def begins(sums: Sums, buckets: Any, plan: Plan, inherited: Begun | None, *, outlast: bool) -> None:
-        begin(sums, buckets, plan, inherited, outlast=outlast)
+    def begins(sums: Sums, buckets: Any, plan: Plan, inherited: Begun | None, **rest: Any) -> None:
+        begin(sums, buckets, plan, inherited, **rest)
         if inherited is not None and inherited.rest.taken and 0 in {each.source_rank for each in inherited.rest.taken}:
             begun.append(frozenset(numbers_of(inherited.rest.taken[0].micro_batches)))
 

@@ -67,6 +67,10 @@ class SectionState:
             {name: value for name, value in self.scalars.items() if wanted(name)},
         )
 
+    def at_host(self) -> "SectionState":
+        """The state with tensors in host memory: copies of those that are on a GPU."""
+        return SectionState(self.section, {name: value.cpu() for name, value in self.tensors.items()}, self.scalars)
+
 
 def to_bytes(state: SectionState) -> bytes:
     """The state as a safetensors file.

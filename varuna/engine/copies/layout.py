@@ -14,6 +14,7 @@ from torch import Tensor
 
 from varuna.checkpoint.io.section_state import DTYPE_NAMES, JSON, SectionState
 from varuna.core.errors import CheckpointError
+from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies, Ready
 
 _ALIGNMENT_BYTES = 64
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -107,10 +108,16 @@ class Body:
             start += memory.numel()
         return cls(pieces, start)
 
-    def read(self, first: int, part: Tensor) -> None:
-        """Copy the bytes from ``first`` on into ``part``; what is between tensors, or beyond the end, stays."""
-        for mine, other in self._overlaps(first, part):
-            other.copy_(mine)
+    def read(self, first: int, part: Tensor, copies: HostCopies = CPU_COPIES, after: Ready = DONE) -> None:
+        """Copy the bytes from ``first`` on into ``part``; what is between tensors, or beyond the end, stays.
+
+        Args:
+            first: byte of the body.
+            part: host memory.
+            copies: from where the body is.
+            after: a point of the device at which the body is as it should be.
+        """
+        copies.down(self._overlaps(first, part), after).wait()
 
     def write(self, first: int, part: Tensor) -> None:
         """Inverse of ``read``."""

@@ -21,6 +21,7 @@ from varuna.engine.base.still import Still
 from varuna.engine.base.transport import Group
 from varuna.engine.copies import wire
 from varuna.engine.copies.layout import Body, SectionLayout, as_bytes
+from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, Ready
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import SumWanted
 from varuna.process.console import warn
@@ -39,6 +40,8 @@ class CopiedStage(NamedTuple):
     """of all its sections, as references; None: other ranks hold them"""
     stage: Stage | None
     """whose sums of gradients are copied, too; None: they are not"""
+    copies: HostCopies = CPU_COPIES
+    """of states"""
 
 
 class _Frozen(NamedTuple):
@@ -46,6 +49,8 @@ class _Frozen(NamedTuple):
 
     header: bytes
     body: Body
+    after: Ready
+    """the device's end of the update that made it"""
 
 
 class CopySender:
@@ -118,10 +123,12 @@ class CopySender:
     def _copy(self, step: int, states: States) -> float | None:
         """Seconds until the copy was complete; None: the state changed before, or the keeper has no room."""
         begin_s = time.monotonic()
-        frozen = self._still.read(step, lambda: _frozen(states()))
+        copies = self._copied.copies
+        frozen = self._still.read(step, lambda: _frozen(states(), copies))
         if frozen is None:
             return None
-        header, body = frozen
+        header, body, after = frozen
+        after.wait()  # before each part, which holds the next update up, is read
         opening = wire.offer(self._line, wire.CopyKind.STATE, step, header, body.size_bytes)
         self._has_room = opening is not None
         if opening is None:
@@ -129,10 +136,10 @@ class CopySender:
             return None
 
         def fill(first: int, part: Tensor) -> bool:
-            return bool(self._still.read(step, lambda: _read(body, first, part)))
+            return bool(self._still.read(step, lambda: _read(body, first, part, copies, after)))
 
         with span("copy", **self._where, step=step):
-            whole = wire.send_parts(self._line, opening, fill, self._pause)
+            whole = wire.send_parts(self._line, opening, fill, self._pause, copies)
         return time.monotonic() - begin_s if whole else None
 
     def _pause(self, part_s: float) -> None:
@@ -159,7 +166,7 @@ class CopySender:
         while self._still.lasts(step, wait_s):
             begin_s = time.monotonic()
             if not room.numel():
-                room = torch.empty(max(sizes.values(), default=0), dtype=torch.float32)
+                room = stage.sums.room()
             for section, size in reversed(sizes.items()):  # as backwards come to them
                 wanted = stage.sums.take(section, room[:size], lambda: self._still.lasts(step, 0.0))
                 if wanted is None:
@@ -193,12 +200,12 @@ class CopySender:
             return wire.send_parts(self._line, opening, fill, self._pause)
 
 
-def _frozen(states: Mapping[int, SectionState]) -> _Frozen:
+def _frozen(states: Mapping[int, SectionState], copies: HostCopies) -> _Frozen:
     """Where the state is that rests now."""
     layouts = [SectionLayout.of(states[section]) for section in sorted(states)]
-    return _Frozen(as_bytes(layouts), Body.of_states(layouts, states))
+    return _Frozen(as_bytes(layouts), Body.of_states(layouts, states), copies.point())
 
 
-def _read(body: Body, first: int, part: Tensor) -> bool:
-    body.read(first, part)
+def _read(body: Body, first: int, part: Tensor, copies: HostCopies, after: Ready) -> bool:
+    body.read(first, part, copies, after)
     return True

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from varuna.engine.base.transport import Group
+from varuna.engine.device.host_copies import CPU_COPIES, HostCopies
 
 TAG = 90_000
 PART_BYTES = 4 * 2**20
@@ -70,7 +71,11 @@ def offer(line: Line, kind: CopyKind, step: int, header: bytes, body_bytes: int)
 
 
 def send_parts(
-    line: Line, opening: Opening, fill: Callable[[int, Tensor], bool], pause: Callable[[float], object]
+    line: Line,
+    opening: Opening,
+    fill: Callable[[int, Tensor], bool],
+    pause: Callable[[float], object],
+    copies: HostCopies = CPU_COPIES,
 ) -> bool:
     """Send the body; False if it was broken off.
 
@@ -79,11 +84,12 @@ def send_parts(
         opening: of the copy.
         fill: puts the bytes from a place of the body on into a part; False: the copy is worth nothing any more.
         pause: called after each part with the seconds that it took.
+        copies: by which parts are filled.
 
     Raises:
         OtherIsGone: the keeper.
     """
-    buffer = torch.zeros(opening.part_bytes + WORD_BYTES, dtype=torch.uint8)
+    buffer = copies.room(opening.part_bytes + WORD_BYTES).zero_()
     part, word = buffer[: opening.part_bytes], buffer[opening.part_bytes :].view(torch.int64)
     for first in _firsts(opening):
         goes_on = fill(first, part)

@@ -79,6 +79,10 @@ class HostCopies:
         """Values of host memory, for what this thread computes from now on; they may not be written any more."""
         return dict(values)
 
+    def put(self, value: Tensor, source: Tensor) -> None:
+        """Copy host memory, where copies can start, over a value of the device; returns once it is there."""
+        value.copy_(source)
+
     def at_host(self, value: Tensor, after: Ready) -> AbstractContextManager[Tensor]:
         """``value`` in host memory, as it is after a ``point``; what is written there is in ``value`` at the end.
 
@@ -145,16 +149,20 @@ class StreamCopies(HostCopies):
         self.follow(arrived)
         return dict(zip(values, fetched, strict=True))
 
+    def put(self, value: Tensor, source: Tensor) -> None:
+        """Queue the copy, and wait for it."""
+        streams = self._streams
+        streams.copy(self._up, value, source)
+        streams.keep(value, self._up)
+        streams.mark(self._up).wait()
+
     @contextmanager
     def at_host(self, value: Tensor, after: Ready) -> Iterator[Tensor]:
         """Through pinned memory that lives as long as the block."""
-        streams = self._streams
         host = self.room_for(value)
         self.down([(value, host)], after).wait()
         yield host
-        streams.copy(self._up, value, host)
-        streams.keep(value, self._up)
-        streams.mark(self._up).wait()
+        self.put(value, host)
 
 
 def _event(ready: Ready) -> Event:

@@ -47,6 +47,8 @@ class Traffic(NamedTuple):
     """offloaded optimizer state"""
     stash: HostCopies = CPU_COPIES
     """inputs that wait for their R in host memory"""
+    state: HostCopies = CPU_COPIES
+    """state on its way to another rank, which keeps a copy"""
 
 
 def traffic_of(device: torch.device, links: Links = "host") -> Traffic:
@@ -62,6 +64,6 @@ def traffic_over(streams: Streams | None, fabric: Fabric | None = None) -> Traff
     """Return the traffic over ``streams``."""
     if streams is None:
         return Traffic()
-    links, sums, saves, optimizer, stash = (StreamCopies(streams) for _ in range(5))
+    links, sums, saves, optimizer, stash, state = (StreamCopies(streams) for _ in range(6))
     direct = CPU_COPIES if fabric is None else DirectCopies(streams)
-    return Traffic(links, sums, streams, saves, direct, fabric, optimizer, stash)
+    return Traffic(links, sums, streams, saves, direct, fabric, optimizer, stash, state)

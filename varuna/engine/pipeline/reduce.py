@@ -20,7 +20,6 @@ from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import Ready
 from varuna.engine.links.bf16_all_reduce import all_reduce_rounded
 from varuna.engine.links.carry import Carry
-from varuna.engine.links.gpu_links import GpuChannel
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Courier
 from varuna.engine.stage.cross_stage import StageExchange
@@ -93,35 +92,35 @@ class Reducer:
     def _reduce(self, group: Group, step: int, section: int, point: Ready) -> None:
         sums, flat = self._stage.sums, self._stage.buckets[section].flat
         in_bf16, direct = self._stage.job.bf16_reduction, self._groups.direct.sums
-        if direct is not None:
-            self._reduce_directly(group, direct, flat, point)
-            return
         point.wait()
         begin_s = time.monotonic()
-        with self._copies.at_host(flat, point) as own:
-            values = self._copy(own) if sums.outlast else own  # an all-reduce that breaks off leaves nonsense
-            with self._span("sum", step, section):
-                if in_bf16:
-                    all_reduce_rounded(group, values)
-                else:
-                    group.all_reduce(values)
-            if sums.outlast:
-                sums.reduced(section, values)
+        if direct is not None:
+            group.all_reduce(torch.zeros(1))  # the other replicas' sums are ready too: no device waits for them
+            with sums.overwriting(section), self._span("sum", step, section):
+                direct.all_reduce(flat)
+        elif sums.outlast:  # a copy: an all-reduce that breaks off leaves nonsense
+            values = self._copy(flat, point)
+            self._sum(group, values, step, section)
+            sums.reduced(section, values)
+        else:
+            with self._copies.at_host(flat, point) as values:
+                self._sum(group, values, step, section)
         self.reductions.append(Carry(flat.nbytes // 2 if in_bf16 else flat.nbytes, begin_s, time.monotonic()))
 
-    def _copy(self, values: Tensor) -> Tensor:
-        """A copy in memory that the next reduction uses again: there is one at a time."""
-        if self._room.numel() < values.numel():
-            buckets = self._stage.buckets.values()
-            self._room = torch.empty(max(bucket.flat.numel() for bucket in buckets), dtype=values.dtype)
-        return self._room[: values.numel()].copy_(values)
+    def _sum(self, group: Group, values: Tensor, step: int, section: int) -> None:
+        with self._span("sum", step, section):
+            if self._stage.job.bf16_reduction:
+                all_reduce_rounded(group, values)
+            else:
+                group.all_reduce(values)
 
-    def _reduce_directly(self, group: Group, direct: GpuChannel, flat: Tensor, point: Ready) -> None:
-        point.wait()
-        begin_s = time.monotonic()
-        group.all_reduce(torch.zeros(1))  # the other replicas' sums are ready too: no device waits for them
-        direct.all_reduce(flat)
-        self.reductions.append(Carry(flat.nbytes, begin_s, time.monotonic()))
+    def _copy(self, values: Tensor, after: Ready) -> Tensor:
+        """A copy in host memory that the next reduction uses again: there is one at a time."""
+        if not self._room.numel():
+            self._room = self._stage.sums.room()
+        copy = self._room[: values.numel()]
+        self._copies.down([(values, copy)], after).wait()
+        return copy
 
     def finish(self, step: int) -> None:
         """Wait until every section is reduced and tied gradients are summed."""

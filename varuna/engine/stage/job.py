@@ -51,9 +51,8 @@ class Job:
     def sums_outlast(self) -> bool:
         """Whether sums of gradients may outlast the loss of a worker, so that only what is missing runs again.
 
-        Not on a GPU, and not where a micro-batch leaves more than gradients, a loss and statistics for buffers: counts
-        of the whole batch, which all begin with, and truths of branches, which are compared when all have run.
+        Not where a micro-batch leaves more than gradients, a loss and statistics for buffers: counts of the whole
+        batch, which all begin with, and truths of branches, which are compared when all have run.
         """
         sections = [section for graph in self.model.graphs for section in graph.sections]
-        plain = self.model.whole is None and not any(each.truths for each in sections)
-        return plain and self.device.type == "cpu" and self.traffic.streams is None
+        return self.model.whole is None and not any(each.truths for each in sections)

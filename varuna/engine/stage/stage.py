@@ -96,7 +96,7 @@ class Stage:
                 self._gradients[name] = bucket.views[name]
             held[graph.index] = {**{name: self._compute[name] for name in graph.parameters}, **leaves}
         self.work = StepShare(plan, replica, next_step, begun)
-        self.sums = Sums(self.buckets, plan, begun, outlast=job.sums_outlast)
+        self.sums = Sums(self.buckets, plan, begun, outlast=job.sums_outlast, copies=job.traffic.sums)
         self.variants = [
             [self._runner(model, section, held[section], job.buffers, job.compiler) for section in self.sections]
             for model in job.model.graphs
@@ -349,6 +349,7 @@ class Stage:
         self.job.traffic.saves.follow(self.copied)
         scale /= self.gradient_scale
         self.sums.discard()
+        self.sums.settle()
         self.totals.settle()
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)

@@ -2,7 +2,8 @@
 
 Of each section the sums are *open* (of this replica's micro-batches), *full* (reduced over the replicas: of all), or
 *void*. They change from open to full at once: what is reduced is a copy. When the worker tells what it holds, they are
-sealed: no thread of the generation that ended can change them any more.
+sealed: no thread of the generation that ended can change them any more. On a GPU they are in the device's memory, and
+what is said of them holds for whoever reads them after what the device was given so far.
 """
 
 import threading
@@ -10,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from varuna.core.plan import Plan
 from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans, count, numbers_of, spans_of, square_sum
+from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies, Ready
 from varuna.engine.stage.gradient_bucket import Bucket
 
 _LOOK_S = 0.2
@@ -40,6 +43,8 @@ class SumWanted:
         self.micro_batches: Spans = ()
         """what is in them; nothing: they are void"""
         self.taken = threading.Event()
+        self.copied: Ready = DONE
+        """until then the room may not be read, once they are taken"""
 
 
 class Sums:
@@ -48,7 +53,15 @@ class Sums:
     The training thread adds, another one reduces; whoever tells what the worker holds seals them.
     """
 
-    def __init__(self, buckets: Mapping[int, Bucket], plan: Plan, begun: Begun | None, *, outlast: bool) -> None:
+    def __init__(
+        self,
+        buckets: Mapping[int, Bucket],
+        plan: Plan,
+        begun: Begun | None,
+        *,
+        outlast: bool,
+        copies: HostCopies = CPU_COPIES,
+    ) -> None:
         """Begin with nothing in them, or with what another generation has left in the buckets.
 
         Args:
@@ -56,8 +69,9 @@ class Sums:
             plan: of the micro-batches.
             begun: the first step, if another generation has begun it: nothing is added that some replica has.
             outlast: the next generation may go on from them.
+            copies: between them and host memory.
         """
-        self._buckets, self.outlast = buckets, outlast
+        self._buckets, self.outlast, self._copies = buckets, outlast, copies
         self.goes_on = begun is not None and bool(begun.rest.taken)
         """what another generation has added is in those of this step"""
         self._all: Spans = ((0, plan.micro_batches),)
@@ -68,6 +82,8 @@ class Sums:
         self._added: dict[int, set[int]] = {}
         self._open: dict[int, int] = {}  # by section: micro-batches of which a part is in the sums
         self._reduced: set[int] = set()
+        self._overwritten: set[int] = set()
+        self._leaving: dict[int, Ready] = {}  # by section: until then its sums are being copied
         self._kept: dict[int, frozenset[int]] = {}
         self._wishes = threading.Lock()  # its own: who reduces holds the other one while it copies
         self._wanted: tuple[SumWanted, ...] = ()
@@ -83,6 +99,7 @@ class Sums:
         if not self._inherited:
             self._kept, self.goes_on = {}, False
             self._discard()
+            self.settle()
             for bucket in self._buckets.values():
                 bucket.flat.zero_()
         self._inherited = False
@@ -91,7 +108,7 @@ class Sums:
         """Nothing is in them."""
         self._added = {section: set() for section in self._buckets}
         self._open = dict.fromkeys(self._buckets, 0)
-        self._reduced, self._is_void, self.is_wrong = set(), False, False
+        self._reduced, self._overwritten, self._is_void, self.is_wrong = set(), set(), False, False
 
     def discard(self) -> None:
         """They are not sums any more: nobody goes on from them."""
@@ -104,6 +121,14 @@ class Sums:
             self._is_void = self.is_wrong = True
 
     # -- by the training thread --------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Let what is computed from now on change them all: it runs after the copies of them that were begun."""
+        for section in list(self._leaving):
+            self._settle(section)
+
+    def _settle(self, section: int) -> None:
+        self._copies.follow(self._leaving.pop(section, DONE))
 
     def has(self, section: int, micro_batch: int) -> bool:
         """Whether some replica's sums have a micro-batch since before this generation: its gradients are dropped."""
@@ -124,6 +149,7 @@ class Sums:
                 yield
         else:
             self._open[section] += not rest
+            self._settle(section)
             yield
             if whole:
                 self._open[section] -= 1
@@ -133,7 +159,8 @@ class Sums:
                 self.forgo(wanted)
                 wanted.micro_batches = self._held(section)
                 if wanted.micro_batches:
-                    wanted.room.copy_(self._buckets[section].flat)
+                    wanted.copied = self._copies.down([(self._buckets[section].flat, wanted.room)])
+                    self._leaving[section] = wanted.copied
                 wanted.taken.set()
 
     # -- by any thread -----------------------------------------------------------------------------------
@@ -143,6 +170,10 @@ class Sums:
         with self._wishes:
             self._wanted = (*self._wanted, wanted)
 
+    def room(self) -> Tensor:
+        """Host memory for the sums of any section."""
+        return self._copies.room(4 * max(self.sizes().values(), default=0)).view(torch.float32)
+
     def take(self, section: int, room: Tensor, lasts: Callable[[], bool]) -> SumWanted | None:
         """A section's sums after the next micro-batch, copied into ``room``; None: the step does not last so long."""
         wanted = SumWanted(section, room)
@@ -151,6 +182,7 @@ class Sums:
             if not lasts():
                 self.forgo(wanted)
                 return None
+        wanted.copied.wait()
         return wanted
 
     def forgo(self, wanted: SumWanted) -> None:
@@ -168,13 +200,28 @@ class Sums:
         return {section: bucket.flat.numel() for section, bucket in self._buckets.items() if bucket.flat.numel()}
 
     def reduced(self, section: int, total: Tensor) -> None:
-        """Take the sum over all replicas in place of this one's.
+        """Take the sum over all replicas, in host memory, in place of this one's.
 
         Raises:
             RuntimeError: they are sealed.
         """
         with self.changing():
-            self._buckets[section].flat.copy_(total)
+            self._copies.put(self._buckets[section].flat, total)
+            self._reduced.add(section)
+
+    @contextmanager
+    def overwriting(self, section: int) -> Iterator[None]:
+        """In this block the sum over all replicas is made in place: until its end there are none.
+
+        Raises:
+            RuntimeError: they are sealed.
+        """
+        with self.changing():
+            self._overwritten.add(section)
+        self._leaving.get(section, DONE).wait()
+        yield
+        with self.changing():
+            self._overwritten.discard(section)
             self._reduced.add(section)
 
     @contextmanager
@@ -211,7 +258,8 @@ class Sums:
             return tuple(SectionSum(section=section, micro_batches=spans) for section, spans in held.items() if spans)
 
     def _held(self, section: int) -> Spans:
-        if self._is_void or self._open[section] or not self._buckets[section].flat.numel():
+        is_none = self._is_void or self._open[section] or section in self._overwritten
+        if is_none or not self._buckets[section].flat.numel():
             return ()
         return self._all if section in self._reduced else spans_of(self._added[section])
 

@@ -115,6 +115,7 @@ def form_generation(
     shard_optimizer: bool,
     bf16_reduction: bool,
     dtype: torch.dtype,
+    device: torch.device,
     traffic: Traffic,
     interface_host: str,
     made: list[Groups],
@@ -175,6 +176,7 @@ def form_generation(
             buffers,
             shard_optimizer=shard_optimizer,
             dtype=dtype,
+            device=device,
             at=at,
         )
     except DamagedCheckpoint as error:
@@ -219,6 +221,7 @@ def _states(
     *,
     shard_optimizer: bool,
     dtype: torch.dtype,
+    device: torch.device,
     at: Callable[[Awaited], None],
 ) -> dict[int, SectionState]:
     """State of this rank's sections."""
@@ -249,11 +252,11 @@ def _states(
         whole = held_by(holders_of(plan, model.facts.sections, shared=shard_optimizer), wanted, replica)
         frozen = partial(initial, checks=False)
         states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole), initial=frozen)
-        _add_sums(states, assignment, {}, stored_sums(model, states, assignment, dtype))
+        _add_sums(states, assignment, {}, stored_sums(model, states, assignment, dtype), device)
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
         put_back(states, _used(model, states), partial(initial, checks=False), "the copy of a lost worker's state")
-        _add_sums(states, assignment, held, sums)
+        _add_sums(states, assignment, held, sums, device)
     if assignment.members > 1 and assignment.fresh:
         others = tuple(m for m in range(assignment.members) if m != rank)
         at(Awaited("the comparison of first values", others, checks=True))
@@ -274,8 +277,10 @@ def _add_sums(
     assignment: Assignment,
     held: Mapping[int, SectionState],
     arrived: Mapping[tuple[int, SumAt], SectionState],
+    device: torch.device,
 ) -> None:
     """Put the sums of gradients that this rank goes on from into the states: one that is here as it is, or a new total.
+    They are on the ``device``.
 
     None, if what is in them is not what the manager was told: the vote then shows it, and the step runs again. Never in
     place: until all members are ready, what is here must remain what this worker has said that it is.
@@ -298,7 +303,7 @@ def _add_sums(
             state.tensors.pop(name, None)
             state.scalars.pop(name, None)
         if known and len(known) == len(parts[section]):  # else there are none, and the vote shows it
-            sums = [part[SUMS] for part in known]
+            sums = [part[SUMS].to(device) for part in known]
             state.tensors[SUMS] = sum(sums[1:], sums[0])  # no copy, if there is one
             if STATISTICS in known[0]:
                 state.tensors[STATISTICS] = torch.cat([part[STATISTICS] for part in known])

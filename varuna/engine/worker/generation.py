@@ -179,6 +179,7 @@ def form(
             shard_optimizer=setting.job.memory.shard_optimizer,
             bf16_reduction=setting.job.bf16_reduction,
             dtype=setting.job.dtype,
+            device=setting.job.device,
             traffic=setting.job.traffic,
             interface_host=setting.interface_host,
             made=made,
@@ -323,7 +324,7 @@ def _open_copies(
         CopySender(
             groups.world,
             assignment.copy_to,
-            CopiedStage(stage.still, states if has_state else None, summed),
+            CopiedStage(stage.still, states if has_state else None, summed, setting.job.traffic.state),
             inbox=inbox,
             steps=setting.steps,
             **where,

@@ -118,7 +118,7 @@ class SumsSaver:
             return False
         sizes = self._stage.sums.sizes()
         if not self._room.numel():
-            self._room = torch.empty(max(sizes.values(), default=0), dtype=torch.float32)
+            self._room = self._stage.sums.room()
         with span("save-sums", rank=self._rank, stage=self._stage.index, step=step):
             for section, size in reversed(sizes.items()):  # as backwards come to them
                 wanted = self._stage.sums.take(section, self._room[:size], lambda: self._stage.still.lasts(step, 0.0))

@@ -126,7 +126,7 @@ class WorkerState:
             whole = self._whole() if moves else {}
             goes_on = assignment is not None and not assignment.fresh and assignment.checkpoint is None
             self._kept = self._copy.seal(step) if goes_on and stage is not None else {}
-            self._kept |= {each.section: whole[each.section] for each in moves}
+            self._kept |= {each.section: whole[each.section].at_host() for each in moves}  # a GPU has no room for both
             self._kept_step = step if self._kept else None
             self.stage, self._copy = stage, copy or KeptCopy()
             self._at_rest = stage is None

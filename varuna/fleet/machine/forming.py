@@ -199,9 +199,8 @@ def _tell_origin(transition: Transition, origin: _Origin) -> None:
 
 
 def _following(job: JobFacts) -> frozenset[int]:
-    """Sections whose optimizer state may come while the first step runs: a device's memory has no room for it twice."""
-    sections = job.model.sections if not job.memory_apart else ()
-    return frozenset(number for number, section in enumerate(sections) if section.optimizer_bytes)
+    """Sections whose optimizer state may come while the first step runs."""
+    return frozenset(number for number, section in enumerate(job.model.sections) if section.optimizer_bytes)
 
 
 def _start(

@@ -35,14 +35,15 @@ class PlanRequest(Value):
     )
     leaves_idle: bool = Field(default=True, description="workers may idle where rings cost more than they bring")
     tentative: bool = Field(default=False, description="steps may be applied before the vote, on copies")
-    stash_moves: bool = Field(default=False, description="inputs that wait for R may do so in host memory")
+    memory_apart: bool = Field(
+        default=False,
+        description="devices have memory of their own: copies of what other workers have lie in that of hosts, and "
+        "inputs may wait there for R",
+    )
     policy: str = Field(default="adaptive", description="schedule policy of the plans")
     objective: Objective = Field(default="time", description="fastest step, or most examples per dollar")
     losses_per_hour: float = Field(
         default=0.0, ge=0, description="of workers, without notice; 0: nothing is known, and the fastest step is best"
-    )
-    keeps_sums: bool = Field(
-        default=True, description="what survivors have of a broken step is kept, and copied; on GPUs not so far"
     )
     wanted: int = Field(default=1, ge=1, description="how many depths to rank exactly")
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.engine.late import LateStreams
 from varuna.core.plan import Plan
 from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans, TakenSum
+from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, StreamCopies
 from varuna.engine.stage.gradient_bucket import Bucket
 from varuna.engine.stage.sums import Begun, StepShare, Sums, SumWanted, TiedTotals
 
@@ -19,11 +21,13 @@ def leaves() -> list[Tensor]:
     return [torch.ones(3, requires_grad=True), torch.ones(3, dtype=torch.bfloat16, requires_grad=True)]
 
 
-def sums_over(leaves: list[Tensor], begun: Begun | None = None) -> tuple[Sums, dict[int, Bucket]]:
+def sums_over(
+    leaves: list[Tensor], begun: Begun | None = None, copies: HostCopies = CPU_COPIES
+) -> tuple[Sums, dict[int, Bucket]]:
     here = {number: {"a": leaf} for number, leaf in enumerate(leaves)} | {2: dict[str, Tensor]()}
     flats = {} if begun is None else begun.flats
     buckets = {number: Bucket(own, torch.device("cpu"), flats.get(number)) for number, own in here.items()}
-    return Sums(buckets, PLAN, begun, outlast=True), buckets
+    return Sums(buckets, PLAN, begun, outlast=True, copies=copies), buckets
 
 
 def add(sums: Sums, buckets: dict[int, Bucket], leaves: list[Tensor], section: int, micro_batch: int) -> None:
@@ -148,3 +152,60 @@ def test_another_thread_gets_no_sums_that_have_half_of_a_micro_batch(leaves: lis
         pass
     assert wanted.taken.is_set()
     assert wanted.micro_batches == ()
+
+
+def test_a_late_device_adds_to_sums_only_once_the_copy_of_them_is_made(leaves: list[Tensor]) -> None:
+    streams = LateStreams()
+    sums, buckets = sums_over(leaves, copies=StreamCopies(streams))
+    sums.begin()
+    wanted = SumWanted(1, sums.room()[:3])
+    sums.want(wanted)
+    add(sums, buckets, leaves, 1, 0)
+    assert wanted.room.isnan().all(), "the training thread has waited for the copy"
+    add(sums, buckets, leaves, 0, 0)
+    assert streams.left == 1, "nobody else needs it"
+    add(sums, buckets, leaves, 1, 1)
+    wanted.copied.wait()
+    assert (wanted.micro_batches, wanted.room.tolist()) == (((0, 1),), [2.0] * 3)
+    assert buckets[1].flat.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("change", ["the next step", "the update"])
+def test_whatever_changes_sums_on_a_late_device_runs_after_their_copies(leaves: list[Tensor], change: str) -> None:
+    sums, buckets = sums_over(leaves, copies=StreamCopies(LateStreams()))
+    sums.begin()
+    wanted = SumWanted(0, sums.room()[:3])
+    sums.want(wanted)
+    add(sums, buckets, leaves, 0, 0)
+    if change == "the next step":
+        sums.begin()
+    else:
+        sums.settle()
+        buckets[0].flat.mul_(0.5)
+    wanted.copied.wait()
+    assert wanted.room.tolist() == [2.0] * 3
+
+
+def test_a_total_is_on_the_device_before_anybody_is_told_of_it(leaves: list[Tensor]) -> None:
+    streams = LateStreams()
+    sums, buckets = sums_over(leaves, copies=StreamCopies(streams))
+    sums.begin()
+    add(sums, buckets, leaves, 0, 0)
+    sums.reduced(0, torch.full((3,), 7.0))
+    assert told(sums) == {0: ((0, 6),)}
+    assert streams.left == 0
+    assert buckets[0].flat.tolist() == [7.0] * 3
+
+
+def test_sums_that_are_reduced_in_place_are_nobodys_meanwhile(leaves: list[Tensor]) -> None:
+    sums, buckets = sums_over(leaves)
+    sums.begin()
+    for section in (0, 1):
+        add(sums, buckets, leaves, section, 0)
+    with pytest.raises(RuntimeError, match="broke off"), sums.overwriting(0):
+        raise RuntimeError("broke off")
+    with sums.overwriting(1):
+        buckets[1].flat.fill_(7.0)
+    assert told(sums) == {1: ((0, 6),)}
+    with pytest.raises(RuntimeError, match="the generation has ended"), sums.overwriting(1):
+        pass
