@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import varuna
+import varuna.testing
 from tests.unit.engine.device.test_staging import away
 from tests.unit.engine.ranks import Setup, Tokens, adamw, dropping, reference, run_all, tiny_gpt2, tiny_llama, worst
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
@@ -235,6 +236,25 @@ def test_stages_keep_to_the_promised_memory() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1])["worst_error"] < 0.3
+
+
+@pytest.mark.parametrize("shapes", [{4: 2, 3: 3}, {3: 3, 2: 2}])
+def test_sums_and_copies_outlive_a_worker(shapes: dict[int, int]) -> None:
+    """Workers are threads that share the GPU; the second plan has the copies of a lost stage."""
+
+    def script() -> list[int]:
+        trainer = varuna.Trainer(
+            tiny_gpt2, Tokens(padded=True), fused, global_batch=36, micro_batch=1, device=DEVICE, clip_grad_norm=1.0
+        )
+        return [step.index for step in trainer.steps(4)]
+
+    alone = varuna.testing.run(script).losses
+    workers = max(shapes)
+    lost = varuna.testing.run(
+        script, workers=workers, stages=shapes, faults=[varuna.testing.fail_at(rank=1, step=2, phase="B", after=6)]
+    )
+    assert lost.losses == pytest.approx(alone, rel=CLOSE)
+    assert len(lost.plans) == 2
 
 
 def test_a_communicator_of_one_gpu_sums_on_a_given_stream_until_it_is_aborted() -> None:
