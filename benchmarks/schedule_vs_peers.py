@@ -29,8 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.emulated.wires import described  # noqa: E402
-from benchmarks.emulated.work import Work  # noqa: E402
+from benchmarks.emulated.work import Work, lengths_of  # noqa: E402
 from tests.scenarios.network import Network, why_not  # noqa: E402
+from varuna.schedule.work_order import by_work  # noqa: E402
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts  # noqa: E402
 from varuna.simulator.step import simulate  # noqa: E402
 
@@ -87,8 +88,14 @@ def simulated(work: Work) -> float:
         micro_batches=work.micro_batches,
         policy="adaptive",
         split_last=work.stages,
-        work=work.shares if work.spread else None,
+        work=in_order(work) if work.spread else None,
     ).step_s
+
+
+def in_order(work: Work) -> list[float]:
+    """Work of micro-batches as the engine orders them, which knows their lengths."""
+    shares = work.shares
+    return [shares[number] for number in by_work(lengths_of(shares), work.stages)]
 
 
 def parse() -> argparse.Namespace:

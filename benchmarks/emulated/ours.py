@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.emulated import wires
 from benchmarks.emulated.chain import Chain, Rows
 from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
-from benchmarks.emulated.work import work
+from benchmarks.emulated.work import LENGTHS, lengths_of, work
 from benchmarks.forked import run_ranks
 from benchmarks.timed import step_times
 from varuna.core.plan import Plan
@@ -29,6 +29,7 @@ from varuna.engine.base.transport import c10d
 from varuna.engine.stage.section import Examples, Tape
 from varuna.engine.stage.stage import Left, Results, Stage
 from varuna.engine.worker import generation
+from varuna.job.options import Collate
 from varuna.job.spec import JobSpec
 from varuna.job.start import open_session
 from varuna.membership.static import StaticMembership, world_from_environment
@@ -46,6 +47,16 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
+
+
+class Texts:
+    """Rows as long as the work of their micro-batch says."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
+
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
+        return {"x": torch.ones(self._lengths[position // MICRO_BATCH % len(self._lengths)])}
 
 
 class Slept(Stage):
@@ -103,14 +114,15 @@ def main() -> None:
     folder = Path(sys.argv[7]) if sys.argv[7:] else None
     Slept.unit_s = unit_s
     setattr(generation, "Stage", Slept)  # noqa: B010 - every stage of this process sleeps
-    plan = plan_of(policy, stages, micro_batches)
+    plan, differs = plan_of(policy, stages, micro_batches), work().spread > 0
     spec = JobSpec(
         lambda: Chain(Scale() for _ in range(stages)),
-        Rows(wires.width()),
+        Texts(lengths_of(work().shares)) if differs else Rows(wires.width()),
         lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.0),
         global_batch=plan.global_batch,
         micro_batch=MICRO_BATCH,
         cut=[f"layers.{k}" for k in range(1, stages)],
+        collate=Collate(lengths=LENGTHS if differs else None),
     )
     torch.set_num_threads(1)
     assert len(spec.partitioned.sections) == stages

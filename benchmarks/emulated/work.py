@@ -5,11 +5,14 @@ All engines sleep by the same rules, which a process finds in its environment; n
 
 import os
 import random
+from collections.abc import Sequence
 from functools import cache
 from math import exp, log, sqrt
 from typing import NamedTuple
 
 VARIABLE = "VARUNA_BENCH_WORK"
+LENGTHS = range(2, 10)
+"""That an engine is told of, where the work of micro-batches differs."""
 _EVERY = 20
 """One action of so many stalls, on the stage that does."""
 
@@ -55,6 +58,13 @@ def _shares(count: int, spread: float, seed: int) -> tuple[float, ...]:
     draw, sigma = random.Random(seed), sqrt(log(1 + spread**2))
     drawn = [exp(draw.gauss(0.0, sigma)) for _ in range(count)]
     return tuple(each * count / sum(drawn) for each in drawn)
+
+
+def lengths_of(shares: Sequence[float]) -> list[int]:
+    """By micro-batch, a declared length: of all, as many have each, and the more work the longer."""
+    ascending = sorted(range(len(shares)), key=lambda number: shares[number])
+    ranks = {number: rank for rank, number in enumerate(ascending)}
+    return [LENGTHS[ranks[number] * len(LENGTHS) // len(shares)] for number in range(len(shares))]
 
 
 @cache

@@ -25,6 +25,9 @@ from varuna.engine.links.trips import Trips
 from varuna.process.threads import start
 from varuna.schedule.buffers import ACTIVATIONS_COMING
 
+Expected = tuple[Hashable, int] | tuple[Hashable, int, int]
+"""Of a message: its key, its size in bytes, and the size of what travels apart if anything does."""
+
 _ARRIVALS_REMEMBERED = 20_000
 
 
@@ -148,7 +151,7 @@ class Receiver:
         tag: int,
         inbox: Inbox,
         name: str,
-        expected: Iterable[tuple[Hashable, int] | tuple[Hashable, int, int]],
+        expected: Iterable[Expected | None],
         copies: HostCopies = CPU_COPIES,
         channel: GpuChannel | None = None,
         *,
@@ -163,8 +166,8 @@ class Receiver:
             tag: keeps directions apart.
             inbox: where messages go.
             name: for errors.
-            expected: key and size in bytes of every message of the generation, in order, and the size of what travels
-                apart if anything does; may be endless.
+            expected: every message of the generation, in order; may be endless. None: what comes next may take a while
+                to find out, and is asked for once everything before has come.
             copies: gives the host memory that messages come into; plain by default.
             channel: by which bodies come that travel apart. Room for one is there before its header is asked for.
             places: most messages that may come or wait to be taken; the others stay with the peer. None: any number may
@@ -181,10 +184,14 @@ class Receiver:
 
     def _run(self) -> None:
         posted: deque[tuple[Hashable, Tensor | None, Work]] = deque()
-        expected = iter(self._expected)
+        expected, is_unknown = iter(self._expected), False
         try:
             while not self._inbox.ended:
-                for key, size_bytes, *apart_bytes in islice(expected, self._free() - len(posted)):
+                for message in islice(expected, 0 if is_unknown and posted else self._free() - len(posted)):
+                    is_unknown = message is None
+                    if message is None:
+                        break
+                    key, size_bytes, *apart_bytes = message
                     body = self._channel.room(*apart_bytes) if self._channel is not None else None
                     buffer = self._copies.room(size_bytes)
                     posted.append((key, body, self._group.receive(buffer, self._peer, self._tag)))
@@ -199,9 +206,9 @@ class Receiver:
                     self.arrivals.append((key, at_s))  # first: the training thread may act on it at once
                     self._inbox.put(key, whole)
                     del whole, header
-                elif self._untaken:
+                elif self._untaken and not self._free():
                     self._inbox.pause(lambda: self._free() > 0)
-                else:
+                elif not is_unknown:
                     return
         except Exception as error:  # noqa: BLE001 - a thread that ends in silence would hang the stage
             self._inbox.abort(_failure(error, f"the link {self._name} broke while receiving"))

@@ -5,6 +5,7 @@ samples (loader) ---------+
 activation (link, inbox) -+                                       sums of the loss
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.gpu_links import Direct
 from varuna.engine.links.groups import Groups
-from varuna.engine.links.links import Receiver, Sender
+from varuna.engine.links.links import Expected, Receiver, Sender
 from varuna.engine.links.message import Layout
 from varuna.engine.links.trips import Trips
 from varuna.engine.pipeline.length_variants import Variants
@@ -32,6 +33,7 @@ from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.model import PartitionedModel
 from varuna.schedule.buffers import SAMPLES_AHEAD
+from varuna.schedule.work_order import by_work
 
 
 class Purpose(NamedTuple):
@@ -104,8 +106,9 @@ class ForwardPass:
         replica = plan.place_of(rank).replica
         mine, cut = plan.micro_batches_of(replica), plan.cut_of(replica)
         self._work_of = work_of or (lambda step: mine)
-        self._most = len(mine)
+        self._most, self._stages, self._first_step = len(mine), cut.stages, steps.start
         self._graphs, self.variants = model.graphs, Variants(model, inbox)
+        self._orders = purpose.trains and self.variants.several and plan.policy == "adaptive" and cut.stages > 1
         self.whole = WholeBatch(model, buffers, plan, rank, inbox)
         # The user's weight may want any input.
         last = cut.stages - 1
@@ -114,6 +117,7 @@ class ForwardPass:
         ]
         self._keys, self._compared = keys[stage.index], sum(each is None or bool(each) for each in keys) > 1
         reads, ahead = self._keys is None or bool(self._keys), self.whole.ahead if purpose.trains else 0
+        ahead = max(ahead, self._most if self._orders else 0)
         self._loader = Loader(source, deliver=self._deliver, lookahead=SAMPLES_AHEAD + ahead) if reads else None
         direct = groups.direct if purpose.trains else Direct()
         ends = (rank - 1, stage.sections.start), (rank + 1, stage.sections.stop)
@@ -126,7 +130,7 @@ class ForwardPass:
         self.downstream: Sender | None = None
         self.upstream: Receiver | None = None
         if stage.index > 0:
-            expected = self.expected(self._activation, self.layouts.activation_in, self._work_of, steps)
+            expected = self.expected(self._activation, self.layouts.activation_in, self.order_of, steps)
             name, channel = self.link_name(rank - 1), direct.receives.get(rank - 1)
             where = (groups.world, rank - 1, purpose.tag, inbox, name)
             self.upstream = Receiver(*where, expected, self._copies, channel, trips=self.trips_up)
@@ -140,11 +144,46 @@ class ForwardPass:
         stage = self._stage.index + peer - self._rank
         return f"of rank {self._rank} with rank {peer} (stage {stage}){self._purpose.name}"
 
+    def _is_ordered(self, step: int) -> bool:
+        """Whether the step's order depends on lengths: not the first one's, which begins as soon as one is known."""
+        return self._orders and step > self._first_step
+
+    def order_of(self, step: int) -> Sequence[int]:
+        """Micro-batches of a step on this rank in the order of their forwards; the same on all stages."""
+        mine = self._work_of(step)
+        if not self._is_ordered(step):
+            return mine
+        shorter = [-self.variants.of(step, micro_batch) for micro_batch in mine]  # graphs begin with the longest
+        return [mine[position] for position in by_work(shorter, self._stages)]
+
+    def await_order(self, step: int) -> None:
+        """Wait until ``order_of`` is known.
+
+        Raises:
+            GenerationEnded: the manager ended the generation.
+            DataError: a sample is not what the model was captured with.
+        """
+        mine = self._work_of(step)
+        if not self._is_ordered(step):
+            return
+        keys, begin_s = [(self._batch, step, micro_batch) for micro_batch in mine], time.monotonic()
+        self._inbox.wait(
+            lambda: self.variants.are_known(step, mine) or any(map(self._inbox.failed, keys)),
+            lambda: Awaited(f"the samples of step {step}, whose lengths decide on its order"),
+        )
+        self.waited(time.monotonic() - begin_s)
+        for _, _, micro_batch in filter(self._inbox.failed, keys):
+            self._here(self._batch, "samples", step, micro_batch, ())
+
     def expected(
         self, kind: str, layout: Callable[[int, int], Layout], order: Callable[[int], Sequence[int]], steps: range
-    ) -> Iterator[tuple[tuple[str, int, int], int, int]]:
+    ) -> Iterator[Expected | None]:
         """Key and sizes of each message of a link, as ``Receiver`` wants them; waits for lengths that samples tell."""
         for step in steps:
+            if self._is_ordered(step):
+                yield None
+                if not self.variants.wait(step, *self._work_of(step)):
+                    return
             for micro_batch in order(step):
                 if not self.variants.wait(step, micro_batch):
                     return

@@ -1,9 +1,11 @@
 """Which graph each micro-batch runs, where several lengths are declared.
 
 The length of a micro-batch follows from its samples alone, and every stage reads those: a stage that needs no input
-reads one that tells the length. So the sizes of messages need no negotiation, and receives are posted ahead as far as
-samples are read ahead.
+reads one that tells the length. So the sizes of messages need no negotiation, nor does the order in which a pipeline
+runs its micro-batches.
 """
+
+from collections.abc import Sequence
 
 from varuna.core.errors import LinkError
 from varuna.data.samples import MicroBatch
@@ -33,12 +35,16 @@ class Variants:
         """Index into the model's graphs, once the samples have been read."""
         return self._known[step, micro_batch] if self.several else 0
 
-    def wait(self, step: int, micro_batch: int) -> bool:
-        """Wait until the samples have been read; False if the generation ends first."""
+    def are_known(self, step: int, micro_batches: Sequence[int]) -> bool:
+        """Whether all samples of these have been read."""
+        return not self.several or all((step, micro_batch) in self._known for micro_batch in micro_batches)
+
+    def wait(self, step: int, *micro_batches: int) -> bool:
+        """Wait until all samples of these have been read; False if the generation ends first."""
         if not self.several:
             return True
         try:
-            self._inbox.pause(lambda: (step, micro_batch) in self._known)
+            self._inbox.pause(lambda: self.are_known(step, micro_batches))
         except (GenerationEnded, LinkError):  # the training thread is told too
             return False
         return True

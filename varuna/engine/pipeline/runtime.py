@@ -138,7 +138,7 @@ class Runtime:
 
     def _backward_order(self, step: int) -> list[int]:
         """Global micro-batches of a step in the order of their gradients."""
-        mine = self._stage.work.of(step)
+        mine = self._forward_pass.order_of(step)
         if len(mine) not in self._orders:
             self._orders[len(mine)] = self._policy(len(mine)).backward_order
         return [mine[local] for local in self._orders[len(mine)]]
@@ -169,11 +169,12 @@ class Runtime:
             self._forward_pass.waited(time.monotonic() - begin_s)
         if self._whole.reads:
             self._whole.settle(lambda: self._reducer.added_up(step))
+        self._forward_pass.await_order(step)
         self._stage.clear_gradients()
         self._stage.work.begin(step)
         self.phases.clear()
         self._inputs_in = self._gradients_in = self._forwards = 0
-        self._mine = self._stage.work.of(step)
+        self._mine = self._forward_pass.order_of(step)
         policy, order = self._policy(len(self._mine)), self._backward_order(step)
         split_last = min(self._plan.split_last, len(order))
         # Stage 0 has nobody who waits for its input gradient.

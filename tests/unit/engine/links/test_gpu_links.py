@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -153,9 +154,12 @@ def test_sums_leave_behind_their_last_backward_and_not_behind_what_follows() -> 
         sums.append(torch.zeros(5))
         job = SimpleNamespace(traffic=traffic_over(streams[rank], fabric), bf16_reduction=False)
         statistics = SimpleNamespace(has=lambda _section: False)
-        buckets, volatile = [SimpleNamespace(flat=sums[rank])], SimpleNamespace(outlast=False)
+        buckets, volatile = (
+            [SimpleNamespace(flat=sums[rank])],
+            SimpleNamespace(overwriting=lambda _section: nullcontext()),
+        )
         parts = {"buckets": buckets, "statistics": statistics, "sums": volatile}
-        stage: Any = SimpleNamespace(job=job, is_last=False, sections=range(1), **parts)
+        stage: Any = SimpleNamespace(job=job, index=0, is_last=False, sections=range(1), **parts)
         mine = Groups(groups[rank], sums={0: groups[rank]})
         mine.direct.sums = GpuChannel(fabric.connect(identity, rank, 2), 0, streams[rank], lambda: False)
         channels.append(mine.direct.sums)

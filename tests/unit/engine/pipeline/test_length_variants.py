@@ -13,10 +13,12 @@ from varuna.checks.loss_weight import check_weighing
 from varuna.core.errors import DataError, ModelError, UsageError
 from varuna.data import sample_index
 from varuna.data.samples import SampleSource
+from varuna.engine.base.spans import Span, subscribe
 from varuna.engine.worker.session import Session
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.initial.constructor import materialise
 from varuna.partition.lengths import check_lengths, partition_lengths, variant_of
+from varuna.schedule.work_order import by_work
 
 LENGTHS = (6, 12, 16)
 
@@ -57,19 +59,21 @@ def padded(samples: Any) -> dict[str, Tensor]:
     return {key: torch.stack(values) for key, values in rows.items()}
 
 
-def setup(**changes: Any) -> Setup:
+def setup(size: int = 6, **changes: Any) -> Setup:
     fields = {"build": Positions, "dataset": Sentences(), "collate": padded, "lengths": LENGTHS, **changes}
-    return Setup(global_batch=6, micro_batch=1, **fields)
+    return Setup(global_batch=size, micro_batch=1, **fields)
 
 
-def one_process(job: Setup, steps: int) -> list[float]:
+def one_process(job: Setup, steps: int, size: int = 6) -> list[float]:
     """The same in a plain loop, example by example."""
     torch.manual_seed(job.seed)
     model = job.build().train()
     optimizer = job.optimizer(list(model.named_parameters()))
     losses = []
     for step in range(steps):
-        batches = [padded([Sentences()[sample_index(p, size=50, seed=0)]]) for p in range(6 * step, 6 * step + 6)]
+        batches = [
+            padded([Sentences()[sample_index(p, size=50, seed=0)]]) for p in range(size * step, size * (step + 1))
+        ]
         counts = [int((batch["labels"] != -100).sum()) for batch in batches]
         optimizer.zero_grad()
         loss = sum(model(**batch) * n for batch, n in zip(batches, counts, strict=True)) / sum(counts)
@@ -115,6 +119,45 @@ def test_samples_that_cannot_be_read_stop_a_stage_that_waits_for_an_activation_o
 def test_the_schedules_with_split_backwards_run_too() -> None:
     with single_threaded():
         assert setup(policy="adaptive").losses(3, 1, steps=2) == setup().losses(1, 1, steps=2)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (3, 1), (5, 1), (2, 2)])
+def test_a_pipeline_runs_micro_batches_in_an_order_by_length_from_the_second_step_on(shape: tuple[int, int]) -> None:
+    """All stages know it: each has read the samples. In the first step none waits for all of them."""
+    orders: dict[tuple[int, int], list[int]] = {}
+
+    def hear(span: Span) -> None:
+        if (span.name, span.phase) == ("F", "begin"):
+            orders.setdefault((span.rank, span.step), []).append(span.index)
+
+    undo = subscribe(hear)
+    try:
+        with single_threaded():
+            job, (stages, replicas) = setup(policy="adaptive", size=12), shape
+            found = job.losses(stages, replicas, steps=4)
+    finally:
+        undo()
+    assert [loss for loss, _ in found] == pytest.approx(one_process(job, 4, 12), rel=1e-5)
+    source = SampleSource(Sentences(), seed=0, collate=padded)
+    for (_, step), order in orders.items():
+        mine = sorted(order)
+        lengths = [-variant_of(job.model, source.micro_batch([12 * step + j]).tensors, ()) for j in mine]
+        assert order == (mine if step == 0 else [mine[position] for position in by_work(lengths, stages)])
+    assert any(order != sorted(order) for order in orders.values())
+
+
+class OneFails(Sentences):
+    """A sample of the second step is damaged."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == sample_index(8, size=50, seed=0):
+            raise OSError("the sample is damaged")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_read_ends_the_wait_for_the_order() -> None:
+    with pytest.raises(OSError, match="the sample is damaged"):
+        setup(policy="adaptive", dataset=OneFails()).run(2, 1)
 
 
 def test_sections_hold_the_same_state_at_every_length_and_their_graphs_verify() -> None:
