@@ -1,6 +1,6 @@
 """How far the search for a plan looks: its tuned figures, whose effect ``benchmarks/search_quality.py`` measures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,14 @@ class Effort:
     """So few are simulated in milliseconds: none, half of P and all are tried too."""
     dear_halves: float = 1.03
     """I and W that take this much longer than B may not pay at all."""
+
+    def shared_by(self, searches: int) -> "Effort":
+        """Of each of several searches whose plans are parts of one: together they walk as far as one alone."""
+        return replace(
+            self,
+            walked_forwards=self.walked_forwards // searches,
+            forwards_of_a_walk=self.forwards_of_a_walk // searches,
+        )
 
 
 EFFORT = Effort()

@@ -27,13 +27,14 @@ class Walk(NamedTuple):
     """Forwards that were simulated on the way."""
 
 
-def polished(builder: Builder, built: BuiltPlan, given: Simulated) -> Walk:
+def polished(builder: Builder, built: BuiltPlan, given: Simulated, most_forwards: int) -> Walk:
     """The best plan that a short walk finds.
 
     Args:
         builder: of the plan's micro-batch size.
         built: what the plan was simulated from.
         given: the plan.
+        most_forwards: that are simulated on the way.
     """
     best = with_best_split(given)
     first, longest = best.plan, len(given.plan.micro_batches_of(0))
@@ -41,7 +42,7 @@ def polished(builder: Builder, built: BuiltPlan, given: Simulated) -> Walk:
     splits = (first.split_last, longest) if given.plan.split_last else (0,)
     for split in dict.fromkeys(splits):  # which neighbours are better depends on it
         start = first.model_copy(update={"split_last": split})
-        walker = _Walker(builder, built, start)
+        walker = _Walker(builder, built, start, most_forwards)
         while walker.step():
             pass
         forwards += walker.forwards
@@ -51,11 +52,11 @@ def polished(builder: Builder, built: BuiltPlan, given: Simulated) -> Walk:
 
 
 class _Walker:
-    def __init__(self, builder: Builder, here: BuiltPlan, plan: Plan) -> None:
+    def __init__(self, builder: Builder, here: BuiltPlan, plan: Plan, most_forwards: int) -> None:
         self.found: Simulated | None = None
         """The plan reached, unless it is the start."""
         self._plan = plan  # here, with the step_s that is to be beaten
-        self.forwards = 0
+        self.forwards, self._most_forwards = 0, most_forwards
         self._builder, self._here = builder, here
         self._tried = {(here.starts, here.factor)}
 
@@ -66,7 +67,7 @@ class _Walker:
             self._tried.add(move)
             if near is None or near.bound_s >= self._plan.step_s:
                 continue
-            if self.forwards > EFFORT.forwards_of_a_walk:
+            if self.forwards > self._most_forwards:
                 return False
             plan = self._builder.plan(near).model_copy(update={"split_last": self._plan.split_last})
             self.forwards += plan.stages * len(plan.micro_batches_of(0))

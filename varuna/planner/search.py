@@ -8,7 +8,7 @@ from itertools import count
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.build import Builder, BuiltPlan, Misfit
-from varuna.planner.effort import EFFORT
+from varuna.planner.effort import EFFORT, Effort
 from varuna.planner.estimate import Depth, Guess, Guesser, Shape
 from varuna.planner.polish import polished
 from varuna.planner.pricing.predict import Simulated, simulated
@@ -28,7 +28,11 @@ class FoundPlan:
 
 
 def search(
-    request: PlanRequest, builders: dict[int, Builder], guessers: dict[int, Guesser], depths: Sequence[Depth]
+    request: PlanRequest,
+    builders: dict[int, Builder],
+    guessers: dict[int, Guesser],
+    depths: Sequence[Depth],
+    effort: Effort,
 ) -> FoundPlan:
     """Refine until the best plans of ``request.wanted`` depths are known.
 
@@ -37,8 +41,9 @@ def search(
         builders: by micro-batch size.
         guessers: likewise.
         depths: all depths that may fit.
+        effort: how far walks go.
     """
-    return _Search(request, builders, guessers, depths).run()
+    return _Search(request, builders, guessers, depths, effort).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,9 @@ class _Search:
         builders: dict[int, Builder],
         guessers: dict[int, Guesser],
         depths: Sequence[Depth],
+        effort: Effort,
     ) -> None:
-        self._request = request
+        self._request, self._effort = request, effort
         self._builders, self._guessers = builders, guessers
         self._order = count()
         self._queue: list[tuple[float, int, _Entry | _Start]] = [
@@ -120,8 +126,9 @@ class _Search:
         if self._starts[family] is not start:
             return
         best = start.tried
-        if is_near and self._walked[leans] < EFFORT.walked_forwards:
-            walk = polished(self._builders[shape.micro_batch], start.built, start.tried)
+        if is_near and self._walked[leans] < self._effort.walked_forwards:
+            builder, most_forwards = self._builders[shape.micro_batch], self._effort.forwards_of_a_walk
+            walk = polished(builder, start.built, start.tried, most_forwards)
             self._walked[leans] += walk.forwards
             best = walk.best
         self._offer(best, start.tried.step_s)

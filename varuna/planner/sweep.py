@@ -9,6 +9,7 @@ from varuna.core.plan import Plan
 from varuna.planner.asking.ranking import Outpaced, Ranking, Rejection
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.build import Builder, Misfit
+from varuna.planner.effort import EFFORT, Effort
 from varuna.planner.estimate import Depth, Guesser
 from varuna.planner.micro_batch import candidate_sizes
 from varuna.planner.pricing.predict import Simulated
@@ -26,21 +27,25 @@ _MIXED = 4
 """Plans for whose numbers of pipelines two depths are looked at."""
 
 
-def rank_plans(request: PlanRequest) -> Ranking:
+def rank_plans(request: PlanRequest, effort: Effort = EFFORT) -> Ranking:
     """Rank every depth, or the requested one, with every m worth trying, or the requested one.
+
+    Args:
+        request: with equal workers, of different speed, or of several classes.
+        effort: how far the search looks.
 
     Raises:
         UsageError: no such policy, no stages, or an m outside the global batch.
     """
     check_policy(request.policy)
     if request.classes:
-        return by_class(request, rank_plans)
+        return by_class(request, partial(rank_plans, effort=effort.shared_by(len(request.classes))))
     depths, rejected = _depths(request)
     if not depths:
         return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)
     asked = request.model_copy(update={"wanted": max(request.wanted, _WEIGHED)}) if request.are_unequal else request
     for sizes in candidate_sizes(request):
-        ranking = _sweep(asked, depths, sizes)
+        ranking = _sweep(asked, depths, sizes, effort)
         if ranking.plans:
             break
     return _by_speed(ranking, request) if request.are_unequal else _nobody_idle(ranking, request)
@@ -117,7 +122,7 @@ def rank_depths(request: PlanRequest, depths: Sequence[int]) -> Ranking:
     )
 
 
-def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...]) -> Ranking:
+def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...], effort: Effort) -> Ranking:
     builders: dict[int, Builder] = {}
     guessers: dict[int, Guesser] = {}
     possible: list[Depth] = []
@@ -130,7 +135,7 @@ def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...]) -> Ranki
                 possible.append(Depth(stages, m))
             elif m == sizes[0]:  # the closest miss
                 misfits.append(builder.misfit(guesser.guesses(stages)[0].shape))
-    found = search(request, builders, guessers, possible)
+    found = search(request, builders, guessers, possible, effort)
     shown, rest = found.best[: request.wanted], found.best[request.wanted :]
     ranked = _best_first(request, [*map(with_best_split, shown), *rest])
     fitting = {best.plan.stages for best in ranked} | {built.shape.stages for built in found.bounded}

@@ -1,8 +1,7 @@
 """In which order a pipeline runs micro-batches that take unlike times. Pure.
 
-Found with the simulator, over pipelines of 2 to 12 stages and micro-batches whose lengths vary as those of texts do
-(docs/schedules.md): stages that wait for their first micro-batch wait least for short ones, and what is long should
-not come last.
+Stages that wait for their first micro-batch wait least for short ones, and what is long should not come last. The rule
+was found with the simulator (docs/schedules.md).
 """
 
 from collections.abc import Sequence

@@ -9,6 +9,7 @@ from torch import nn
 
 import varuna
 import varuna.core.sums
+from tests.unit.engine.pipeline.test_length_variants import LENGTHS, Positions, Sentences, padded
 from tests.unit.engine.ranks import Dropping, Tokens, adamw
 from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed
 from varuna.core.sums import HeldSums, Spans, deal, numbers_of, spans_of
@@ -178,3 +179,29 @@ def test_sums_that_lack_a_micro_batch_cost_time_and_not_the_run(
     assert outcome.kept[1] > 0
     assert outcome.kept[2] == 0
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
+
+
+def of_several_lengths() -> list[int]:
+    trainer = varuna.Trainer(
+        Positions,
+        Sentences(),
+        adamw,
+        MICRO_BATCHES,
+        micro_batch=1,
+        clip_grad_norm=1.0,
+        collate=varuna.Collate(padded, lengths=LENGTHS),
+    )
+    return [step.index for step in trainer.steps(STEPS)]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("stages", [{4: 4, 3: 3}, {4: 2, 3: 3}, {6: 3, 5: 5}], ids=["4x1", "2x2", "3x2"])
+def test_a_step_that_runs_in_an_order_by_length_is_kept_like_any_other(stages: dict[int, int]) -> None:
+    """What has been added to sums is no run of numbers."""
+    undisturbed = run(of_several_lengths, captures=CAPTURES).losses
+    fault = OnceOthers(2, 2, "B", 4, others=(0,), done=3)
+    outcome = run(of_several_lengths, captures=CAPTURES, workers=max(stages), stages=stages, faults=[fault])
+    assert outcome.losses == pytest.approx(undisturbed, rel=1e-6)
+    assert len(outcome.plans) == 2
+    if stages != {4: 4, 3: 3}:
+        assert 0 < outcome.kept[1] < MICRO_BATCHES

@@ -349,7 +349,6 @@ class Stage:
         self.job.traffic.saves.follow(self.copied)
         scale /= self.gradient_scale
         self.sums.discard()
-        self.sums.settle()
         self.totals.settle()
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)

@@ -111,9 +111,10 @@ class Sums:
         self._reduced, self._overwritten, self._is_void, self.is_wrong = set(), set(), False, False
 
     def discard(self) -> None:
-        """They are not sums any more: nobody goes on from them."""
+        """Nobody goes on from them any more, and whoever writes there from now on does so after copies of them."""
         with self._lock:
             self._is_void = True
+        self.settle()
 
     def distrust(self) -> None:
         """What the ranks have of this step is not what it should be: nobody goes on from these, nor from a copy."""

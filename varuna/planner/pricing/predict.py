@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import nlargest
 from operator import attrgetter
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from varuna.simulator.trace import StepTrace
 
 _SIMULATED_FORWARDS = 2_000  # over all stages; with their R and B some 10 ms
 _SIMULATED_TURNS = 1  # micro-batches per stage beyond those in flight: until the pipeline is in its stride
+_REMEMBERED = 64  # simulated steps: pipelines of a mix are tried again and again with other shares of the batch
 _FEWEST_BACKWARDS = 8  # for a pace to mean something
 _FULLEST = 4  # stages that are looked at
 _CHANCE = 2  # R's that lie beyond the ends of what is counted
@@ -153,19 +155,20 @@ def predict_cut(costs: PipelineCosts, plan: Plan, micro_batches: int) -> Predict
     least = plan.stash_limits[0] + _SIMULATED_TURNS * stages + plan.split_last
     count = min(micro_batches, max(least, _SIMULATED_FORWARDS // stages))
     limits = [min(limit, count) for limit in plan.stash_limits]
-    trace = simulate(
-        costs,
-        micro_batches=count,
-        policy=plan.policy,
-        stash_limits=limits,
-        split_last=min(plan.split_last, count),
-    )
+    trace = _step_of(costs, count, plan.policy, tuple(limits), min(plan.split_last, count))
     if count == micro_batches:
         return Prediction(trace=trace, repeated=0, pace_s=0.0)
     seen_s, backwards = _pace(trace, limits)
     is_known = backwards >= _MANY_BACKWARDS
     pace_s = seen_s if is_known else max(bottleneck_s(costs, stash_limits=plan.stash_limits), seen_s)
     return Prediction(trace=trace, repeated=micro_batches - count, pace_s=pace_s)
+
+
+@lru_cache(_REMEMBERED)
+def _step_of(
+    costs: PipelineCosts, micro_batches: int, policy: str, stash_limits: tuple[int, ...], split_last: int
+) -> StepTrace:
+    return simulate(costs, micro_batches=micro_batches, policy=policy, stash_limits=stash_limits, split_last=split_last)
 
 
 class _Seen(NamedTuple):

@@ -180,7 +180,7 @@ def test_whatever_changes_sums_on_a_late_device_runs_after_their_copies(leaves: 
     if change == "the next step":
         sums.begin()
     else:
-        sums.settle()
+        sums.discard()
         buckets[0].flat.mul_(0.5)
     wanted.copied.wait()
     assert wanted.room.tolist() == [2.0] * 3
