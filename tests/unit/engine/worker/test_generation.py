@@ -44,7 +44,7 @@ def test_what_a_generation_held_goes_when_it_ends_and_not_once_python_looks_for_
 def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_thread_that_made_them() -> None:
     """The thread that waits for it has looked before there were any."""
     plan = Plan(stages=1, replicas=1, micro_batch=1, global_batch=8, starts=(0,), sections=1, stash_limits=(1,))
-    unused = ["held", "told", "model", "initial", "left_out", "buffers", "combines", "traffic"]
+    unused = ["held", "told", "model", "initial", "left_out", "buffers", "combines", "device", "traffic"]
     made, rest = list[Groups](), dict[str, Any].fromkeys([*unused, "shard_optimizer", "bf16_reduction", "dtype"])
     form: Any = form_generation
     with pytest.raises(RuntimeError, match="the generation ended while it formed"):
