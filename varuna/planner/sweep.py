@@ -32,7 +32,7 @@ def rank_plans(request: PlanRequest, effort: Effort = EFFORT) -> Ranking:
 
     Args:
         request: with equal workers, of different speed, or of several classes.
-        effort: how far the search looks.
+        effort: how far walks to neighbours of short plans go.
 
     Raises:
         UsageError: no such policy, no stages, or an m outside the global batch.

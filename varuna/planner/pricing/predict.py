@@ -1,6 +1,6 @@
 """The predicted time of a plan's step, and what it is spent on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import nlargest
@@ -20,7 +20,7 @@ from varuna.simulator.trace import StepTrace
 
 _SIMULATED_FORWARDS = 2_000  # over all stages; with their R and B some 10 ms
 _SIMULATED_TURNS = 1  # micro-batches per stage beyond those in flight: until the pipeline is in its stride
-_REMEMBERED = 64  # simulated steps: pipelines of a mix are tried again and again with other shares of the batch
+_REMEMBERED = 16  # steps, of up to a MB each: pipelines of a mix are tried again with other shares of a batch
 _FEWEST_BACKWARDS = 8  # for a pace to mean something
 _FULLEST = 4  # stages that are looked at
 _CHANCE = 2  # R's that lie beyond the ends of what is counted
@@ -136,7 +136,7 @@ def predictions(plan: Plan, calibration: Calibration, *, gpus_per_vm: int | None
         vm_size = gpus_per_vm or known.hardware.gpus_per_vm
         costs = pipeline_costs(profile(known, plan.micro_batch), alike, gpus_per_vm=vm_size)
         shared = len(plan.micro_batches_of(replicas.start))
-        found.append(predict_cut(costs, alike, shared) if plan.more else predict(costs, plan))
+        found.append(predict_cut(costs, alike, shared, simulates=_again) if plan.more else predict(costs, plan))
     return found
 
 
@@ -149,26 +149,30 @@ def _with_slowest_rings(known: Calibration, calibration: Calibration, plan: Plan
     return known.model_copy(update={"across_vms": known.across_vms.model_copy(update={"rings": slowest.rings})})
 
 
-def predict_cut(costs: PipelineCosts, plan: Plan, micro_batches: int) -> Prediction:
+def _simulated(
+    costs: PipelineCosts, micro_batches: int, policy: str, stash_limits: tuple[int, ...], split_last: int
+) -> StepTrace:
+    return simulate(costs, micro_batches=micro_batches, policy=policy, stash_limits=stash_limits, split_last=split_last)
+
+
+_again = lru_cache(_REMEMBERED)(_simulated)
+
+
+def predict_cut(
+    costs: PipelineCosts, plan: Plan, micro_batches: int, *, simulates: Callable[..., StepTrace] = _simulated
+) -> Prediction:
     """Simulate a step of one pipeline, cut as the first of ``plan``, with so many micro-batches."""
     stages = len(costs.stages)
     least = plan.stash_limits[0] + _SIMULATED_TURNS * stages + plan.split_last
     count = min(micro_batches, max(least, _SIMULATED_FORWARDS // stages))
     limits = [min(limit, count) for limit in plan.stash_limits]
-    trace = _step_of(costs, count, plan.policy, tuple(limits), min(plan.split_last, count))
+    trace = simulates(costs, count, plan.policy, tuple(limits), min(plan.split_last, count))
     if count == micro_batches:
         return Prediction(trace=trace, repeated=0, pace_s=0.0)
     seen_s, backwards = _pace(trace, limits)
     is_known = backwards >= _MANY_BACKWARDS
     pace_s = seen_s if is_known else max(bottleneck_s(costs, stash_limits=plan.stash_limits), seen_s)
     return Prediction(trace=trace, repeated=micro_batches - count, pace_s=pace_s)
-
-
-@lru_cache(_REMEMBERED)
-def _step_of(
-    costs: PipelineCosts, micro_batches: int, policy: str, stash_limits: tuple[int, ...], split_last: int
-) -> StepTrace:
-    return simulate(costs, micro_batches=micro_batches, policy=policy, stash_limits=stash_limits, split_last=split_last)
 
 
 class _Seen(NamedTuple):
