@@ -10,13 +10,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from varuna.core.devices import DeviceFacts
+from varuna.engine.device.host_copies import DONE, Ready, StreamCopies
 from varuna.engine.device.streams import Event
 
 _running = threading.RLock()
@@ -160,3 +161,11 @@ class LateStreams:
 
     def room(self, size_bytes: int) -> Tensor:
         return torch.full((size_bytes,), 255, dtype=torch.uint8)
+
+
+class Rash(StreamCopies):
+    """Says that copies are done when they are queued."""
+
+    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
+        super().down(pairs, after)
+        return DONE

@@ -161,19 +161,23 @@ class ForwardPass:
 
         Raises:
             GenerationEnded: the manager ended the generation.
+            LinkError: a link broke.
             DataError: a sample is not what the model was captured with.
         """
-        mine = self._work_of(step)
         if not self._is_ordered(step):
             return
-        keys, begin_s = [(self._batch, step, micro_batch) for micro_batch in mine], time.monotonic()
-        self._inbox.wait(
-            lambda: self.variants.are_known(step, mine) or any(map(self._inbox.failed, keys)),
-            lambda: Awaited(f"the samples of step {step}, whose lengths decide on its order"),
-        )
+        mine, begin_s = self._work_of(step), time.monotonic()
+
+        def is_settled() -> bool:
+            unread = self.variants.first_unread(step, mine)  # they are read in this order
+            return unread is None or self._inbox.failed((self._batch, step, unread))
+
+        what = f"the samples of step {step}, whose lengths decide on its order"
+        self._inbox.wait(is_settled, lambda: Awaited(what))
         self.waited(time.monotonic() - begin_s)
-        for _, _, micro_batch in filter(self._inbox.failed, keys):
-            self._here(self._batch, "samples", step, micro_batch, ())
+        unread = self.variants.first_unread(step, mine)
+        if unread is not None:
+            self._here(self._batch, "samples", step, unread, ())
 
     def expected(
         self, kind: str, layout: Callable[[int, int], Layout], order: Callable[[int], Sequence[int]], steps: range

@@ -35,16 +35,16 @@ class Variants:
         """Index into the model's graphs, once the samples have been read."""
         return self._known[step, micro_batch] if self.several else 0
 
-    def are_known(self, step: int, micro_batches: Sequence[int]) -> bool:
-        """Whether all samples of these have been read."""
-        return not self.several or all((step, micro_batch) in self._known for micro_batch in micro_batches)
+    def first_unread(self, step: int, micro_batches: Sequence[int]) -> int | None:
+        """The first of these whose samples have not been read, or could not be."""
+        return next((micro_batch for micro_batch in micro_batches if (step, micro_batch) not in self._known), None)
 
     def wait(self, step: int, *micro_batches: int) -> bool:
         """Wait until all samples of these have been read; False if the generation ends first."""
         if not self.several:
             return True
         try:
-            self._inbox.pause(lambda: self.are_known(step, micro_batches))
+            self._inbox.pause(lambda: self.first_unread(step, micro_batches) is None)
         except (GenerationEnded, LinkError):  # the training thread is told too
             return False
         return True

@@ -1,21 +1,21 @@
 """Copies between host and device: over streams that are as late as they may be, no bit of a run changes."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.late import LateStream, LateStreams
+from tests.unit.engine.late import LateStream, LateStreams, Rash
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, connected, single_threaded
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from varuna.core.devices import DeviceFacts
 from varuna.core.errors import DivergedError
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited, Patience
-from varuna.engine.device.host_copies import DONE, Ready, StreamCopies
+from varuna.engine.device.host_copies import DONE, StreamCopies
 from varuna.engine.links.carry import Carry
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.message import Layout
@@ -70,14 +70,6 @@ class Hasty(StreamCopies):
 
     def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._streams.fetch(self._up, value) for name, value in values.items()}
-
-
-class Rash(StreamCopies):
-    """Says that copies are done when they are queued: reduces what has not come yet."""
-
-    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
-        super().down(pairs, after)
-        return DONE
 
 
 def test_a_wait_that_is_left_out_would_be_seen() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.engine.device.test_host_copies import Late, same
-from tests.unit.engine.late import LateStream, LateStreams
+from tests.unit.engine.late import LateStream, LateStreams, Rash
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, adamw, single_threaded
 from tests.unit.engine.stage.test_offload import adagrad, momentum, state_of
 from varuna.core.plan import Plan
@@ -73,14 +73,6 @@ class Hasty(StreamCopies):
 
     def follow(self, copied: Ready) -> None:
         pass
-
-
-class Rash(StreamCopies):
-    """Says that copies are done when they are queued."""
-
-    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
-        super().down(pairs, after)
-        return DONE
 
 
 @pytest.mark.parametrize("kind", [Hasty, Rash])
