@@ -45,7 +45,13 @@ class Cluster:
         return self.manager
 
     def agent(
-        self, name: str, *args: str, workers: int = 1, join: str = "", join_file: Path | None = None
+        self,
+        name: str,
+        *args: str,
+        workers: int = 1,
+        join: str = "",
+        join_file: Path | None = None,
+        script: str = JOB,
     ) -> subprocess.Popen[bytes]:
         """One more machine; the same name is the same state folder."""
         state = ["--state-dir", str(self.folder / name)]
@@ -54,7 +60,7 @@ class Cluster:
             where = ["--join-file", str(join_file)]
         else:
             where = [join or (self.join if not self.agents else self.verb("join-token").out.strip())]
-        return self._start(["agent", *where, "--workers", str(workers), *state, "--", JOB, *args], out, name)
+        return self._start(["agent", *where, "--workers", str(workers), *state, "--", script, *args], out, name)
 
     @property
     def agents(self) -> list[Path]:

@@ -46,7 +46,9 @@ def _one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process and two workers of a test train the same model: what takes longest is done once."""
     found: list[tuple[object, Configured, PartitionedModel]] = []
 
-    def captured(given: object, built: Configured, capture: Callable[[], PartitionedModel]) -> PartitionedModel:
+    def captured(
+        given: object, capture: Callable[[], PartitionedModel], *, built: Configured, key: object
+    ) -> PartitionedModel:
         for known, configured, model in found:
             if same(known, given):
                 built.json, built.has_adapters = configured.json, configured.has_adapters

@@ -126,7 +126,7 @@ def _differ(fewer: Tensor, kind: TrialValues, one: Tensor, two: Tensor) -> bool:
         kept = torch.arange(fewer.shape[dim])
         return min(one.shape[dim], two.shape[dim]) < len(kept) or _apart(one, two, kept, dim)
     count = one.shape[dim]
-    owners = torch.arange(count) // kind.order.inner % _EXAMPLES
+    owners = torch.arange(count) // kind.inner % _EXAMPLES
     return _apart(one, two, (owners < _EXAMPLES - 1).nonzero().flatten(), dim)
 
 

@@ -22,6 +22,9 @@ MAX_KEY, MAX_VALUE_BYTES, MAX_KEYS = 200, 16 * 2**10, 4096
 PROFILE_PART_BYTES, PROFILE_PARTS, PROFILE_STEPS = 2**20, 32, 20
 """Most bytes in a piece of a profile, pieces of it, and steps that it may be of."""
 
+MAX_WORK_BYTES = 4 * 2**20
+"""Most that one worker does for others may come to: a captured model of 54 layers takes 0.1 MB."""
+
 Key = Annotated[str, Field(max_length=MAX_KEY)]
 
 # -- values inside messages ------------------------------------------------------------------------
@@ -202,6 +205,24 @@ class Sought(Value):
     keys: tuple[Key, ...] = Field(max_length=MAX_KEYS)
 
 
+class WorkSought(Value):
+    """This worker needs what others of the run need, too, such as the captured model. Said again until it is answered.
+
+    There is an answer each time, and one more when it is done.
+    """
+
+    kind: Literal["work_sought"] = "work_sought"
+    key: Key
+
+
+class WorkOffered(Value):
+    """What this worker has done, for others; empty: each of them has to do it."""
+
+    kind: Literal["work_offered"] = "work_offered"
+    key: Key
+    data: bytes = Field(max_length=MAX_WORK_BYTES)
+
+
 class Suspect(Value):
     """A link broke or a bound passed: evidence, not a verdict."""
 
@@ -269,6 +290,8 @@ FromWorker = Annotated[
     | Voted
     | Offered
     | Sought
+    | WorkSought
+    | WorkOffered
     | Suspect
     | Saved
     | Unsaved
@@ -324,6 +347,15 @@ class Found(Value):
     values: dict[str, bytes]
 
 
+class WorkFound(Value):
+    """What another worker has done; empty: this one is to do it, and to offer it, unless somebody does it now."""
+
+    kind: Literal["work_found"] = "work_found"
+    key: Key
+    data: bytes = b""
+    under_way: bool = False
+
+
 class Recorded(Value):
     """All votes up to ``step`` are on the manager's disk."""
 
@@ -356,7 +388,7 @@ class ProfileSteps(Value):
 ShowRequest = ShowStep | ProfileSteps
 
 ToWorker = Annotated[
-    Hold | RaiseFlag | Apply | Assign | Found | Recorded | Finish | ShowStep | ProfileSteps,
+    Hold | RaiseFlag | Apply | Assign | Found | WorkFound | Recorded | Finish | ShowStep | ProfileSteps,
     Field(discriminator="kind"),
 ]
 

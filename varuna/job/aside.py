@@ -116,8 +116,12 @@ class Aside:
         spec = self._spec
         if self._evaluating is None:
             batch = spec.batch(CAPTURED_SAMPLES)
-            given = "evaluation", spec.partitioned, batch
-            model = captured_once(given, spec.built, lambda: for_evaluation(spec.partitioned, spec.recipe, batch))
+            model = captured_once(
+                ("evaluation", spec.partitioned, batch),
+                lambda: for_evaluation(spec.partitioned, spec.recipe, batch),
+                built=spec.built,
+                key=lambda: spec.key_of(batch, "evaluation", spec.partitioned.facts.digest),
+            )
             self._evaluating = self._beside(model)
         return self._evaluating
 

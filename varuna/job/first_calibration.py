@@ -1,18 +1,23 @@
 """What the first plan is made from: a calibration that is given, remembered, or measured within seconds."""
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from varuna.calibration.cache import cache_file, remember, remembered
 from varuna.calibration.file import check_matches, read_calibration
 from varuna.calibration.format import Calibration
 from varuna.calibration.timing.quick import LIMIT_S, quick_calibration
-from varuna.core.errors import VarunaError
+from varuna.core.errors import UsageError, VarunaError
 from varuna.core.model import JobFacts
 from varuna.engine.device.capacity import device_class
 from varuna.engine.stage.job import Job
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
+from varuna.membership.launched import manager
 from varuna.partition.initial.initial_values import InitialParameters
 from varuna.planner.micro_batch import knows_sizes
 from varuna.process.console import say, warn
@@ -55,11 +60,37 @@ def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: Initi
     with turn(key, _TURN_BOUND_S, "measuring micro-batch sizes"):
         known = remembered(facts, file, own)
         if known is None or not knows_sizes(known, facts.global_batch):
-            measured = _measured(spec, job, beginning, facts, LIMIT_S if known is None else _AGAIN * LIMIT_S)
+            limit_s = LIMIT_S if known is None else _AGAIN * LIMIT_S
+            work = f"times of {_subject(facts, own or file.stem)} for {facts.global_batch} within {limit_s}"
+            measured = _of_run(work, facts, lambda: _measured(spec, job, beginning, facts, limit_s))
             if measured is not None:  # the second time is the last, whatever it found
                 final = measured if known is None else measured.model_copy(update={"sized_for": facts.global_batch})
                 remember(known := final, file)
         return known
+
+
+def _subject(facts: JobFacts, device: str) -> str:
+    """What is measured."""
+    told = f"{facts.model.digest} {facts.precision} {facts.compiled} {facts.threads} {device}"
+    return sha256(told.encode()).hexdigest()
+
+
+def _of_run(work: str, facts: JobFacts, measure: Callable[[], Calibration | None]) -> Calibration | None:
+    """What another worker of the run has measured on such a device, or does now: the first of each class counts."""
+    run = manager()
+    if run is None:
+        return measure()
+    with suppress(ValidationError, UsageError):
+        if data := run.seek_work(work):
+            found = Calibration.model_validate_json(data)
+            check_matches(found, facts.model)
+            return found
+    measured = None
+    try:
+        measured = measure()
+    finally:
+        run.offer_work(work, b"" if measured is None else measured.model_dump_json().encode())
+    return measured
 
 
 def _measured(

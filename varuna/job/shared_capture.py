@@ -1,4 +1,8 @@
-"""One capture for all workers that are threads of one process and were given the same model: see ``varuna.testing``."""
+"""One capture for all workers of a run: threads of one process share it, others get it through the manager.
+
+Whatever a newcomer would capture, it must compute what the run computes. So it may as well take the run's graphs, if
+it was given the same model; capturing them takes seconds, which a run without a spare waits for.
+"""
 
 import functools
 from argparse import Namespace
@@ -10,23 +14,36 @@ import torch
 from torch import Tensor
 
 from varuna.job.model_config import Configured
-from varuna.membership.launched import here
+from varuna.membership.launched import here, manager
+from varuna.membership.managed import ManagedMembership
 from varuna.partition.model import PartitionedModel
+from varuna.partition.opaque.met import told
+from varuna.partition.written.graphs import CannotShareError
+from varuna.partition.written.model import from_bytes, to_bytes
+from varuna.process.console import warn
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
 
-def captured_once(given: object, built: Configured, capture: Callable[[], PartitionedModel]) -> PartitionedModel:
-    """What ``capture`` returns, or what it has returned to another worker of this run that was given the same.
+def captured_once(
+    given: object,
+    capture: Callable[[], PartitionedModel],
+    *,
+    built: Configured,
+    key: Callable[[], str | None],
+) -> PartitionedModel:
+    """What ``capture`` returns, or what another worker of the run has captured that was given the same.
 
     Args:
         given: all that decides on the graph and its costs.
+        capture: captures the model.
         built: builds the model, and learns its configuration from the one that was captured.
-        capture: captures the model. A worker that is a process always does.
+        key: the same of another process; None: it cannot be told.
     """
     worker = here.get()
     if worker is None:
-        return capture()
+        run = manager()
+        return capture() if run is None else _captured_in(run, key(), capture)
     found: list[tuple[object, Configured, PartitionedModel]] = worker.captures
     for known, configured, model in found:
         if same(known, given):
@@ -35,6 +52,32 @@ def captured_once(given: object, built: Configured, capture: Callable[[], Partit
     model = capture()
     found.append((given, built, model))
     return model
+
+
+def _captured_in(run: ManagedMembership, key: str | None, capture: Callable[[], PartitionedModel]) -> PartitionedModel:
+    if key is None:
+        return capture()
+    if data := run.seek_work(key):
+        try:
+            return from_bytes(data)
+        except CannotShareError as error:
+            warn(f"{error}; this worker captures the model itself")
+            return capture()
+    data = b""  # others do the same, without waiting, if it fails or cannot be passed on
+    try:
+        with told(lambda: run.offer_work(key, b"")):
+            model = capture()
+        data = _bytes_of(model)
+    finally:
+        run.offer_work(key, data)
+    return model
+
+
+def _bytes_of(model: PartitionedModel) -> bytes:
+    try:
+        return to_bytes(model)
+    except CannotShareError:
+        return b""
 
 
 def same(one: object, other: object) -> bool:

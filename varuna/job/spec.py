@@ -32,6 +32,7 @@ from varuna.partition.initial.initial_values import Init, InitialParameters, beg
 from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.optimizers import AveragingFactory
+from varuna.partition.written.key import capture_key
 from varuna.process.garbage import old_left_out
 from varuna.trackers.tracker import Tracker
 
@@ -158,7 +159,12 @@ class JobSpec:
             *(self.model, self.loss.function, self.metrics, self.dtype, batch, self.collate.lengths),
             *(self.optimizer, self.ema, self.cut, self.loss.weight is None, self.memory_apart),
         )
-        return captured_once(given, self.built, lambda: self._partition(batch))
+        return captured_once(given, lambda: self._partition(batch), built=self.built, key=lambda: self.key_of(batch))
+
+    def key_of(self, batch: Mapping[str, Tensor], *more: object) -> str | None:
+        """By what other workers know a capture of this job's model; ``more`` is what else decides on it."""
+        options = self.collate.lengths, self.cut, self.ema is None, self.loss.weight is None, self.memory_apart, more
+        return capture_key(self.recipe, batch, options, self.optimizer, self.loss.weight)
 
     def _partition(self, batch: dict[str, Tensor]) -> PartitionedModel:
         with old_left_out():

@@ -8,6 +8,7 @@ import torch
 from varuna.core.errors import ModelError, UsageError
 from varuna.engine.aside.generate import Choice
 from varuna.job.arguments import check_number, check_whole, described
+from varuna.job.shared_capture import captured_once
 from varuna.job.spec import JobSpec
 from varuna.partition.capture.signature import input_names
 from varuna.partition.evaluation import for_generation
@@ -93,11 +94,21 @@ def capture_text(spec: JobSpec, length: int) -> tuple[PartitionedModel, tuple[st
     """
     keys = _token_keys(spec)
     try:
-        return for_generation(spec.partitioned, spec.recipe, keys[:1], length), keys[:1]
+        return _captured(spec, keys[:1], length), keys[:1]
     except ModelError:
         if len(keys) == 1:
             raise
-        return for_generation(spec.partitioned, spec.recipe, keys, length), keys
+        return _captured(spec, keys, length), keys
+
+
+def _captured(spec: JobSpec, keys: tuple[str, ...], length: int) -> PartitionedModel:
+    tokens = {key: torch.zeros(1, length, dtype=torch.int64) for key in keys}
+    return captured_once(
+        ("text", spec.partitioned, keys, length),
+        lambda: for_generation(spec.partitioned, spec.recipe, keys, length),
+        built=spec.built,
+        key=lambda: spec.key_of(tokens, "text", spec.partitioned.facts.digest),
+    )
 
 
 def check_vocabulary(model: PartitionedModel, key: str, texts: Sequence[Sequence[int]]) -> None:

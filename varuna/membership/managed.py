@@ -3,6 +3,7 @@
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
@@ -16,6 +17,7 @@ from varuna.core.errors import FleetError
 from varuna.core.membership import Directive
 from varuna.core.messages import (
     MAX_FRAME_BYTES,
+    MAX_WORK_BYTES,
     Apply,
     Assign,
     Beat,
@@ -40,6 +42,9 @@ from varuna.core.messages import (
     Unsaved,
     Vote,
     Voted,
+    WorkFound,
+    WorkOffered,
+    WorkSought,
     to_worker,
 )
 from varuna.core.model import JobFacts
@@ -51,6 +56,8 @@ from varuna.process.threads import start
 
 _BEAT_S = 0.5
 _FLUSH_S = 5.0
+_ASK_AGAIN_S, _UNHEARD_S, _WORK_S = 2.0, 6.0, 300.0
+"""Until others' work is sought again, and how long it is waited for without and with an answer."""
 
 
 class Connection(Protocol):
@@ -100,6 +107,8 @@ class ManagedMembership:
         self._connection: Connection | None = None
         self._closing = ExitStack()
         self._closed = threading.Event()
+        self._has_joined = False
+        self._work: queue.SimpleQueue[WorkFound | None] = queue.SimpleQueue()
         self._recorded_step = -1
         self._rendezvous: Rendezvous | None = None
         self._on_hold: Callable[[int], None] = lambda generation: None
@@ -136,13 +145,15 @@ class ManagedMembership:
         Raises:
             FleetError: the manager does not answer, or this process has joined before.
         """
-        if self._connection is not None:
+        if self._has_joined:
             raise FleetError(
                 f"worker {self._worker} has already joined this run: under a manager, a script trains one job. "
                 "Start another run for the next job."
             )
         self._on_hold, self._on_flag, self._on_show = on_hold, on_flag, on_show
-        self._connect()
+        self._has_joined = True
+        if self._connection is None:
+            self._connect()
         self._post(
             Hello(
                 worker=self._worker,
@@ -155,6 +166,47 @@ class ManagedMembership:
             )
         )
         start("beat", lambda: self._beat(beat))
+
+    def seek_work(self, key: str, bound_s: float = _WORK_S) -> bytes:
+        """What another worker of the run has done, or does now; empty: this worker is to do it, and to offer it.
+
+        Args:
+            key: names the work, with all that it depends on.
+            bound_s: most seconds to wait for the other worker; for a manager that does not answer, a few seconds.
+        """
+        try:
+            if self._connection is None:
+                self._connect()
+        except FleetError:
+            return b""  # joining says more
+        now_s = time.monotonic()
+        until_s, heard_s, again_s = now_s + bound_s, now_s, now_s
+        while now_s < min(until_s, heard_s + _UNHEARD_S):
+            if now_s >= again_s:
+                self._post(WorkSought(key=key))
+                again_s = now_s + _ASK_AGAIN_S
+            found = self._work_found(again_s - now_s)
+            now_s = time.monotonic()
+            if found is None:  # the connection has ended
+                return b""
+            if found.key == key and not found.under_way:
+                return found.data
+            heard_s = now_s if found.key == key else heard_s
+        return b""
+
+    def _work_found(self, timeout_s: float) -> WorkFound | None:
+        """What comes next; of no key if nothing does in time, None if nothing will."""
+        try:
+            found = self._work.get(timeout=timeout_s)
+        except queue.Empty:
+            return WorkFound(key="")
+        if found is None:
+            self._work.put(None)
+        return found
+
+    def offer_work(self, key: str, data: bytes) -> None:
+        """What this worker has done, for others; empty, or too long: each of them has to do it."""
+        self._post(WorkOffered(key=key, data=data if len(data) <= MAX_WORK_BYTES else b""))
 
     def _connect(self) -> None:
         try:
@@ -276,6 +328,7 @@ class ManagedMembership:
         finally:
             self._closed.set()
             self._outbox.put(None)
+            self._work.put(None)
             self._directives.put(FleetError(f"worker {self._worker} lost the manager at {self._url}: {reason}"))
 
     def _take(self, message: ToWorker) -> None:
@@ -290,6 +343,8 @@ class ManagedMembership:
             case Found():
                 if self._rendezvous is not None:
                     self._rendezvous.take(message)
+            case WorkFound():
+                self._work.put(message)
             case Recorded(step=step):
                 self._recorded_step = step
             case Assign(assignment=assignment):

@@ -16,6 +16,7 @@ from torch import Tensor
 from varuna.core.errors import DataError, ModelError, UsageError
 from varuna.partition.capture.capture import Batch, Recipe
 from varuna.partition.cut.match_cuts import UnlikeGraphsError, same_places
+from varuna.partition.cut.same_graph import code_of
 from varuna.partition.model import CutChooser, PartitionedModel, partition
 from varuna.partition.optimizers import OptimizerFactory
 
@@ -135,8 +136,8 @@ def _check_same(longest: PartitionedModel, its: int, other: PartitionedModel, le
     """Check that sections hold the same state at both lengths, and update their buffers in the same way."""
     for one, two in zip(longest.sections, other.sections, strict=True):
         same_state = set(one.parameters) == set(two.parameters) and one.updated == two.updated
-        updates = [(u.buffers, u.statistics, u.module.code) for u in one.updates]
-        same_updates = updates == [(u.buffers, u.statistics, u.module.code) for u in two.updates]
+        updates = [(u.buffers, u.statistics, code_of(u.module)) for u in one.updates]
+        same_updates = updates == [(u.buffers, u.statistics, code_of(u.module)) for u in two.updates]
         if not same_state or not same_updates or one.statistics != two.statistics:
             raise ModelError(
                 f"section {one.index} ({one.label}) differs between lengths {its} and {length}: {_DIFFERENT}"

@@ -15,6 +15,7 @@ from varuna.partition.capture.capture import Batch, Capture, Recipe, capture
 from varuna.partition.cut.buffers import batch_statistics, separate_updates
 from varuna.partition.cut.cuts import choose_cuts
 from varuna.partition.cut.footprint import footprints
+from varuna.partition.cut.same_graph import code_of
 from varuna.partition.cut.split import Crossing, SectionGraph, Split, section_graph, split
 from varuna.partition.cut.strides import settle_strides
 from varuna.partition.graph.costs import CPU_SLOWDOWN, Cost, Sizes, cost_of
@@ -292,7 +293,7 @@ def _facts(
         )
         start = end + 1
         read.update(section.inputs)
-    digest = _digest(captured, divided)
+    digest = graph_digest(divided, captured.shapes)
     return ModelFacts(
         digest=digest,
         code_digest=hashlib.sha256(f"{digest} {captured.sources}".encode()).hexdigest(),
@@ -329,16 +330,16 @@ def _tied(divided: Split, sizes: Mapping[str, int]) -> tuple[TiedParameter, ...]
     )
 
 
-def _digest(captured: Capture, divided: Split) -> str:
+def graph_digest(divided: Split, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Hash of graphs, cuts, names and shapes, which must be equal on all workers and across restarts."""
     digest = hashlib.sha256()
     for section in divided.sections:
-        digest.update(section.module.code.encode())
+        digest.update(code_of(section.module).encode())
         digest.update(repr((section.takes, section.inputs, section.parameters, section.buffers)).encode())
         for update in section.updates:
-            digest.update(repr((update.buffers, update.statistics, update.module.code)).encode())
+            digest.update(repr((update.buffers, update.statistics, code_of(update.module))).encode())
     digest.update(repr(divided.crossings).encode())
-    digest.update(repr(sorted(captured.shapes.items())).encode())
+    digest.update(repr(sorted(shapes.items())).encode())
     return digest.hexdigest()
 
 

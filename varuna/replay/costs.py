@@ -17,8 +17,9 @@ class MorphCosts:
     """Time from Hold to the answer of the last survivor."""
     form_s: float = 2.0
     """Time to make the groups of a new generation, without copies of state."""
-    warm_s: float = 45.0
-    """Time from a VM's appearance to a worker that could run at once: start, imports, capture of the model."""
+    warm_s: float = 30.0
+    """Time from a VM's appearance to a worker that could run at once: 25 s for the VM's own start, which was not
+    measured, and imports and the run's captured model, 5 s for 2.5 billion parameters (``benchmarks/newcomer.py``)."""
     keeps_sums: bool = True
     """Whether survivors go on from the sums of gradients that they have of a step that a loss breaks off."""
     copies: bool = True

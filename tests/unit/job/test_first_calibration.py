@@ -74,6 +74,48 @@ def test_what_time_had_cut_short_is_measured_once_more_and_no_third_time(
     assert [each.sized_for for each in found if each is not None] == [0, 8, 8]
 
 
+class OtherWorkers:
+    """The run, to a worker that has not joined."""
+
+    def __init__(self, found: bytes) -> None:
+        self.found, self.offered = found, list[bytes]()
+
+    def seek_work(self, key: str) -> bytes:
+        assert key.startswith("times of ")
+        return self.found
+
+    def offer_work(self, key: str, data: bytes) -> None:
+        self.offered.append(data)
+
+
+def test_a_class_of_devices_is_measured_once_in_a_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = job_of()
+    monkeypatch.delenv("VARUNA_CALIBRATION")
+
+    def on_a_new_machine(name: str, run: OtherWorkers) -> Calibration:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+        monkeypatch.setattr(varuna.job.first_calibration, "manager", lambda: run)
+        found = first(spec)
+        assert found is not None
+        return found
+
+    nobody = OtherWorkers(b"")
+    measured = on_a_new_machine("one", nobody)
+    assert "measuring micro-batch sizes" in capsys.readouterr().err
+    assert nobody.offered == [measured.model_dump_json().encode()]
+    first_one = OtherWorkers(*nobody.offered)
+    assert on_a_new_machine("two", first_one) == measured
+    assert first_one.offered == []
+    assert capsys.readouterr().err == ""
+    assert on_a_new_machine("two", OtherWorkers(b"not asked")) == measured, "the machine remembers it"
+    foreign = measured.model_copy(update={"model": measured.model.model_copy(update={"digest": "other" * 8})})
+    for unusable in (b"{}", foreign.model_dump_json().encode()):
+        on_a_new_machine(f"three {len(unusable)}", OtherWorkers(unusable))
+        assert "measuring micro-batch sizes" in capsys.readouterr().err
+
+
 def test_the_users_calibration_counts_before_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = job_of()
     nominal = nominal_calibration(spec.partitioned.facts)

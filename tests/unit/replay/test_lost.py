@@ -20,7 +20,7 @@ def test_a_quiet_run_loses_its_warm_up_and_checkpoints_alone() -> None:
     lost = replay(QUIET).morphing().lost
     large = {cause for cause, share in lost.items() if share > 0.002}
     assert large <= {LostBy.WARMING.value, LostBy.SAVING.value, LostBy.UNFINISHED.value}
-    assert lost[LostBy.WARMING] == pytest.approx(45 / 1800, rel=0.05)
+    assert lost[LostBy.WARMING] == pytest.approx(MorphCosts().warm_s / 1800, rel=0.05)
 
 
 def test_noticing_takes_a_lease() -> None:

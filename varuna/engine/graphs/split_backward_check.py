@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from varuna.engine.graphs.run_once import Run, Seeded, kind_of, outcome
+from varuna.partition.cut.same_graph import code_of
 from varuna.partition.cut.split import SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights, retarget
 from varuna.partition.model import PartitionedModel
@@ -49,7 +50,7 @@ class Halves:
         module = self._retargeted[section.module]
         if module is None:
             return None
-        key = (section.module.code, *(kind_of(argument) for argument in arguments))
+        key = (code_of(section.module), *(kind_of(argument) for argument in arguments))
         if key not in self._exact:
             self._exact[key] = _agree(section.module.forward, module.forward, arguments, seeded)
         return module.forward if self._exact[key] else None

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from varuna.core.errors import FleetError
-from varuna.core.messages import Assign, Beat, FromWorker, Leaving, Offered, Sought, ToWorker
+from varuna.core.messages import Assign, Beat, FromWorker, Leaving, Offered, Sought, ToWorker, WorkSought
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.join import job_identity
 from varuna.fleet.agent.log_forwarder import LogForwarder
@@ -235,7 +235,7 @@ class Agent:
         is_ours, got_on = self._roster.hear(worker, message)
         if got_on:
             self._progress_s = time.monotonic()
-        if isinstance(message, Offered | Sought) and not self._connected:
+        if isinstance(message, Offered | Sought | WorkSought) and not self._connected:
             return  # it is said again for as long as somebody needs it
         if is_ours and not isinstance(message, Beat):
             self._uplink.send(Said(worker=worker, message=message))

@@ -18,6 +18,8 @@ from varuna.core.messages import (
     Sought,
     StepShown,
     ToWorker,
+    WorkOffered,
+    WorkSought,
 )
 from varuna.core.plan import Plan
 from varuna.fleet.machine.advance import advance
@@ -58,6 +60,7 @@ from varuna.fleet.state.run_events import (
     WaitsSplit,
     WorkerLost,
 )
+from varuna.fleet.state.shared_work import SharedWork
 from varuna.process.background_work import BackgroundWork
 
 _TICK_S = 0.2
@@ -135,6 +138,7 @@ class Manager:
         self._secret = ""  # of the newest generation, by which its members recognise each other
         self._observer = observer
         self._meeting = Meeting()
+        self._shared_work = SharedWork()
         self._mailbox = mailbox
         self._leaving, self._was_finite = False, True
         self._owed: dict[str, Recorded] = {}  # by worker: what it may forget once the disk has it
@@ -230,6 +234,8 @@ class Manager:
         match event:
             case MessageReceived(worker=name, message=Offered() | Sought() as message):
                 self._introduce(name, message)
+            case MessageReceived(worker=name, message=WorkSought() | WorkOffered() as message):
+                self._share(name, message)
             case MessageReceived(worker=name, message=StepShown() | ProfilePart() as message):
                 self._on_shown(name, message)
             case MessageReceived(worker=name, message=message) if found := objection(self.fleet, name, message):
@@ -260,6 +266,11 @@ class Manager:
                 self._hands.send(name, found)
         except ValueError as error:
             self._distrust(worker, str(error))
+
+    def _share(self, worker: str, message: WorkSought | WorkOffered) -> None:
+        """One worker does what all need, the others take it over."""
+        for name, found in self._shared_work.hear(worker, message, self.fleet.workers, time.monotonic()):
+            self._hands.send(name, found)
 
     def _distrust(self, worker: str, why: str) -> None:
         """It said what cannot be true."""

@@ -1,9 +1,15 @@
-"""Whether two graphs are equal but for the names of their nodes."""
+"""Whether two graphs are equal, with or without the names of their nodes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
+
+
+def code_of(module: GraphModule) -> str:
+    """A graph as code, with that of regions within it, such as those under autocast."""
+    inner = [code_of(each) for _, each in sorted(module.named_children()) if isinstance(each, GraphModule)]
+    return "\n".join([module.code, *inner])
 
 
 def shape_of(module: GraphModule) -> list[Any]:

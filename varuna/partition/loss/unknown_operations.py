@@ -7,7 +7,7 @@ from torch.fx import GraphModule
 
 from varuna.partition.cut.split import SectionGraph, section_graph
 from varuna.partition.graph.flow import Flow
-from varuna.partition.loss.batch_dimension import Order
+from varuna.partition.loss.batch_dimension import IN_TURN
 from varuna.partition.loss.mixing import needed_by
 from varuna.partition.loss.terms import Terms, doubted_values
 
@@ -20,12 +20,10 @@ class TrialValues:
 
     dim: int
     """negative"""
-    order: Order
-
-    @property
-    def picked(self) -> bool:
-        """Whether a mask picks the elements, as many as it is true for."""
-        return self.order.picked is not None
+    inner: int
+    """elements of an example that follow each other"""
+    picked: bool
+    """a mask picks the elements, as many as it is true for"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,8 @@ def trial_of(flow: Flow, terms: Terms, number: int) -> Trial | None:
         return None
     needed = needed_by(flow.capture.graph, made)
     own = [node for node in flow.ops if node in needed]
-    values = tuple(TrialValues(each.dim, each.order or Order(1, 1)) for _, each in rows)
+    orders = [(each.dim, each.order or IN_TURN) for _, each in rows]
+    values = tuple(TrialValues(dim, order.inner, order.picked is not None) for dim, order in orders)
     graph = section_graph(flow, number, own, made)
     _fix_statistics(graph.module)
     return Trial(graph, values, len(divisors))

@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.core.errors import ModelError
+from varuna.partition.opaque.met import met
 
 NAMESPACE = "varuna_functions"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # lives as the process does
@@ -94,6 +95,7 @@ def _as_op(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> An
             f"{function.__qualname__}.apply gets a {type(odd).__name__}: Varuna captures calls of autograd "
             "Functions only with tensors, numbers, strings, dtypes and devices. Pass what it needs as tensors."
         )
+    met()
     name = _name_of(function, spec, leaves)
     call = _calls.get(name)
     if call is None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from varuna.core.errors import ModelError
 from varuna.partition.opaque.autograd_functions import apply_of_torch
 from varuna.partition.opaque.each_sample import spread
+from varuna.partition.opaque.met import met
 from varuna.partition.opaque.template import Marks, Template
 
 NAMESPACE = "varuna_modules"
@@ -342,6 +343,7 @@ def known(name: str) -> Call | None:
 
 def register(name: str, call: Call) -> None:
     """Let an operation of that name run ``call``."""
+    met()
     if name not in _calls:
         kernel = lambda batch, tensors, state, sizes: _calls[name].kernel(batch, tensors, state, sizes)  # noqa: E731
         _library.define(  # type: ignore[no-untyped-call]

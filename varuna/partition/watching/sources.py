@@ -8,6 +8,7 @@ import functools
 import hashlib
 import inspect
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from varuna.partition.watching.own_code import OWN
 
 _VERSIONS = (("varuna", __version__), ("torch", str(torch.__version__)))
 """Packages whose versions stand for their files."""
+_LIBRARIES = (*OWN, "site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
 
 def source_digest(model: nn.Module, *functions: object) -> str:
@@ -35,6 +37,17 @@ def source_digest(model: nn.Module, *functions: object) -> str:
     for file in sorted(files):
         if not file.startswith(OWN):
             digest.update(_content(file))
+    return digest.hexdigest()
+
+
+@functools.cache
+def loaded_digest() -> str:
+    """Hash of the user's own modules, those in no library, that were loaded when this was first asked."""
+    digest = hashlib.sha256()
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and not any(part in file for part in _LIBRARIES):
+            digest.update(name.encode() + _content(file))
     return digest.hexdigest()
 
 

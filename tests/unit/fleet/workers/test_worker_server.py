@@ -11,7 +11,22 @@ from websockets.sync.client import ClientConnection, connect
 from tests.unit.fleet.support import make_job, make_plan, make_vote
 from tests.waiting import wait_for
 from varuna.core.errors import FleetError
-from varuna.core.messages import Apply, Beat, Failed, Finish, Hello, Hold, Leaving, Recorded, Unsaved, Voted
+from varuna.core.messages import (
+    MAX_WORK_BYTES,
+    Apply,
+    Beat,
+    Failed,
+    Finish,
+    Hello,
+    Hold,
+    Leaving,
+    Recorded,
+    Unsaved,
+    Voted,
+    WorkFound,
+    WorkOffered,
+    WorkSought,
+)
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived
 from varuna.fleet.workers import worker_server as server_module
 from varuna.fleet.workers.worker_server import WorkerServer
@@ -220,3 +235,62 @@ def test_without_a_manager_a_member_cannot_join() -> None:
             on_hold=lambda generation: None,
             on_flag=lambda generation, flag: None,
         )
+
+
+# -- work of others ------------------------------------------------------------------------------------------
+
+
+def seeking(
+    server: WorkerServer, key: str, bound_s: float = 20.0
+) -> tuple[ManagedMembership, list[bytes], threading.Thread]:
+    """A worker that has not joined, and asks."""
+    member, found = ManagedMembership(server.worker_url, "secret", "w0"), list[bytes]()
+    thread = threading.Thread(target=lambda: found.append(member.seek_work(key, bound_s)))
+    thread.start()
+    return member, found, thread
+
+
+def test_work_of_others_is_taken_over_before_a_worker_joins(server: WorkerServer, events: Events) -> None:
+    member, found, thread = seeking(server, "k")
+    assert events.get(timeout=5) == MessageReceived("w0", WorkSought(key="k"))
+    server.send("w0", WorkFound(key="another's", data=b"no"))
+    server.send("w0", WorkFound(key="k", data=b"\x00graphs\xff"))
+    thread.join(5)
+    assert found == [b"\x00graphs\xff"]
+    member.offer_work("k2", b"mine")
+    member.offer_work("k3", bytes(MAX_WORK_BYTES + 1))
+    assert events.get(timeout=5) == MessageReceived("w0", WorkOffered(key="k2", data=b"mine"))
+    assert events.get(timeout=5) == MessageReceived("w0", WorkOffered(key="k3", data=b"")), "too long"
+    member.close()
+
+
+def test_work_that_nobody_answers_for_is_asked_for_again_and_then_done_here(
+    server: WorkerServer, events: Events
+) -> None:
+    member, found, thread = seeking(server, "k")
+    for _ in range(3):
+        assert events.get(timeout=5) == MessageReceived("w0", WorkSought(key="k"))
+    thread.join(5)
+    assert found == [b""]
+    member.close()
+
+
+def test_work_that_somebody_does_is_waited_for_but_not_for_ever(server: WorkerServer, events: Events) -> None:
+    member, found, thread = seeking(server, "k", bound_s=8.5)
+    for _ in range(5):
+        assert events.get(timeout=5) == MessageReceived("w0", WorkSought(key="k"))
+        assert thread.is_alive()
+        server.send("w0", WorkFound(key="k", under_way=True))
+    thread.join(5)
+    assert found == [b""]
+    member.close()
+
+
+def test_without_a_manager_work_is_done_here(server: WorkerServer, events: Events) -> None:
+    member, found, thread = seeking(server, "k")
+    events.get(timeout=5)
+    server.stop()
+    thread.join(5)
+    assert found == [b""]
+    assert member.seek_work("k") == b"", "at once"
+    assert ManagedMembership("ws://127.0.0.1:9/worker", "", "w0").seek_work("k") == b""

@@ -1,6 +1,7 @@
 """What capture accepts, keeps and refuses."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,6 +66,25 @@ def test_left_over_cache_tensors_are_folded_away(gpt2: PartitionedModel) -> None
 def test_two_captures_agree_to_the_digest() -> None:
     one, other = (partition(Recipe(SmallLanguage), batch_of(Tokens()), optimizer=adamw) for _ in range(2))
     assert one.facts == other.facts
+
+
+def test_models_that_differ_only_under_autocast_have_other_digests() -> None:
+    class Autocast(nn.Module):
+        def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.inner, self.activation = nn.Linear(4, 4), activation
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = self.activation(self.inner(x))
+            return x.float().mean()
+
+    batch = {"x": torch.ones(2, 4)}
+    one, two, again = (
+        partition(Recipe(partial(Autocast, activation)), batch).facts.digest
+        for activation in (torch.relu, torch.sigmoid, torch.relu)
+    )
+    assert one == again != two
 
 
 def test_a_wished_number_of_cut_points_is_kept_or_refused() -> None:
