@@ -75,6 +75,40 @@ def lose_all_of_the_first_machines(cloud: Cloud, machines: Machines, run: OnEngi
     assert ("may be taken away at any time, says its cloud" in run.said()) == (cloud.name == "gcp")
 
 
+def test_two_clouds_give_what_they_have_and_the_run_goes_on_when_one_gives_nothing_more(
+    undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    for library in (*LIBRARIES["azure"], *LIBRARIES["gcp"]):
+        pytest.importorskip(library)
+    with clouds.azure() as one, clouds.gcp() as two:
+        several = [Machines(cloud, tmp_path / cloud.name) for cloud in (one, two)]
+        flags = ("--on", one.where, "--nodes", "1:1", "--on", two.where, "--nodes", "0:2")
+        variables = {**one.variables, **two.variables}
+        run = OnEngine(tmp_path / "user", *flags, variables=variables, args=SLOW)
+        try:
+            run.wait(lambda: [cloud.desired() for cloud in (one, two)] == [1, 2])
+            run.wait(lambda: (run.run_dir / "join").exists())
+            for machines in several:
+                machines.put_secret(run.run_dir)
+            run.wait(lambda: run.machines() == 3)
+            run.until_steps(3)
+            [lost] = several[0].living()
+            several[0].vanish(lost)
+            run.wait(lambda: len(several[0].living()) == 1 and run.machines() == 3)
+            two.fail()
+            run.wait(lambda: f"{two.where}: requested 2 nodes: Google Cloud did not answer" in run.said())
+            run.until_steps(3)
+            assert run.verb("stop").code == 0
+            assert ended(run.manager) == 0, run.said()
+            assert one.desired() == 0, "it got back what it gave"
+            assert f"what this run requested of {two.where} is not given back" in run.said()
+        finally:
+            run.close()
+            for machines in several:
+                machines.close()
+    run.check(undisturbed)
+
+
 def test_a_second_run_on_a_group_is_refused_and_an_api_that_goes_away_is_said_with_what_is_left(tmp_path: Path) -> None:
     pytest.importorskip("google.auth")
     with clouds.gcp() as cloud:
@@ -91,7 +125,9 @@ def test_a_second_run_on_a_group_is_refused_and_an_api_that_goes_away_is_said_wi
             run.wait(lambda: "requested 1 nodes: Google Cloud did not answer" in run.said())
             assert run.verb("stop").code == 0
             assert ended(run.manager) == 0, run.said()
-            assert "what this run requested is not given back: Google Cloud did not answer" in run.said()
+            assert (
+                f"what this run requested of {cloud.where} is not given back: Google Cloud did not answer" in run.said()
+            )
             assert "Set the size back by hand, or machines go on to cost" in run.said()
         finally:
             run.close()

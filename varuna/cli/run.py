@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from varuna.cli.cluster.engine_options import engine_values
+from varuna.cli.cluster.engine_options import EngineNodes, engine_values, more_engines
 from varuna.cli.shared import options
 from varuna.core.errors import UsageError
 from varuna.process.console import say
@@ -21,6 +21,7 @@ varuna run --workers 4 train.py
 varuna run --workers 4 --memory-per-worker 2GiB train.py --lr 1e-3
 varuna run --workers 4 --stages 2 --json-log steps.jsonl train.py
 varuna run --on aws:trainers --nodes 4:32 train.py
+varuna run --on aws:a100s --nodes 2:8 --on aws:t4s --nodes 0:32 train.py
 varuna run --on aws --help                   the options of this engine
 """
 _LOCAL = "local"
@@ -42,7 +43,9 @@ def run(
     on: Annotated[
         str,
         typer.Option(
-            metavar="ENGINE", help="Where to run: this machine (local), or what starts agents on others (see below)."
+            metavar="ENGINE",
+            help="Where to run: this machine (local), or what starts agents on others (see below). Again, with its own "
+            "--nodes and options, for more machines of another kind or place.",
         ),
     ] = _LOCAL,
     nodes: Annotated[
@@ -83,13 +86,13 @@ def run(
     memory_bytes = options.memory_bytes_of(memory_per_worker)
     given = options.calibration_of(calibration)
     priced = options.price_of(price, on_demand_price, given)
+    if on == _LOCAL and more_engines(context):
+        raise UsageError("--on local has no other engine beside it: start an agent on this machine (varuna agent)")
     if on != _LOCAL:
         from varuna.cli.cluster.engine_run import EngineRun, manage_on_engine
 
         started = EngineRun(
-            on=on,
-            nodes=nodes,
-            options=engine_values(context),
+            engines=(EngineNodes(on, nodes, engine_values(context)), *more_engines(context)),
             script=script,
             args=tuple(args or ()),
             workers=workers,

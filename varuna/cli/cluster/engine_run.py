@@ -1,13 +1,14 @@
-"""``varuna run --on ENGINE``: a manager in this process, and agents that the engine starts for it."""
+"""``varuna run --on ENGINE``: a manager in this process, and agents that one engine starts for it, or several."""
 
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from varuna.cli.cluster.engine_options import nodes_of
+from varuna.cli.cluster.engine_options import EngineNodes, nodes_of
 from varuna.cli.cluster.managing import ClusterRun, manage_cluster
 from varuna.core.errors import UsageError
 from varuna.process.console import say
@@ -15,8 +16,9 @@ from varuna.process.scripts import check_script
 
 if TYPE_CHECKING:
     from varuna.calibration.format import Calibration
-    from varuna.fleet.clouds.grower import Grower
-    from varuna.fleet.engines.engine import Engine
+    from varuna.fleet.clouds.growers import Growers
+    from varuna.fleet.clouds.growth import GrowthConfig
+    from varuna.fleet.engines.engine import Engine, EngineKind, EnginePlace
     from varuna.fleet.service.cluster_workers import ClusterWorkers
     from varuna.fleet.service.service import ManagerService
     from varuna.fleet.state.run_events import Priced
@@ -30,9 +32,7 @@ _PASSED_ON_PREFIXES = ("NCCL_", "GLOO_")
 class EngineRun:
     """What the command line says of a run on an engine; see there."""
 
-    on: str
-    nodes: str
-    options: Mapping[str, str] = field(repr=False)
+    engines: tuple[EngineNodes, ...]
     script: Path
     args: tuple[str, ...]
     workers: int | None
@@ -56,27 +56,20 @@ def manage_on_engine(run: EngineRun) -> int:
         UsageError: no such engine, or a value that it does not accept.
         FleetError: the engine cannot be used, or the port or the folder.
     """
-    from varuna.fleet.clouds.grower import Grower
-    from varuna.fleet.engines.engine import AgentCommand, EnginePlace
-    from varuna.fleet.engines.registry import engine_of, kind_of
+    from varuna.fleet.clouds.growers import Growers, Source
+    from varuna.fleet.engines.engine import AgentCommand
     from varuna.fleet.service.service import ServiceConfig
     from varuna.fleet.state.inputs import FinishRequested
     from varuna.fleet.state.run_events import Notice
 
-    kind, where = kind_of(run.on)
-    least, most = nodes_of(run.nodes)
-    growth = kind.growth(least, most)
     check_script(run.script)
-    engine_place = EnginePlace(run_dir=run.run_dir.absolute(), most=most)
-    engine = engine_of(run.on, engine_place, run.options)
+    parts = _parts(run)
     if run.dry_run:
-        return _rehearse(engine, run.on, most)
-    if kind.elsewhere is not None:
-        code = kind.elsewhere(engine_place, kind.values(where, run.options), sys.argv[1:])
-        if code is not None:
-            return code
+        return _rehearse(parts)
+    if (code := _elsewhere(parts)) is not None:
+        return code
 
-    def attach(service: "ManagerService[ClusterWorkers]") -> "Grower":
+    def attach(service: "ManagerService[ClusterWorkers]") -> "Growers":
         def end(reason: str, exit_code: int) -> None:
             if exit_code:
                 service.stop(reason, exit_code)
@@ -85,20 +78,19 @@ def manage_on_engine(run: EngineRun) -> int:
                 service.mailbox.post(FinishRequested(reason))
 
         join = service.workers.invite(uses=_TOKEN_USES, life_s=_TOKEN_LIFE_S)
-        engine.start(
-            AgentCommand(
-                join=str(join),
-                script=run.script.absolute(),
-                args=run.args,
-                workers=run.workers,
-                environment=_passed_on(is_planned=run.given is not None),
-            )
+        command = AgentCommand(
+            join=str(join),
+            script=run.script.absolute(),
+            args=run.args,
+            workers=run.workers,
+            environment=_passed_on(is_planned=run.given is not None),
         )
-        say(engine.describe())
+        for part in parts:
+            part.engine.start(command)
+            say(part.engine.describe())
         say(f"`varuna status --run {run.run_dir}` shows the run; the same command again continues it")
-        grower = Grower(engine, growth, warn=service.mailbox.warn, end=end, machines=lambda: service.workers.machines)
-        grower.want(most)
-        return grower
+        sources = [Source(part.asked.on, part.engine, part.growth) for part in parts]
+        return Growers(sources, warn=service.mailbox.warn, end=end, machines=lambda: service.workers.machines)
 
     place = ServiceConfig(
         run_dir=run.run_dir,
@@ -112,7 +104,7 @@ def manage_on_engine(run: EngineRun) -> int:
     managed = ClusterRun(
         place=place,
         advertise=run.advertise,
-        workers=max(1, least) * (run.workers or 1),
+        workers=max(1, sum(part.growth.least for part in parts)) * (run.workers or 1),
         stages=run.stages,
         memory_bytes=run.memory_bytes,
         given=run.given,
@@ -120,14 +112,66 @@ def manage_on_engine(run: EngineRun) -> int:
     return manage_cluster(managed, attach, "start the same command again")
 
 
-def _rehearse(engine: "Engine", on: str, nodes: int) -> int:
+@dataclass(frozen=True)
+class _Part:
+    """One engine of a run."""
+
+    asked: EngineNodes
+    kind: "EngineKind"
+    place: "EnginePlace"
+    engine: "Engine"
+    growth: "GrowthConfig"
+
+
+def _parts(run: EngineRun) -> list[_Part]:
+    """All engines, each checked.
+
+    Raises:
+        UsageError: no such engine, or a value that it does not accept; or two of them cannot be in one run.
+        FleetError: an engine cannot be used.
+    """
+    from varuna.fleet.engines.engine import EnginePlace
+    from varuna.fleet.engines.registry import engine_of, kind_of
+
+    known = [
+        (asked, kind := kind_of(asked.on)[0], kind.growth(*nodes_of(asked.nodes, asked.on))) for asked in run.engines
+    ]
+    if len(set(named := [asked.on for asked in run.engines])) < len(named):
+        twice = next(on for on in named if named.count(on) > 1)
+        raise UsageError(f"--on {twice} is given twice. Give its nodes once, as --nodes LEAST:MOST.")
+    alone = next((asked.on for asked, kind, _ in known if kind.elsewhere is not None and len(known) > 1), None)
+    if alone is not None:
+        raise UsageError(f"--on {alone} keeps the manager itself: no other --on can be given beside it. Leave one out.")
+    parts = []
+    seen: Counter[str] = Counter()
+    for asked, kind, growth in known:
+        seen[kind.name] += 1
+        place = EnginePlace(run_dir=run.run_dir.absolute(), most=growth.most, number=seen[kind.name])
+        parts.append(_Part(asked, kind, place, engine_of(asked.on, place, asked.options), growth))
+    return parts
+
+
+def _elsewhere(parts: Sequence[_Part]) -> int | None:
+    """The exit code of a run whose only engine has the manager; None: this process is the manager."""
+    from varuna.fleet.engines.registry import kind_of
+
+    [part, *others] = parts
+    if others or part.kind.elsewhere is None:
+        return None
+    values = part.kind.values(kind_of(part.asked.on)[1], part.asked.options)
+    return part.kind.elsewhere(part.place, values, sys.argv[1:])
+
+
+def _rehearse(parts: Sequence[_Part]) -> int:
     """Show what would be asked for, and change nothing."""
     from varuna.fleet.engines.engine import Rehearsing
 
-    if not isinstance(engine, Rehearsing):
-        raise UsageError(f"--dry-run: --on {on} cannot say what it would do. Leave out --dry-run.")
-    for call in engine.rehearse(nodes) or ["nothing: the group has this size, or the one that its own bounds allow"]:
-        print(call)
+    for part in parts:
+        if not isinstance(part.engine, Rehearsing):
+            raise UsageError(f"--dry-run: --on {part.asked.on} cannot say what it would do. Leave out --dry-run.")
+        calls = part.engine.rehearse(part.growth.most)
+        for call in calls or ["nothing: the group has this size, or the one that its own bounds allow"]:
+            print(f"{part.asked.on}: {call}" if len(parts) > 1 else call)
     return 0
 
 

@@ -12,7 +12,7 @@ from varuna.process.console import say, warn
 
 if TYPE_CHECKING:
     from varuna.calibration.format import Calibration
-    from varuna.fleet.clouds.grower import Grower
+    from varuna.fleet.clouds.growers import Growers
     from varuna.fleet.service.cluster_workers import ClusterWorkers
     from varuna.fleet.service.service import ManagerService, ServiceConfig
 
@@ -42,7 +42,7 @@ class ClusterRun:
 
 
 def manage_cluster(
-    run: ClusterRun, attach: "Callable[[ManagerService[ClusterWorkers]], Grower | None]", again: str
+    run: ClusterRun, attach: "Callable[[ManagerService[ClusterWorkers]], Growers | None]", again: str
 ) -> int:
     """Manage to the end; returns the exit code.
 
@@ -83,20 +83,20 @@ def manage_cluster(
             on_past=view.recall,
             write=write,
         )
-        grower = attach(service)
+        growers = attach(service)
         view.watch(lambda: service.manager.fleet, service.glance)
         ended = None
         is_interrupted = False
         try:
-            if grower is not None:
-                grower.start()
+            if growers is not None:
+                growers.start()
             ended = service.manage()
         except KeyboardInterrupt:  # in the moment before the manager listens to signals
             is_interrupted = True
             raise
         finally:
-            if grower is not None and (ended is not None or is_interrupted):
-                _give_back(grower)
+            if growers is not None and (ended is not None or is_interrupted):
+                _give_back(growers)
         view.close(ended, service.checkpoint, service.spent)
         if ended is None:
             say(f"the run continues without its manager; {again} to resume managing it")
@@ -105,14 +105,10 @@ def manage_cluster(
     return 0 if ended is None else ended.exit_code
 
 
-def _give_back(grower: "Grower") -> None:
+def _give_back(growers: "Growers") -> None:
     """Let go of what was asked for; a run that is over is over in any case."""
-    from varuna.fleet.clouds.provider import CapacityError
-
     try:
-        grower.close()
-    except CapacityError as error:
-        say(f"what this run requested is not given back: {error}. Set the size back by hand, or machines go on to cost")
+        growers.close()
     except FleetError as error:
         say(str(error))
 

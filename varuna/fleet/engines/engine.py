@@ -108,10 +108,12 @@ class EnginePlace:
     Args:
         run_dir: the run's folder, absolute; it may not exist before ``start``.
         most: nodes that will be asked for, at most.
+        number: 1 for the first engine of its kind in the run, 2 for the second one, ...
     """
 
     run_dir: Path
     most: int
+    number: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,10 +38,15 @@ class SlurmEngine:
         run_dir: absolute, and the same on all nodes.
         flags: of sbatch, by the user.
         where: for people, such as ``partition spot``.
+        number: of this engine among those of the run; its jobs have a name and a folder of their own.
     """
 
-    def __init__(self, run_dir: Path, flags: Sequence[str], where: str) -> None:
-        self._folder, self._run_dir, self._flags, self._where = run_dir / "slurm", run_dir, tuple(flags), where
+    def __init__(self, run_dir: Path, flags: Sequence[str], where: str, number: int = 1) -> None:
+        self._suffix = "" if number == 1 else f"-{number}"
+        self._folder, self._run_dir, self._flags, self._where = (
+            *(run_dir / f"slurm{self._suffix}", run_dir),
+            *(tuple(flags), where),
+        )
         self.name = ""
         """Of its jobs, once it is started."""
         self._lock, self._closing = threading.Lock(), threading.Event()
@@ -57,7 +62,7 @@ class SlurmEngine:
     def start(self, command: AgentCommand) -> None:
         """Write down what jobs run, and find those that a manager before this one has left."""
         title = re.sub(r"[^A-Za-z0-9._-]+", "-", self._run_dir.name)[:40]
-        self.name = f"{'' if title.startswith('varuna') else 'varuna-'}{title}-{command.run}"
+        self.name = f"{'' if title.startswith('varuna') else 'varuna-'}{title}-{command.run}{self._suffix}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         join = keep_join(self._run_dir, command.join)
         argv = command.argv(python=sys.executable, join_file=str(join), state_dir=_STATE)
@@ -247,7 +252,7 @@ def _make(place: EnginePlace, options: Mapping[str, str]) -> SlurmEngine:
     flags = [f"--{name}={options[name]}" for name in named if options[name]] + shlex.split(options["sbatch"])
     slurm_tools.check_request(["--nodes=1", "--ntasks=1", *flags], options["time"], options["partition"])
     where = f"Slurm's partition {options['partition']}" if options["partition"] else "Slurm's default partition"
-    return SlurmEngine(place.run_dir, flags, where)
+    return SlurmEngine(place.run_dir, flags, where, place.number)
 
 
 SLURM = EngineKind(

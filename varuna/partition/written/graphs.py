@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from varuna.core.errors import VarunaError
 from varuna.partition.opaque import autograd_functions, calls
 
 Encode = Callable[[Any], Any]
@@ -27,7 +26,7 @@ _FUNCTIONS = {
 _NAMES = {id(function): name for name, function in _FUNCTIONS.items()}
 
 
-class CannotShareError(VarunaError):
+class CannotShareError(Exception):
     """A model has something that means nothing to another process, or bytes are not those of a model."""
 
 

@@ -47,7 +47,7 @@ def test_an_engines_first_option_may_follow_its_name_and_unknown_names_list_what
 
 
 def test_nodes_are_two_numbers_or_one() -> None:
-    assert nodes_of("4:32") == (4, 32)
-    assert nodes_of("8") == (8, 8)
-    with pytest.raises(UsageError, match="--nodes 4:32"):
-        nodes_of("4-8")
+    assert nodes_of("4:32", "aws:a") == (4, 32)
+    assert nodes_of("8", "aws:a") == (8, 8)
+    with pytest.raises(UsageError, match=r"--on aws:a needs --nodes .* 4:32"):
+        nodes_of("4-8", "aws:a")
