@@ -1,7 +1,8 @@
 """Plans on paper for GPUs of two kinds: all at work, against one kind alone, and all as if they were of the slowest.
 
-Rows: 8 A100 with 16 V100, and 8 H100 with 24 T4, for the paper's 2.5B and 8.3B models, by the constants of
-``benchmarks.paper.machines``. ``bound`` is the sum of what each kind does alone with all of its GPUs.
+Rows: 8 A100 with 16 V100, 8 H100 with 24 T4, and one or two large GPUs with some small ones, whose pipelines may run on
+both kinds, for the paper's 2.5B and 8.3B models, by the constants of
+``benchmarks.paper.machines``. ``bound`` is the sum of what each kind does alone with all of its GPUs, if it can.
 
     python -m benchmarks.mixed_gpus [--global-batch 8192]
 
@@ -20,7 +21,13 @@ from varuna.planner.asking.request import PlanRequest
 from varuna.planner.sweep import rank_plans
 from varuna.planner.unlike.classes import as_slowest
 
-FLEETS = (((A100, 8), (V100, 16)), ((H100, 8), (T4, 24)))
+FLEETS = (
+    ((A100, 8), (V100, 16)),
+    ((H100, 8), (T4, 24)),
+    ((A100, 1), (V100, 16)),
+    ((A100, 2), (V100, 8)),
+    ((H100, 1), (T4, 12)),
+)
 MANY = ((H100, 128), (V100, 128), (T4, 256))
 
 
@@ -54,14 +61,19 @@ def row(model: str, fleet: tuple[tuple[Machine, int], ...], global_batch: int) -
         alone[size.name] = plans[0].step_s if plans else float("inf")
     slowest = rank_plans(as_slowest(request)).plans
     slowest_s = slowest[0].step_s if slowest else float("inf")
-    bound_s = 1 / sum(1 / seconds for seconds in alone.values())
-    over_alone, over_slowest = min(alone.values()) / best.step_s, slowest_s / best.step_s
-    each = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in alone.items())
-    cuts = " + ".join(f"{cut.stages}x{len(replicas)} {cut.device_class}" for replicas, cut in best.cuts)
+    fits = {name: seconds for name, seconds in alone.items() if seconds < float("inf")}
+    bound = f"{best.step_s * sum(1 / seconds for seconds in fits.values()):.3f}" if fits == alone else "-"
+    over_alone = f"{min(fits.values()) / best.step_s:.2f}" if fits else "-"
+    over_slowest = f"{slowest_s / best.step_s:.2f}" if slowest else "-"
+    each = ", ".join(f"{name} {fits[name]:.1f} s" if name in fits else f"{name} too small" for name in alone)
+    cuts = " + ".join(
+        f"{cut.stages}x{len(replicas)} {' and '.join(dict.fromkeys(cut.stage_classes)) or cut.device_class}"
+        for replicas, cut in best.cuts
+    )
     gpus = " + ".join(f"{count} {_name(machine)}" for machine, count in fleet)
     return (
-        f"| {gpus} | {model} | {each} | {slowest_s:.1f} s | {cuts} | {best.step_s:.1f} s | {over_alone:.2f} "
-        f"| {over_slowest:.2f} | {best.step_s / bound_s:.3f} | {request.workers - best.workers} |"
+        f"| {gpus} | {model} | {each} | {f'{slowest_s:.1f} s' if slowest else '-'} | {cuts} | {best.step_s:.1f} s "
+        f"| {over_alone} | {over_slowest} | {bound} | {request.workers - best.workers} |"
     )
 
 

@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.scenarios.launch import json_log, python
 from tests.scenarios.play import Play
 from tests.scenarios.test_planned import checked
 from tests.waiting import wait_for
 from varuna.calibration.file import RUN_FILE, read_calibration
+from varuna.calibration.format import Calibration
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.run_events import GenerationStarted
-from varuna.planner.choose import planner
+from varuna.planner.choose import plan_run, planner, run_request
+from varuna.planner.spanning import spanning
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("warm_start")]
 
@@ -62,3 +67,48 @@ def test_each_class_gets_what_it_can_run_and_keeps_its_seats(tmp_path: Path) -> 
     fast, slowly = (read_calibration(tmp_path / "run" / RUN_FILE).of(name).compute_s(1) for name in ("fast", "slow"))
     assert 1.5 < slowly / fast < 2.5
     checked(tmp_path, job, 60)
+
+
+def test_one_pipeline_runs_on_several_classes_and_loses_and_gets_workers(tmp_path: Path) -> None:
+    job = ("--steps", "60", "--dropout", "0.1", "--global-batch", "12", "--micro-batch", "1", "--layers", "4")
+    slow = ("--compute", "0.005", "--slow-workers", "w1,w2", "--by-class")
+
+    def over_both(job: JobFacts, workers: int, micro_batch: int | None, known: Calibration | None) -> Plan:
+        request = run_request(job, workers=workers, micro_batch=micro_batch, calibration=known)
+        if len(request.classes) > 1 and (found := spanning(request, [1])):
+            return found[0].plan
+        return plan_run(job, workers=workers, micro_batch=micro_batch, calibration=known)
+
+    calibrator = Calibrator(over_both, run_dir=tmp_path / "run", cache=None)
+    config = FleetConfig(workers=3, slow_ratio=1.5)
+    saved = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "2")
+    play = Play(tmp_path, *job, *slow, *saved, planner=lambda n: 1, config=config, calibrator=calibrator)
+
+    def is_over_both() -> bool:
+        record = play.run.manager.fleet.record
+        workers = play.run.manager.fleet.workers
+        sits = all(
+            name not in workers or workers[name].device_class == record.plan.class_of(rank)
+            for rank, name in enumerate(record.grid)
+        )
+        return set(record.plan.stage_classes) == {"fast", "slow"} and sits
+
+    try:
+        play.trains(0)
+        wait_for(is_over_both, 60)
+        assert play.run.manager.fleet.record.plan.stages == 3
+        newest = play.run.manager.fleet.generation
+        for victim in ("w1", "w0"):  # what replaces them is fast
+            pid = play.run.workers.pid(victim)
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            play.trains(newest + 1)
+            wait_for(is_over_both, 60)
+            newest = play.run.manager.fleet.generation
+        assert play.run.manager.fleet.slow == {}, "stages of one pipeline differ as their classes do"
+    finally:
+        play.finish()
+    expected, rows = python(*job).losses, json_log(tmp_path / "log.jsonl")
+    assert {row["step"] for row in rows} == set(range(60))
+    for row in rows:
+        assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-5)

@@ -61,11 +61,16 @@ class Cut(NamedTuple):
     memory_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]
     device_class: str
+    stage_classes: tuple[str, ...] = ()
 
     @property
     def stages(self) -> int:
         """P."""
         return len(self.starts)
+
+    def class_of(self, stage: int) -> str:
+        """Class of the devices that run ``stage``; empty: any."""
+        return self.stage_classes[stage] if self.stage_classes else self.device_class
 
     def sections_of(self, stage: int) -> range:
         """Sections that ``stage`` runs."""
@@ -97,6 +102,8 @@ class Cut(NamedTuple):
         for stage, kept in enumerate(self.kept):
             if not 0 <= kept <= len(self.sections_of(stage)):
                 raise ValueError(f"stage {stage} has {len(self.sections_of(stage))} sections and cannot keep {kept}")
+        if self.stage_classes and (len(self.stage_classes) != self.stages or self.device_class):
+            raise ValueError(f"stage_classes {self.stage_classes} must name each of {self.stages} stages, or none")
         if self.stash_on_device and len(self.stash_on_device) != self.stages:
             raise ValueError(
                 f"stash_on_device {self.stash_on_device} must give a number for each of {self.stages} stages, or none"
@@ -124,6 +131,7 @@ class Pipelines(Value):
     memory_bytes: tuple[int, ...] = ()
     host_bytes: tuple[int, ...] = ()
     device_class: str = ""
+    stage_classes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, cut: Cut, *, replicas: int, pace: float) -> "Pipelines":
@@ -176,6 +184,9 @@ class Plan(Value):
         default=(), description="predicted peak of host memory: optimizer state and stash, by stage; () for none"
     )
     device_class: str = Field(default="", description="of the workers that run it; empty: any")
+    stage_classes: tuple[str, ...] = Field(
+        default=(), description="the same by stage, where a pipeline runs on several classes; () where it does not"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":
@@ -285,7 +296,8 @@ class Plan(Value):
 
     def class_of(self, rank: int) -> str:
         """Class of the device that ``rank`` computes on; empty: any."""
-        return self.cut_of(self.place_of(rank).replica).device_class
+        replica, stage = self.place_of(rank)
+        return self.cut_of(replica).class_of(stage)
 
     def on_class(self, name: str) -> "Plan":
         """This plan, for workers whose devices are of one class."""
@@ -302,7 +314,8 @@ class Plan(Value):
         """Workers by class of device, in the order of ranks."""
         found: dict[str, int] = {}
         for replicas, cut in self.cuts:
-            found[cut.device_class] = found.get(cut.device_class, 0) + len(replicas) * cut.stages
+            for name in cut.stage_classes or (cut.device_class,) * cut.stages:
+                found[name] = found.get(name, 0) + len(replicas)
         return found
 
     def ranks_of(self, replica: int) -> range:

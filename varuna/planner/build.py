@@ -1,6 +1,6 @@
 """From a shape to a plan: balanced sections, in-flight depths, kept sections, and every stage's bytes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -54,6 +54,52 @@ class BuiltPlan:
     """The bound without in-flight limits: what greater depths could bring."""
 
 
+def sizes_of(sizers: Sequence[Sizer], starts: tuple[int, ...], sections: int) -> tuple[Size, ...]:
+    """The sizes of stages that fit, none deeper than the next stage allows.
+
+    Args:
+        sizers: by stage.
+        starts: first section of each.
+        sections: of the model.
+    """
+    ends = (*starts[1:], sections)
+    sizes: list[Size] = []
+    most = None
+    for k in reversed(range(len(starts))):
+        size = sizers[k].size(k, starts[k], ends[k], most=most)
+        assert size is not None, "the balance fits"
+        sizes.append(size)
+        most = size.depth + sizers[k].waiting[k]  # more than that would pile up here
+    return tuple(reversed(sizes))
+
+
+def made_plan(
+    request: PlanRequest,
+    shape: Shape,
+    starts: tuple[int, ...],
+    sizes: Sequence[Size],
+    sizers: Sequence[Sizer],
+    sections: int,
+) -> Plan:
+    """A plan of these stages; ``sizers`` are by stage."""
+    ends = (*starts[1:], sections)
+    details = [sizers[k].detail(k, starts[k], ends[k], size) for k, size in enumerate(sizes)]
+    return Plan(
+        stages=shape.stages,
+        replicas=shape.replicas,
+        micro_batch=shape.micro_batch,
+        global_batch=request.global_batch,
+        starts=starts,
+        sections=sections,
+        policy=request.policy,
+        stash_limits=tuple(size.depth for size in sizes),
+        kept=tuple(size.kept for size in sizes) if any(size.kept for size in sizes) else (),
+        stash_on_device=tuple(size.depth - size.moved for size in sizes) if any(size.moved for size in sizes) else (),
+        memory_bytes=tuple(detail.total for detail in details),
+        host_bytes=tuple(detail.host for detail in details) if any(detail.host for detail in details) else (),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
     """A shape that does not fit."""
@@ -69,7 +115,7 @@ class Builder:
     def __init__(self, request: PlanRequest, profile: Profile) -> None:
         self.request, self.profile = request, profile
         self._spans: dict[int, Spans] = {}
-        self._pricer = Pricer(profile, gpus_per_vm=request.vm_size)
+        self.pricer = Pricer(profile, gpus_per_vm=request.vm_size)
         self._balanced: dict[_Way, tuple[tuple[int, ...], tuple[Size, ...]] | None] = {}
 
     @property
@@ -79,7 +125,7 @@ class Builder:
 
     def first(self, guess: Guess) -> BuiltPlan | Misfit:
         """The plan of a shape with the in-flight depths that are most often best; shallower ones if it does not fit."""
-        likely, shallowest = self._factors[0], min(self._factors)
+        likely, shallowest = self.factors[0], min(self.factors)
         for moves in (False, True)[: 1 + self.request.memory_apart]:
             for factor in dict.fromkeys((likely, shallowest)):
                 built = self._build(guess.shape, factor, guess.bottleneck_s * 1.05, stash_moves=moves, leans=False)
@@ -91,9 +137,9 @@ class Builder:
         """Plans of this shape with other depths, a stash in host memory, or more work in early stages, if different."""
         pace_s = max(stage.forward_s + stage.recompute_s + stage.backward_s for stage in built.costs.stages)
         seen = {(built.starts, built.sizes)}
-        ways = [(factor, built.stash_moves, False) for factor in self._factors if factor != built.factor]
+        ways = [(factor, built.stash_moves, False) for factor in self.factors if factor != built.factor]
         if self.request.memory_apart and not built.stash_moves and self._has_large_stash(built):
-            ways += [(factor, True, False) for factor in self._factors]
+            ways += [(factor, True, False) for factor in self.factors]
         if built.is_short and built.shape.stages > 1:
             ways += [(factor, moves, True) for factor, moves, _ in ((built.factor, built.stash_moves, False), *ways)]
         for factor, moves, leans in ways:
@@ -111,7 +157,7 @@ class Builder:
         )
 
     @cached_property
-    def _cuts_s(self) -> tuple[float, ...]:
+    def cuts_s(self) -> tuple[float, ...]:
         """Serialisation over the cut before each section, in the dearer direction, between VMs."""
         profile = self.profile
         rate = profile.calibration.across_vms.link.bytes_per_s
@@ -119,19 +165,20 @@ class Builder:
         return (0.0, *(max(pair) / rate for pair in zip(there, back, strict=True)))
 
     @property
-    def _factors(self) -> tuple[int, ...]:
+    def factors(self) -> tuple[int, ...]:
+        """Of wanted in-flight depths, the likely best first."""
         return tuple(_EXCESS) if self.may_keep and self.request.limit_bytes is not None else (3,)
 
     def _build(self, shape: Shape, factor: int, hint_s: float, *, stash_moves: bool, leans: bool) -> BuiltPlan | None:
         longest = longest_run(shape, self.request.global_batch) if leans else 0
-        way = (self._depths(shape, factor), stash_moves, self._sharing(shape), longest)
+        way = (self.wanted_depths(shape, factor), stash_moves, self.sharing(shape), longest)
         if way not in self._balanced:  # with another D it is mostly the same
-            sizer = self._sizer(*way[:3])
+            sizer = self.sizer(*way[:3])
             starts = balance_stages(
                 self._leaning(sizer, shape.stages, longest) if leans else sizer.seconds,
                 sections=self.profile.sections,
                 stages=shape.stages,
-                cuts_s=self._cuts_s,
+                cuts_s=self.cuts_s,
                 hint_s=hint_s,
                 least_s=self.profile.work_s.before[-1] / shape.stages,
                 precision=_PRECISION,
@@ -155,7 +202,7 @@ class Builder:
 
     def moved(self, built: BuiltPlan, starts: tuple[int, ...], factor: int) -> BuiltPlan | None:
         """The same shape with other boundaries or in-flight depths; None if it does not fit."""
-        sizer = self._sizer(self._depths(built.shape, factor), built.stash_moves, self._sharing(built.shape))
+        sizer = self.sizer(self.wanted_depths(built.shape, factor), built.stash_moves, self.sharing(built.shape))
         ends = (*starts[1:], self.profile.sections)
         if any(sizer.size(k, starts[k], ends[k]) is None for k in range(built.shape.stages)):
             return None
@@ -163,7 +210,7 @@ class Builder:
 
     def misfit(self, shape: Shape) -> Misfit:
         """How many bytes a shape lacks, balanced as if there were enough memory."""
-        sizer = self._sizer(self._depths(shape, 1), self.request.memory_apart, self._sharing(shape), unlimited=True)
+        sizer = self.sizer(self.wanted_depths(shape, 1), self.request.memory_apart, self.sharing(shape), unlimited=True)
         mean_s = (self.profile.work_s.before[-1] + self.profile.recompute_s.before[-1]) / shape.stages
         starts = balance_stages(sizer.seconds, sections=self.profile.sections, stages=shape.stages, hint_s=mean_s)
         spans = list(pairwise((*starts, self.profile.sections)))
@@ -182,40 +229,13 @@ class Builder:
 
     def plan(self, built: BuiltPlan) -> Plan:
         """Return the plan of ``built``, with its lower bound as ``step_s``."""
-        shape, sizes, starts = built.shape, built.sizes, built.starts
-        sizer = self._sizer(self._depths(shape, built.factor), built.stash_moves, self._sharing(shape))
-        ends = (*starts[1:], self.profile.sections)
-        details = [sizer.detail(k, starts[k], ends[k], size) for k, size in enumerate(sizes)]
-        return Plan(
-            stages=shape.stages,
-            replicas=shape.replicas,
-            micro_batch=shape.micro_batch,
-            global_batch=self.request.global_batch,
-            starts=starts,
-            sections=self.profile.sections,
-            policy=self.request.policy,
-            stash_limits=tuple(size.depth for size in sizes),
-            kept=tuple(size.kept for size in sizes) if any(size.kept for size in sizes) else (),
-            stash_on_device=tuple(size.depth - size.moved for size in sizes)
-            if any(size.moved for size in sizes)
-            else (),
-            split_last=built.split_last,
-            step_s=built.bound_s,
-            memory_bytes=tuple(detail.total for detail in details),
-            host_bytes=tuple(detail.host for detail in details) if any(detail.host for detail in details) else (),
-        )
+        shape = built.shape
+        sizer = self.sizer(self.wanted_depths(shape, built.factor), built.stash_moves, self.sharing(shape))
+        made = made_plan(self.request, shape, built.starts, built.sizes, [sizer] * shape.stages, self.profile.sections)
+        return made.model_copy(update={"split_last": built.split_last, "step_s": built.bound_s})
 
     def _sizes(self, sizer: Sizer, starts: tuple[int, ...]) -> tuple[Size, ...]:
-        """Return the sizes of stages that fit, none deeper than the next stage allows."""
-        ends = (*starts[1:], self.profile.sections)
-        sizes: list[Size] = []
-        most = None
-        for k in reversed(range(len(starts))):
-            size = sizer.size(k, starts[k], ends[k], most=most)
-            assert size is not None, "the balance fits"
-            sizes.append(size)
-            most = size.depth + sizer.waiting[k]  # more than that would pile up here
-        return tuple(reversed(sizes))
+        return sizes_of([sizer] * len(starts), starts, self.profile.sections)
 
     def _bounded(
         self,
@@ -226,8 +246,8 @@ class Builder:
         stash_moves: bool,
         leans: bool,
     ) -> BuiltPlan:
-        split_last = self._split_last(shape)
-        costs = self._pricer.costs(
+        split_last = self.split_last_of(shape)
+        costs = self.pricer.costs(
             starts,
             sizes,
             replicas=shape.replicas,
@@ -261,7 +281,7 @@ class Builder:
             unlimited_s=unlimited_s,
         )
 
-    def _split_last(self, shape: Shape) -> int:
+    def split_last_of(self, shape: Shape) -> int:
         """Backwards to split when plans are compared: P where sections can be split, else 0."""
         splits = any(kind.splits for kind in self.profile.calibration.kinds.values())
         return (
@@ -270,7 +290,7 @@ class Builder:
             else 0
         )
 
-    def _depths(self, shape: Shape, factor: int) -> tuple[int, ...]:
+    def wanted_depths(self, shape: Shape, factor: int) -> tuple[int, ...]:
         """Wanted in-flight depths: the policy's own, or shallower ones that leave memory for keeping."""
         stages = shape.stages
         longest = longest_run(shape, self.request.global_batch)
@@ -280,7 +300,7 @@ class Builder:
         depths[-1] = 1  # its gradients are always there: a second micro-batch in flight would never be used
         return tuple(depths)
 
-    def _sharing(self, shape: Shape) -> int:
+    def sharing(self, shape: Shape) -> int:
         """The number of replicas that divide optimizer state; for all else, D makes no difference to memory."""
         return shape.replicas if self.profile.calibration.optimizer.sharded else 1
 
@@ -290,7 +310,15 @@ class Builder:
             self._spans[sharing] = Spans(self.profile, **limits, replicas=sharing, splits=self.may_keep)
         return self._spans[sharing]
 
-    def _sizer(self, wanted: tuple[int, ...], stash_moves: bool, sharing: int, *, unlimited: bool = False) -> Sizer:
+    def sizer(self, wanted: tuple[int, ...], stash_moves: bool, sharing: int, *, unlimited: bool = False) -> Sizer:
+        """What stages with these in-flight depths take.
+
+        Args:
+            wanted: depths, by stage.
+            stash_moves: what waits for R may wait in host memory.
+            sharing: replicas that divide optimizer state.
+            unlimited: whatever memory there is.
+        """
         flexible = self.request.policy in _FLEXIBLE
         stages = len(wanted)
         least = tuple(min(depth, stages - k) for k, depth in enumerate(wanted)) if flexible else wanted

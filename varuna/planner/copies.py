@@ -57,10 +57,11 @@ def _fits(plan: Plan, request: PlanRequest) -> bool:
     """Whether every worker has the memory, of its host or the device's, that is promised."""
     apart = request.memory_apart
     for _, cut in plan.cuts:
-        asked = request.for_class(cut.device_class)
-        limit_bytes = asked.host_limit_bytes if apart else asked.limit_bytes
-        if limit_bytes is not None and max(cut.host_bytes if apart else cut.memory_bytes) > limit_bytes:
-            return False
+        for stage, needed_bytes in enumerate(cut.host_bytes if apart else cut.memory_bytes):
+            asked = request.for_class(cut.class_of(stage))
+            limit_bytes = asked.host_limit_bytes if apart else asked.limit_bytes
+            if limit_bytes is not None and needed_bytes > limit_bytes:
+                return False
     return True
 
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pydantic import Field
 
 from varuna.core.dealing import shares_text
-from varuna.core.plan import Copies, Plan
+from varuna.core.plan import Copies, Cut, Plan
 from varuna.core.times import StepParts
 from varuna.core.value import Value
 from varuna.planner.asking.ranking import Outpaced, Ranking, Rejection
@@ -63,7 +63,7 @@ class ClassReport(Value):
     """What the GPUs of one class do in a plan."""
 
     name: str
-    shape: str = Field(description="P x D of its pipelines")
+    shape: str = Field(description="P x D of its pipelines; of those that run on other classes, too: stages/P x D")
     gpus: int
     micro_batches: int = Field(description="of a step, that they run")
 
@@ -205,11 +205,19 @@ def _classes(plan: Plan) -> tuple[ClassReport, ...]:
     """What each class does; nothing where a plan names none."""
     found = []
     for name, gpus in plan.classes.items() if plan.is_by_class else ():
-        cuts = [(replicas, cut) for replicas, cut in plan.cuts if cut.device_class == name]
-        shape = "+".join(f"{cut.stages}x{len(replicas)}" for replicas, cut in cuts)
-        shares = sum(plan.shares[replica] for replicas, _ in cuts for replica in replicas)
+        owned = [(replicas, cut, _stages_on(cut, name)) for replicas, cut in plan.cuts]
+        cuts = [(replicas, cut, own) for replicas, cut, own in owned if own]
+        shape = "+".join(
+            f"{own if own == cut.stages else f'{own}/{cut.stages}'}x{len(replicas)}" for replicas, cut, own in cuts
+        )
+        shares = sum(plan.shares[replica] for replicas, _, _ in cuts for replica in replicas)
         found.append(ClassReport(name=name, shape=shape, gpus=gpus, micro_batches=shares))
     return tuple(found)
+
+
+def _stages_on(cut: Cut, name: str) -> int:
+    """How many stages run on devices of a class."""
+    return sum(cut.class_of(stage) == name for stage in range(cut.stages))
 
 
 def _why(request: PlanRequest, plan: Plan, parts: Breakdown, best: Plan, best_parts: Breakdown) -> str:

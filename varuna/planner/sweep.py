@@ -15,6 +15,7 @@ from varuna.planner.micro_batch import candidate_sizes
 from varuna.planner.pricing.predict import Simulated
 from varuna.planner.pricing.profile import profile
 from varuna.planner.search import search
+from varuna.planner.spanning import spanning
 from varuna.planner.split_last import with_best_split
 from varuna.planner.unlike.classes import by_class
 from varuna.planner.unlike.left_over import CLEARLY, may_mix, of_depths, without_idle
@@ -39,7 +40,7 @@ def rank_plans(request: PlanRequest, effort: Effort = EFFORT) -> Ranking:
     """
     check_policy(request.policy)
     if request.classes:
-        return by_class(request, partial(rank_plans, effort=effort.shared_by(len(request.classes))))
+        return by_class(request, partial(rank_plans, effort=effort.shared_by(len(request.classes))), spanning)
     depths, rejected = _depths(request)
     if not depths:
         return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)

@@ -7,9 +7,10 @@ from varuna.calibration.feedback.cables import seen_networks, stretched
 from varuna.calibration.format import Calibration, OptimizerCosts, SectionKind
 from varuna.core.plan import Plan
 from varuna.core.times import RankTimes
-from varuna.planner.pricing.costs import Around, around_sections, pipeline_costs
+from varuna.planner.pricing.costs import Around, around_sections
 from varuna.planner.pricing.predict import Prediction, predictions
 from varuna.planner.pricing.profile import profile
+from varuna.planner.pricing.spanning import spanning_costs
 from varuna.simulator.costs import PipelineCosts
 
 _ROUNDS = 25
@@ -225,5 +226,4 @@ def predicted(calibration: Calibration, plan: Plan) -> Prediction:
 
 def costs_of(calibration: Calibration, plan: Plan) -> PipelineCosts:
     """What the simulator is told about a plan: about its first pipelines."""
-    known = calibration.of(plan.device_class)
-    return pipeline_costs(profile(known, plan.micro_batch), plan, gpus_per_vm=known.hardware.gpus_per_vm)
+    return spanning_costs(plan, calibration.of, gpus_per_vm=None)

@@ -151,7 +151,7 @@ class Calibrator:
         if not self._described and job.micro_batch is None and len(self.calibration.sizes) > 1:
             told.append(Notice(text=describe_sizes(self.calibration, record.plan.micro_batch)))
         self._described = True
-        rate = self.calibration.of(record.plan.device_class).across_vms.link.bytes_per_s
+        rate = min(self.calibration.of(name).across_vms.link.bytes_per_s for name in record.plan.classes)
         return [*told, Recalibrated(record.generation, None if expected_s is None else tuple(expected_s), rate)]
 
     def request(self, job: JobFacts, workers: int, micro_batch: int | None, wanted: int) -> PlanRequest | None:
@@ -218,12 +218,12 @@ class Calibrator:
     def _refined(self, base: Calibration, plan: Plan) -> Calibration | None:
         """What is known of each class of devices, corrected by the first of its pipelines; None: still nothing is.
 
-        Pipelines that are planned for any class may run on several: they say nothing of one.
+        Pipelines that run on several classes, or may, say nothing of one.
         """
         found, names = self.calibration, set[str]()
         for replicas, cut in plan.cuts:
             name = cut.device_class
-            stages = self._stages(plan, replicas) if name not in names else []
+            stages = self._stages(plan, replicas) if name not in names and not cut.stage_classes else []
             names.add(name)
             if stages and (plan.is_by_class or base.classes == ("",)):
                 alone = plan.as_if_all(cut) if plan.more else plan

@@ -13,8 +13,10 @@ from varuna.planner.pricing.stage_size import Size, crossing_time_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts
 
 
-def pipeline_costs(profile: Profile, plan: Plan, *, gpus_per_vm: int) -> PipelineCosts:
-    """Costs of one replica of ``plan``, whose micro-batches have the profile's size."""
+def pipeline_costs(
+    profile: Profile, plan: Plan, *, gpus_per_vm: int, own: Sequence[int] | None = None
+) -> PipelineCosts:
+    """Costs of one replica of ``plan``, whose micro-batches have the profile's size; ``own`` is as for ``Pricer``."""
     limits, none = plan.stash_limits, (0,) * plan.stages
     sizes = map(Size, limits, plan.kept or none, map(sub, limits, plan.stash_on_device or limits))
     return Pricer(profile, gpus_per_vm=gpus_per_vm).costs(
@@ -23,6 +25,7 @@ def pipeline_costs(profile: Profile, plan: Plan, *, gpus_per_vm: int) -> Pipelin
         replicas=plan.replicas,
         micro_batches=plan.micro_batches,
         splits=plan.split_last > 0,
+        own=own,
     )
 
 
@@ -82,7 +85,14 @@ class Pricer:
         self._rings: dict[_Rings, list[float]] = {}
 
     def costs(
-        self, starts: Sequence[int], sizes: Sequence[Size], *, replicas: int, micro_batches: int, splits: bool
+        self,
+        starts: Sequence[int],
+        sizes: Sequence[Size],
+        *,
+        replicas: int,
+        micro_batches: int,
+        splits: bool,
+        own: Sequence[int] | None = None,
     ) -> PipelineCosts:
         """Costs of one replica.
 
@@ -92,12 +102,14 @@ class Pricer:
             replicas: D.
             micro_batches: of a step over all replicas.
             splits: some backwards run as I and W.
+            own: stages that run on such devices, whose update counts; None: all.
         """
         profile, stages = self._profile, len(starts)
         ends = (*starts[1:], profile.sections)
         setting = _Setting(self._rings_s(stages, replicas), stages > 1, splits)
         known = self._stages.setdefault(setting, {})
         crossed = crossings(stages, replicas, self._gpus_per_vm)
+        here = range(stages) if own is None else own
         return PipelineCosts(
             stages=tuple(
                 known.get(span) or known.setdefault(span, self._stage(*span, setting))
@@ -105,7 +117,8 @@ class Pricer:
             ),
             links=tuple(self._link(start - 1, crosses) for start, crosses in zip(starts[1:], crossed, strict=True)),
             tied=self._tied(starts, replicas),
-            optimizer_s=self._optimizer_s(starts, ends, replicas) + self._vote_s(stages, replicas, micro_batches),
+            optimizer_s=self._optimizer_s([starts[k] for k in here], [ends[k] for k in here], replicas)
+            + self._vote_s(stages, replicas, micro_batches),
         )
 
     def _stage(self, start: int, stop: int, size: Size, setting: _Setting) -> StageCosts:

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from varuna.calibration.format import Calibration
 from varuna.core.plan import Plan
-from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.network import ring_s
-from varuna.planner.pricing.profile import profile
+from varuna.planner.pricing.spanning import spanning_costs
 from varuna.schedule.actions import Kind
 from varuna.simulator.bounds import bottleneck_s
 from varuna.simulator.costs import PipelineCosts
@@ -131,10 +130,10 @@ def predictions(plan: Plan, calibration: Calibration, *, gpus_per_vm: int | None
     """
     found = []
     for replicas, cut in plan.cuts:
-        known = _with_slowest_rings(calibration.of(cut.device_class), calibration, plan)
         alike = plan.as_if_all(cut) if plan.more else plan
-        vm_size = gpus_per_vm or known.hardware.gpus_per_vm
-        costs = pipeline_costs(profile(known, plan.micro_batch), alike, gpus_per_vm=vm_size)
+        costs = spanning_costs(
+            alike, lambda name: _with_slowest_rings(calibration.of(name), calibration, plan), gpus_per_vm=gpus_per_vm
+        )
         shared = len(plan.micro_batches_of(replicas.start))
         found.append(predict_cut(costs, alike, shared, simulates=_again) if plan.more else predict(costs, plan))
     return found

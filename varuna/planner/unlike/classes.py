@@ -1,11 +1,12 @@
 """Pipelines on devices of several classes: each pipeline on one class, cut by what that class was calibrated to take.
 
-All share m, and the batch is dealt so that they end together. Beside that, every class is tried without the others, the
-best mix without each of its classes, and, where classes are nearly as fast or none has enough memory alone, all workers
-as if they were of the slowest class.
+All share m, and the batch is dealt so that they end together. Beside that, every class is tried without the others, and
+the best mix without each of its classes. Where a class has too few devices for a pipeline of its own, pipelines are
+tried that run on several (``planner.spanning``); where classes are nearly as fast or none has enough memory alone, all
+workers as if they were of the slowest class.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,11 +19,15 @@ from varuna.planner.unlike.dealt import PipelineKind, dealt
 from varuna.planner.unlike.left_over import CLEARLY
 
 Rank = Callable[[PlanRequest], Ranking]
+Span = Callable[[PlanRequest, Sequence[int]], list[Simulated]]
+"""From a request and values of m, which are none if nothing fits otherwise"""
 
 _ALIKE = 1.5
 """Up to so many times as long classes may compute to be in one pipeline, where each fits alone."""
 _HEARD = 0.3
 """A class that does so much less than the fastest one has no say in m."""
+_FEW = 64
+"""Up to so many workers, pipelines over several classes are tried though each class has pipelines of its own."""
 _DEPTHS = 3
 """Plans of a class that are tried beside those of the others."""
 
@@ -34,12 +39,13 @@ class _Part(NamedTuple):
     examples_per_s: float
 
 
-def by_class(request: PlanRequest, rank: Rank) -> Ranking:
+def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
     """The plans for workers of several classes, best first.
 
     Args:
         request: with classes.
         rank: ranks plans for workers of one class.
+        span: finds pipelines that run on several.
     """
     alone = {size: _alone(request, size, rank) for size in request.classes}
     found = {
@@ -51,6 +57,7 @@ def by_class(request: PlanRequest, rank: Rank) -> Ranking:
     if not found and len(alone) == 1:
         return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)
     if len(alone) > 1:
+        found |= dict(_over_several(request, alone, span))
         if not found or not may_mix_classes(request) or _are_alike(request):
             together = rank(as_slowest(request))
             found |= dict(zip(together.plans, together.predictions, strict=True))
@@ -122,6 +129,14 @@ def _closest(size: ClassSize, ranking: Ranking) -> Rejection:
 
 
 # -- several -----------------------------------------------------------------------------------------------------
+
+
+def _over_several(request: PlanRequest, alone: Mapping[ClassSize, Ranking], span: Span) -> list[Simulated]:
+    """Pipelines over several classes, if some class has no pipeline of its own or all are few."""
+    lacks = any(not ranking.plans for ranking in alone.values())
+    if not may_mix_classes(request) or request.stages is not None or not (lacks or request.workers <= _FEW):
+        return []
+    return span(request, [ranking.plans[0].micro_batch for ranking in alone.values() if ranking.plans])
 
 
 def _mixes(request: PlanRequest, alone: dict[ClassSize, Ranking], rank: Rank) -> list[tuple[Plan, Prediction]]:

@@ -1,0 +1,185 @@
+"""Pipelines whose stages run on devices of several classes: a class that holds no pipeline alone works in all.
+
+Each pipeline has as many stages of each class as there are devices for; those of one class are neighbours. Sections go
+to stages by what they take there, so that all stages are about as fast, and by the memory of each stage's device.
+"""
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from varuna.core.devices import ClassSize
+from varuna.core.plan import Plan
+from varuna.planner.asking.request import PlanRequest
+from varuna.planner.balance import balance_stages
+from varuna.planner.build import Builder, made_plan, sizes_of
+from varuna.planner.estimate import Shape, longest_run
+from varuna.planner.micro_batch import candidate_sizes
+from varuna.planner.pricing.predict import Simulated, simulated
+from varuna.planner.pricing.profile import profile
+from varuna.planner.pricing.spanning import joined, stages_of
+from varuna.planner.pricing.stage_size import Size, Sizer
+from varuna.planner.split_last import with_best_split
+from varuna.planner.unlike.classes import as_slowest
+from varuna.simulator.bounds import lower_bounds_s
+from varuna.simulator.costs import PipelineCosts
+
+_MOST_TRIED = 6
+"""Plans that are simulated, those with the least bounds first."""
+_MOST_SIZES = 2
+"""Values of m that are tried at once: the best of those that were measured."""
+_MOST_NUMBERS = 8
+"""Numbers of pipelines that are looked at."""
+_PRECISION = 1e-3  # of balancing
+_NEAR = 1.05
+"""A guess at the slowest stage's time, over what it would be if sections could be divided."""
+
+
+def spanning(request: PlanRequest, micro_batches: Sequence[int]) -> list[Simulated]:
+    """The best such plans by depth, the fastest first; none if no such pipeline fits.
+
+    Args:
+        request: with several classes.
+        micro_batches: values of m to try; none: those of the slowest class, and smaller ones until something fits.
+    """
+    if micro_batches:
+        return _with_sizes(request, list(dict.fromkeys(micro_batches)))
+    tries = (_with_sizes(request, sizes[-_MOST_SIZES:]) for sizes in candidate_sizes(as_slowest(request)))
+    return next(filter(None, tries), [])
+
+
+def _with_sizes(request: PlanRequest, micro_batches: Sequence[int]) -> list[Simulated]:
+    found = [
+        built
+        for micro_batch in micro_batches
+        for classes in _orders(request)
+        for built in _Spanning(request, classes, micro_batch).built()
+    ]
+    found.sort(key=attrgetter("bound_s"))
+    best: dict[int, Simulated] = {}
+    for built in found[:_MOST_TRIED]:
+        if best and built.bound_s >= min(each.step_s for each in best.values()):
+            break
+        tried = with_best_split(simulated(built.costs, built.plan(request)))
+        known = best.get(tried.plan.stages)
+        if known is None or tried.step_s < known.step_s:
+            best[tried.plan.stages] = tried
+    return sorted(best.values(), key=attrgetter("step_s"))
+
+
+def _orders(request: PlanRequest) -> Iterator[tuple[ClassSize, ...]]:
+    """Classes as they follow each other in a pipeline: most memory first, as early stages keep most; or the reverse."""
+    by_memory = sorted(request.classes, key=lambda size: -(request.of_class(size).limit_bytes or 0))
+    yield tuple(by_memory)
+    yield tuple(reversed(by_memory))
+
+
+class _Built(NamedTuple):
+    """A plan before it is simulated."""
+
+    shape: Shape
+    classes: tuple[str, ...]
+    """by stage"""
+    starts: tuple[int, ...]
+    sizes: tuple[Size, ...]
+    sizers: tuple[Sizer, ...]
+    costs: PipelineCosts
+    split_last: int
+    bound_s: float
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """It, with the bound as its time."""
+        sections = request.calibration.section_count
+        made = made_plan(request, self.shape, self.starts, self.sizes, self.sizers, sections)
+        update = {"split_last": self.split_last, "stage_classes": self.classes, "step_s": self.bound_s}
+        return made.model_copy(update=update)
+
+
+class _Spanning:
+    """Plans with this m, whose classes follow each other in this order."""
+
+    def __init__(self, request: PlanRequest, classes: Sequence[ClassSize], micro_batch: int) -> None:
+        self._classes, self._micro_batch = classes, micro_batch
+        self._micro_batches = -(-request.global_batch // micro_batch)
+        parts = [request.of_class(size) for size in classes]
+        self._builders = {
+            size.name: Builder(part, profile(part.calibration, micro_batch))
+            for size, part in zip(classes, parts, strict=True)
+        }
+        self._vm_sizes = [part.vm_size for part in parts]
+
+    def built(self) -> Iterator[_Built]:
+        """Those that fit, with the numbers of pipelines that look best."""
+        counts = self._counts()
+        for replicas in sorted(counts, key=lambda replicas: self._guess_s(replicas, counts[replicas]))[:_MOST_NUMBERS]:
+            each = counts[replicas]
+            yield from self._with(Shape(sum(each), replicas, self._micro_batch), each)
+
+    def _guess_s(self, replicas: int, counts: tuple[int, ...]) -> float:
+        """Seconds of a step, if sections could be divided and messages took no time."""
+        works_s = [builder.profile.work_s.before[-1] for builder in self._builders.values()]
+        stage_s = 1 / sum(count / work_s for count, work_s in zip(counts, works_s, strict=True))
+        return (-(-self._micro_batches // replicas) + sum(counts) - 1) * stage_s
+
+    def _counts(self) -> dict[int, tuple[int, ...]]:
+        """By number of pipelines: stages of each class that one of them has."""
+        sections = next(iter(self._builders.values())).profile.sections
+        most = min(self._micro_batches, *(size.workers for size in self._classes))
+        found: dict[tuple[int, ...], int] = {}
+        for replicas in range(most, 0, -1):
+            counts = tuple(size.workers // replicas for size in self._classes)
+            whole_vms = all(count % vm == 0 for count, vm in zip(counts, self._vm_sizes, strict=True))
+            if whole_vms and sum(counts) <= sections:
+                found.setdefault(counts, replicas)
+        return {replicas: counts for counts, replicas in found.items()}
+
+    def _with(self, shape: Shape, counts: tuple[int, ...]) -> Iterator[_Built]:
+        classes = tuple(size.name for size, count in zip(self._classes, counts, strict=True) for _ in range(count))
+        for factor in next(iter(self._builders.values())).factors:
+            built = self._one(shape, classes, factor)
+            if built is not None:
+                yield built
+
+    def _one(self, shape: Shape, classes: tuple[str, ...], factor: int) -> _Built | None:
+        """With in-flight depths by this factor; None if the stages do not fit."""
+        first = self._builders[classes[0]]
+        by_class = {
+            name: builder.sizer(builder.wanted_depths(shape, factor), False, 1)
+            for name, builder in self._builders.items()
+        }
+        sizers = tuple(by_class[name] for name in classes)
+        least_s = 1 / sum(1 / self._builders[name].profile.work_s.before[-1] for name in classes)
+        starts = balance_stages(
+            lambda stage, start, stop: sizers[stage].seconds(stage, start, stop),
+            sections=first.profile.sections,
+            stages=shape.stages,
+            cuts_s=[max(each) for each in zip(*(b.cuts_s for b in self._builders.values()), strict=True)],
+            hint_s=least_s * _NEAR,
+            least_s=least_s,
+            precision=_PRECISION,
+        )
+        if not starts:
+            return None
+        sizes, split_last = sizes_of(sizers, starts, first.profile.sections), first.split_last_of(shape)
+        costs = joined(
+            {
+                name: self._builders[name].pricer.costs(
+                    starts,
+                    sizes,
+                    replicas=shape.replicas,
+                    micro_batches=self._micro_batches,
+                    splits=split_last > 0,
+                    own=own,
+                )
+                for name, own in stages_of(classes).items()
+            },
+            classes,
+        )
+        [bound_s] = lower_bounds_s(
+            costs,
+            micro_batches=longest_run(shape, first.request.global_batch),
+            stash_limits=[[size.depth for size in sizes]],
+            policy=first.request.policy,
+            split_last=split_last,
+        )
+        return _Built(shape, classes, starts, sizes, sizers, costs, split_last, bound_s)
