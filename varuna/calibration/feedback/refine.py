@@ -41,12 +41,13 @@ def refine(
     *,
     options: Options = _as_it_is,
     is_whole: bool = True,
+    own: Sequence[int] | None = None,
 ) -> Calibration:
     """The calibration under which ``plan`` takes what it took.
 
     Times of a stage's sections are scaled so that their sum is what its actions took. A kind of section that several
     stages run gets what fits all of them best; relations between sections of a stage stay as they were. What a step
-    takes beyond that is put down to the network.
+    takes beyond that is put down to the network: not where other stages run on other devices, whose network it is, too.
 
     Args:
         calibration: that the plan was made from, or a nominal one.
@@ -54,10 +55,11 @@ def refine(
         stages: what its stages took.
         options: of the job that ran.
         is_whole: other pipelines than these do not make the step longer.
+        own: stages that run on the calibration's class of devices; None: all.
     """
-    m = plan.micro_batch
+    m, here = plan.micro_batch, range(plan.stages) if own is None else own
     overheads = {
-        name: min(getattr(calibration, name), share * _least_s(stages, letters))
+        name: min(getattr(calibration, name), share * _least_s([stages[k] for k in here], letters))
         for name, (letters, share) in _OVERHEADS.items()
     }
     calibration = calibration.model_copy(update=overheads)
@@ -70,17 +72,15 @@ def refine(
     order = calibration.kind_names
     for letters, names in _COLUMNS:
         spans = [[order[section] for section in _ran(plan, k, stages[k], letters)] for k in range(plan.stages)]
-        wanted = [_inside_s(stage, letters, beyond) for stage, beyond in zip(stages, around, strict=True)]
+        wanted = [_inside_s(stages[k], letters, around[k]) if k in here else None for k in range(plan.stages)]
         kinds = _scaled(kinds, spans, wanted, m, names)
     notes = tuple(note for note in calibration.notes if not note.startswith(_RUN_NOTE))
-    found = calibration.model_copy(
-        update={
-            "kinds": kinds,
-            "optimizer": _optimizer(calibration, options, plan, stages),
-            **seen_networks(calibration, plan, stages),
-            "notes": (*notes, f"{_RUN_NOTE}: {plan.shape}, m = {m}, {min(each.steps for each in stages)} steps"),
-        }
-    )
+    note = f"{_RUN_NOTE}: {plan.shape}, m = {m}, {min(each.steps for each in stages)} steps"
+    found = calibration.model_copy(update={"kinds": kinds, "notes": (*notes, note)})
+    if own is not None:
+        return found
+    shared = {"optimizer": _optimizer(calibration, options, plan, stages), **seen_networks(calibration, plan, stages)}
+    found = found.model_copy(update=shared)
     return _with_whole_steps(found, options, plan, max(each.step_s for each in stages)) if is_whole else found
 
 

@@ -33,6 +33,7 @@ from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import RunPlanner, with_options
 from varuna.planner.micro_batch import describe_sizes, knows_sizes
 from varuna.planner.pricing.predict import Prediction
+from varuna.planner.pricing.spanning import stages_of
 
 LEAST_S = 10.0
 """Of training in a generation: less is noise, and a run that is over by then needs no better plan."""
@@ -218,19 +219,21 @@ class Calibrator:
     def _refined(self, base: Calibration, plan: Plan) -> Calibration | None:
         """What is known of each class of devices, corrected by the first of its pipelines; None: still nothing is.
 
-        Pipelines that run on several classes, or may, say nothing of one.
+        Pipelines that are planned for any class may run on several: they say nothing of one.
         """
         found, names = self.calibration, set[str]()
         for replicas, cut in plan.cuts:
-            name = cut.device_class
-            stages = self._stages(plan, replicas) if name not in names and not cut.stage_classes else []
-            names.add(name)
-            if stages and (plan.is_by_class or base.classes == ("",)):
-                alone = plan.as_if_all(cut) if plan.more else plan
-                refined = refine(base.of(name), alone, stages, options=self._for_job, is_whole=not plan.more)
-                hardware = refined.hardware.model_copy(update={"device_class": name})
-                refined = refined.model_copy(update={"hardware": hardware})
-                found = refined if found is None else found.with_class(refined)
+            parts = dict[str, list[int] | None](stages_of(cut.stage_classes)) or {cut.device_class: None}
+            for name, own in parts.items():
+                stages = self._stages(plan, replicas) if name not in names else []
+                names.add(name)
+                if stages and (plan.is_by_class or base.classes == ("",)):
+                    alone, is_whole = plan.as_if_all(cut) if plan.more else plan, not plan.more
+                    known = base.of(name)
+                    refined = refine(known, alone, stages, options=self._for_job, is_whole=is_whole, own=own)
+                    hardware = refined.hardware.model_copy(update={"device_class": name})
+                    refined = refined.model_copy(update={"hardware": hardware})
+                    found = refined if found is None else found.with_class(refined)
         # Figures that were for any class make room for what was measured.
         return found if found is None or "" in plan.classes else found.without_any()
 

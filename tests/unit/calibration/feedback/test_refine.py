@@ -290,3 +290,29 @@ def test_what_no_network_explains_changes_none() -> None:
     told = [each.model_copy(update={"step_s": 2 * each.step_s}) for each in as_predicted(before, plan())]
     after = refine(before, plan(), told).across_vms
     assert after.link.bytes_per_s == pytest.approx(FAST.link.bytes_per_s)
+
+
+def test_stages_on_devices_of_several_classes_tell_of_their_own() -> None:
+    def calibration(name: str, factor: float) -> Calibration:
+        known = calibrated(FACTS, across_vms=FAST)
+        names = ("forward_s", "backward_s", "recompute_s", "input_s", "weight_s")
+        kinds = {
+            key: kind.model_copy(
+                update={field: tuple(factor * each for each in getattr(kind, field)) for field in names}
+            )
+            for key, kind in known.kinds.items()
+        }
+        hardware = known.hardware.model_copy(update={"device_class": name})
+        return known.model_copy(update={"kinds": kinds, "hardware": hardware})
+
+    over_both = plan().model_copy(update={"stage_classes": ("A", "B")})
+    believed = calibration("A", 1.0).with_class(calibration("B", 1.0))
+    true = calibration("A", 1.3).with_class(calibration("B", 4.0))
+    told = as_predicted(true, over_both)
+    found = believed
+    for name, own in (("A", [0]), ("B", [1])):
+        found = found.with_class(refine(believed.of(name), over_both, told, own=own))
+    assert predicted(found, over_both).step_s == pytest.approx(predicted(true, over_both).step_s, rel=0.01)
+    for name in ("A", "B"):
+        assert found.of(name).compute_s(1) == pytest.approx(true.of(name).compute_s(1), rel=0.05)
+    assert found.of("B").across_vms == believed.of("B").across_vms
