@@ -49,12 +49,12 @@ def spanning(request: PlanRequest, micro_batches: Sequence[int]) -> list[Simulat
 
 
 def _with_sizes(request: PlanRequest, micro_batches: Sequence[int]) -> list[Simulated]:
-    found = [
-        built
-        for micro_batch in micro_batches
-        for classes in _orders(request)
-        for built in _Spanning(request, classes, micro_batch).built()
-    ]
+    """Over all classes; if none fits, over all but one of three or more, which may hold no section."""
+    several = request.classes
+    less = [tuple(each for each in several if each is not one) for one in several] if len(several) > 2 else []
+    found = _built(request, several, micro_batches)
+    if not found:
+        found = [built for classes in less for built in _built(request, classes, micro_batches)]
     found.sort(key=attrgetter("bound_s"))
     best: dict[int, Simulated] = {}
     for built in found[:_MOST_TRIED]:
@@ -67,11 +67,18 @@ def _with_sizes(request: PlanRequest, micro_batches: Sequence[int]) -> list[Simu
     return sorted(best.values(), key=attrgetter("step_s"))
 
 
-def _orders(request: PlanRequest) -> Iterator[tuple[ClassSize, ...]]:
-    """Classes as they follow each other in a pipeline: most memory first, as early stages keep most; or the reverse."""
-    by_memory = sorted(request.classes, key=lambda size: -(request.of_class(size).limit_bytes or 0))
-    yield tuple(by_memory)
-    yield tuple(reversed(by_memory))
+def _built(request: PlanRequest, classes: Sequence[ClassSize], micro_batches: Sequence[int]) -> "list[_Built]":
+    """All that fit.
+
+    The class with the most memory comes first in a pipeline, as early stages keep most, or last.
+    """
+    by_memory = sorted(classes, key=lambda size: -(request.of_class(size).limit_bytes or 0))
+    return [
+        built
+        for micro_batch in micro_batches
+        for order in (by_memory, by_memory[::-1])
+        for built in _Spanning(request, order, micro_batch).built()
+    ]
 
 
 class _Built(NamedTuple):

@@ -104,3 +104,10 @@ def test_where_links_are_between_gpus_or_state_is_shared_no_pipeline_has_several
     limits = {"memory_bytes": whole_bytes() // 3}
     calibrations = of_class("A", **limits), of_class("B", 2.0, **limits)
     assert best_plan(asked({"A": 2, "B": 2}, *calibrations, mixes=False)).classes == {"": 4}
+
+
+def test_a_class_that_holds_no_section_is_left_out_of_the_others_pipelines() -> None:
+    limits = {"memory_bytes": whole_bytes() // 3}
+    calibrations = of_class("A", **limits), of_class("B", 2.0, **limits), of_class("C", 2.0, memory_bytes=1000)
+    plan = best_plan(asked({"A": 2, "B": 2, "C": 3}, *calibrations))
+    assert plan.classes == {"A": 2, "B": 2}
