@@ -7,8 +7,8 @@ from varuna.core.errors import UsageError
 
 
 def groups(line: str) -> tuple[str, list[EngineNodes]]:
-    first, more = engine_groups(line.split())
-    return " ".join(first), more
+    kept, engines = engine_groups(line.split())
+    return " ".join(kept), engines[1:]
 
 
 def test_what_follows_an_engine_and_is_its_option_belongs_to_it() -> None:
@@ -22,6 +22,13 @@ def test_what_follows_an_engine_and_is_its_option_belongs_to_it() -> None:
     )
     assert first == "--workers 8 --on slurm:a --time 1:00 --nodes 2 --run-dir r --price 3 -- train.py --nodes 7"
     assert more == [EngineNodes("slurm:b", "1:4", {"time": "2:00"}), EngineNodes("aws:c", "0:9", {})]
+
+
+def test_a_value_is_never_taken_for_an_option() -> None:
+    kept, engines = engine_groups(["--on", "aws:a", "--nodes", "1", "--on", "slurm:b", "--sbatch", "--time=3", "t.py"])
+    assert kept == ["--on", "aws:a", "--nodes", "1", "t.py"]
+    assert engines[1].options == {"sbatch": "--time=3"}
+    assert engine_groups(["--on"]) == (["--on"], [EngineNodes("", "", {})])
 
 
 def test_an_option_of_another_engine_is_left_where_it_was_and_none_is_taken_twice() -> None:

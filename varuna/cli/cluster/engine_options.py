@@ -37,9 +37,9 @@ class EngineCommand(TyperCommand):
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Look for the engines' names first; all but the first engine's part is taken out of the words."""
-        first, more = engine_groups(args)
-        ctx.meta[_ENGINE], ctx.meta[_MORE] = _named(first), more
-        return super().parse_args(ctx, first)
+        kept, engines = engine_groups(args)
+        ctx.meta[_ENGINE], ctx.meta[_MORE] = engines[0].on if engines else "", engines[1:]
+        return super().parse_args(ctx, kept)
 
     def get_params(self, ctx: Context) -> list[Parameter]:
         """The command's own options, and the engine's."""
@@ -69,62 +69,50 @@ def nodes_of(text: str, on: str) -> tuple[int, int]:
     return int(found[1]), int(found[2] or found[1])
 
 
-def _named(args: Sequence[str]) -> str:
-    """What the first ``--on`` names."""
-    return next((value for name, value, _ in _given(args) if name == "on"), "")
-
-
-def _given(args: Sequence[str]) -> list[tuple[str, str, range]]:
-    """Name, value and place of each ``--name value`` and ``--name=value``; options end where the script begins."""
-    found: list[tuple[str, str, range]] = []
-    for at, word in enumerate(args):
-        if word == "--" or word.endswith(".py"):
-            break
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and equals:
-            found.append((name, value, range(at, at + 1)))
-        elif word.startswith("--") and at + 1 < len(args):
-            found.append((name, args[at + 1], range(at, at + 2)))
-    return found
-
-
 def engine_groups(args: Sequence[str]) -> tuple[list[str], list[EngineNodes]]:
-    """The words without those of further ``--on``, and these."""
-    taken: set[int] = set()
-    more: list[EngineNodes] = []
-    known: set[str] = set()
-    is_first = True
-    for name, value, places in _given(args):
-        if name == "on" and is_first:
-            is_first = False
-        elif name == "on":
-            more.append(EngineNodes(value, "", {}))
-            known = {"nodes", *(option.name for option in _engine_options(value))}
-            taken.update(places)
-        elif name in known:
-            last = more[-1]
-            if last.nodes if name == "nodes" else name in last.options:
-                raise UsageError(f"--on {last.on}: --{name} is given twice. Leave one out.")
-            is_nodes = name == "nodes"
-            options = last.options if is_nodes else {**last.options, name: value}
-            more[-1] = EngineNodes(last.on, value if is_nodes else last.nodes, options)
-            taken.update(places)
-    return [word for at, word in enumerate(args) if at not in taken], more
+    """The words without those of further ``--on``; and all engines, the first one's words being those that stay.
+
+    Raises:
+        UsageError: an option of a further one is given twice.
+    """
+    kept: list[str] = []
+    engines: list[EngineNodes] = []
+    at = 0
+    while at < len(args) and args[at] != "--" and not args[at].endswith(".py"):  # there the script begins
+        name, has_value, value = args[at].removeprefix("--").partition("=")
+        known = {"on", *(("nodes", *_engine_options(engines[-1].on)) if engines else ())}
+        words = args[at : at + 1]
+        if args[at].startswith("--") and name in known and not has_value:
+            words, value = args[at : at + 2], "".join(args[at + 1 : at + 2])
+        if args[at].startswith("--") and name in known:
+            engines = _with_option(engines, name, value)
+        if len(engines) < 2 or not args[at].startswith("--") or name not in known:
+            kept += words
+        at += len(words)
+    return [*kept, *args[at:]], engines
 
 
-def _engine_options(on: str) -> "tuple[EngineOption, ...]":
+def _with_option(engines: Sequence[EngineNodes], name: str, value: str) -> list[EngineNodes]:
+    """Another engine, or one more option of the last one."""
+    if name == "on":
+        return [*engines, EngineNodes(value, "", {})]
+    *others, last = engines
+    given = last.nodes if name == "nodes" else last.options.get(name)
+    if others and given:
+        raise UsageError(f"--on {last.on}: --{name} is given twice. Leave one out.")
+    options = last.options if name == "nodes" else {**last.options, name: value}
+    return [*others, EngineNodes(last.on, value if name == "nodes" else last.nodes, options)]
+
+
+def _engine_options(on: str) -> "dict[str, EngineOption]":
+    """By name."""
     from varuna.fleet.engines.registry import KINDS
 
     kind = KINDS.get(on.partition(":")[0])
-    return () if kind is None else kind.options
+    return {} if kind is None else {option.name: option for option in kind.options}
 
 
 def _options_of(on: str) -> list[TyperOption]:
-    from varuna.fleet.engines.registry import KINDS
-
-    kind = KINDS.get(on.partition(":")[0])
-    if kind is None:
-        return []
     info = OptionInfo()
     return [
         TyperOption(
@@ -135,9 +123,9 @@ def _options_of(on: str) -> list[TyperOption]:
             default=None,
             expose_value=False,
             callback=_keep,
-            rich_help_panel=f"Options of --on {kind.name}",
+            rich_help_panel=f"Options of --on {on.partition(':')[0]}",
         )
-        for option in kind.options
+        for option in _engine_options(on).values()
     ]
 
 

@@ -3,8 +3,8 @@
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,6 +119,7 @@ class _Part:
     asked: EngineNodes
     kind: "EngineKind"
     place: "EnginePlace"
+    values: Mapping[str, str] = field(repr=False)
     engine: "Engine"
     growth: "GrowthConfig"
 
@@ -131,35 +132,33 @@ def _parts(run: EngineRun) -> list[_Part]:
         FleetError: an engine cannot be used.
     """
     from varuna.fleet.engines.engine import EnginePlace
-    from varuna.fleet.engines.registry import engine_of, kind_of
+    from varuna.fleet.engines.registry import kind_of
 
-    known = [
-        (asked, kind := kind_of(asked.on)[0], kind.growth(*nodes_of(asked.nodes, asked.on))) for asked in run.engines
-    ]
-    if len(set(named := [asked.on for asked in run.engines])) < len(named):
-        twice = next(on for on in named if named.count(on) > 1)
-        raise UsageError(f"--on {twice} is given twice. Give its nodes once, as --nodes LEAST:MOST.")
-    alone = next((asked.on for asked, kind, _ in known if kind.elsewhere is not None and len(known) > 1), None)
-    if alone is not None:
-        raise UsageError(f"--on {alone} keeps the manager itself: no other --on can be given beside it. Leave one out.")
+    known = []
+    for asked in run.engines:
+        kind, where = kind_of(asked.on)
+        known.append((asked, kind, kind.values(where, asked.options), kind.growth(*nodes_of(asked.nodes, asked.on))))
+    times = Counter(asked.on for asked in run.engines)
+    for asked, kind, _, _ in known:
+        if times[asked.on] > 1:
+            raise UsageError(f"--on {asked.on} is given twice. Give its nodes once, as --nodes LEAST:MOST.")
+        if kind.elsewhere is not None and len(known) > 1:
+            raise UsageError(
+                f"--on {asked.on} keeps the manager itself: no other --on can be given beside it. Leave one out."
+            )
     parts = []
     seen: Counter[str] = Counter()
-    for asked, kind, growth in known:
+    for asked, kind, values, growth in known:
         seen[kind.name] += 1
         place = EnginePlace(run_dir=run.run_dir.absolute(), most=growth.most, number=seen[kind.name])
-        parts.append(_Part(asked, kind, place, engine_of(asked.on, place, asked.options), growth))
+        parts.append(_Part(asked, kind, place, values, kind.make(place, values), growth))
     return parts
 
 
 def _elsewhere(parts: Sequence[_Part]) -> int | None:
     """The exit code of a run whose only engine has the manager; None: this process is the manager."""
-    from varuna.fleet.engines.registry import kind_of
-
-    [part, *others] = parts
-    if others or part.kind.elsewhere is None:
-        return None
-    values = part.kind.values(kind_of(part.asked.on)[1], part.asked.options)
-    return part.kind.elsewhere(part.place, values, sys.argv[1:])
+    part = parts[0]
+    return None if part.kind.elsewhere is None else part.kind.elsewhere(part.place, part.values, sys.argv[1:])
 
 
 def _rehearse(parts: Sequence[_Part]) -> int:

@@ -43,10 +43,8 @@ class SlurmEngine:
 
     def __init__(self, run_dir: Path, flags: Sequence[str], where: str, number: int = 1) -> None:
         self._suffix = "" if number == 1 else f"-{number}"
-        self._folder, self._run_dir, self._flags, self._where = (
-            *(run_dir / f"slurm{self._suffix}", run_dir),
-            *(tuple(flags), where),
-        )
+        self._folder = run_dir / f"slurm{self._suffix}"
+        self._run_dir, self._flags, self._where = run_dir, tuple(flags), where
         self.name = ""
         """Of its jobs, once it is started."""
         self._lock, self._closing = threading.Lock(), threading.Event()
