@@ -348,12 +348,12 @@ class Found(Value):
 
 
 class WorkFound(Value):
-    """What another worker has done; empty: this one is to do it, and to offer it, unless somebody does it now."""
+    """What another worker has done; empty: this one is to do it, and to offer it, unless ``doer`` does it now."""
 
     kind: Literal["work_found"] = "work_found"
     key: Key
     data: bytes = b""
-    under_way: bool = False
+    doer: str = Field(default="", description="worker that does it now, if any does")
 
 
 class Recorded(Value):

@@ -81,7 +81,7 @@ def _of_run(work: str, facts: JobFacts, measure: Callable[[], Calibration | None
     if run is None:
         return measure()
     with suppress(ValidationError, UsageError):
-        if data := run.seek_work(work):
+        if data := run.seek_work(work, "times of its kind of device"):
             found = Calibration.model_validate_json(data)
             check_matches(found, facts.model)
             return found

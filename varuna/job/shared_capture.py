@@ -57,7 +57,7 @@ def captured_once(
 def _captured_in(run: ManagedMembership, key: str | None, capture: Callable[[], PartitionedModel]) -> PartitionedModel:
     if key is None:
         return capture()
-    if data := run.seek_work(key):
+    if data := run.seek_work(key, "the captured model"):
         try:
             return from_bytes(data)
         except CannotShareError as error:

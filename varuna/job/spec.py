@@ -32,7 +32,7 @@ from varuna.partition.initial.initial_values import Init, InitialParameters, beg
 from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.optimizers import AveragingFactory
-from varuna.partition.written.key import capture_key
+from varuna.partition.written.key import capture_key, recipe_digest
 from varuna.process.garbage import old_left_out
 from varuna.trackers.tracker import Tracker
 
@@ -164,7 +164,11 @@ class JobSpec:
     def key_of(self, batch: Mapping[str, Tensor], *more: object) -> str | None:
         """By what other workers know a capture of this job's model; ``more`` is what else decides on it."""
         options = self.collate.lengths, self.cut, self.ema is None, self.loss.weight is None, self.memory_apart, more
-        return capture_key(self.recipe, batch, options, self.optimizer, self.loss.weight)
+        return None if self._recipe_digest is None else capture_key(self._recipe_digest, batch, options)
+
+    @cached_property
+    def _recipe_digest(self) -> str | None:
+        return recipe_digest(self.recipe, self.optimizer, self.loss.weight)
 
     def _partition(self, batch: dict[str, Tensor]) -> PartitionedModel:
         with old_left_out():

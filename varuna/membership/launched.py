@@ -3,7 +3,6 @@
 import atexit
 import os
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from varuna.core.errors import VarunaError
+from varuna.process.scripts import LIBRARIES
 from varuna.process.signals import leave_termination_to_parent
 
 if TYPE_CHECKING:
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 _LIBRARIES = (
     f"{Path(__file__).parents[1]}{os.sep}",
-    "site-packages",
-    "dist-packages",
-    sysconfig.get_path("stdlib"),
+    *LIBRARIES,
     "<",
 )
 failed = threading.Event()

@@ -1,5 +1,6 @@
 """A worker's side of its connection to the manager."""
 
+import math
 import os
 import queue
 import threading
@@ -51,13 +52,13 @@ from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 from varuna.core.version import __version__
 from varuna.membership.rendezvous import Rendezvous
-from varuna.process.console import warn
+from varuna.process.console import say, warn
 from varuna.process.threads import start
 
 _BEAT_S = 0.5
 _FLUSH_S = 5.0
-_ASK_AGAIN_S, _UNHEARD_S, _WORK_S = 2.0, 6.0, 300.0
-"""Until others' work is sought again, and how long it is waited for without and with an answer."""
+_ASK_AGAIN_S, _UNHEARD_S, _LONG_S, _WORK_S = 2.0, 6.0, 10.0, 300.0
+"""Until others' work is sought again; how long it is waited for without an answer; when that is said; and the most."""
 
 
 class Connection(Protocol):
@@ -167,11 +168,12 @@ class ManagedMembership:
         )
         start("beat", lambda: self._beat(beat))
 
-    def seek_work(self, key: str, bound_s: float = _WORK_S) -> bytes:
+    def seek_work(self, key: str, what: str, bound_s: float = _WORK_S) -> bytes:
         """What another worker of the run has done, or does now; empty: this worker is to do it, and to offer it.
 
         Args:
             key: names the work, with all that it depends on.
+            what: the work, for people.
             bound_s: most seconds to wait for the other worker; for a manager that does not answer, a few seconds.
         """
         try:
@@ -180,7 +182,7 @@ class ManagedMembership:
         except FleetError:
             return b""  # joining says more
         now_s = time.monotonic()
-        until_s, heard_s, again_s = now_s + bound_s, now_s, now_s
+        until_s, heard_s, again_s, told_s = now_s + bound_s, now_s, now_s, now_s + _LONG_S
         while now_s < min(until_s, heard_s + _UNHEARD_S):
             if now_s >= again_s:
                 self._post(WorkSought(key=key))
@@ -189,9 +191,12 @@ class ManagedMembership:
             now_s = time.monotonic()
             if found is None:  # the connection has ended
                 return b""
-            if found.key == key and not found.under_way:
+            if found.key == key and not found.doer:
                 return found.data
             heard_s = now_s if found.key == key else heard_s
+            if found.doer and now_s >= told_s:
+                say(f"worker {self._worker} waits for {what}, at which worker {found.doer} is")
+                told_s = math.inf
         return b""
 
     def _work_found(self, timeout_s: float) -> WorkFound | None:

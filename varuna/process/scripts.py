@@ -1,10 +1,13 @@
 """Training scripts, before they run."""
 
 import re
+import sysconfig
 from pathlib import Path
 
 from varuna.core.errors import UsageError
 
+LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+"""In the path of a file that is no user's."""
 _READS_ARGUMENTS = re.compile(
     r"\b(argv|argparse|ArgumentParser|parse_args|HfArgumentParser|click|typer|tyro|fire|absl|hydra|docopt|plac|cappa|"
     r"simple_parsing|jsonargparse|optparse|getopt)\b"

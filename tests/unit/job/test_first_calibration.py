@@ -80,7 +80,7 @@ class OtherWorkers:
     def __init__(self, found: bytes) -> None:
         self.found, self.offered = found, list[bytes]()
 
-    def seek_work(self, key: str) -> bytes:
+    def seek_work(self, key: str, what: str) -> bytes:
         assert key.startswith("times of ")
         return self.found
 

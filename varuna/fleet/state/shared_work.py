@@ -50,7 +50,13 @@ class SharedWork:
             return [(worker, WorkFound(key=key, data=self._found[key]))]
         yours = [(worker, WorkFound(key=key))]
         if len(self._found) + len(self._underway) >= _MOST_KEYS and key not in self._underway:
-            return yours
+            self._underway = {
+                each: now
+                for each, now in self._underway.items()
+                if now.worker in alive and now_s - now.since_s <= _WORK_S
+            }
+            if len(self._found) + len(self._underway) >= _MOST_KEYS:
+                return yours
         now = self._underway.setdefault(key, _Underway(worker, now_s))
         if now.worker not in alive or now_s - now.since_s > _WORK_S:
             now.worker, now.since_s = worker, now_s
@@ -58,7 +64,7 @@ class SharedWork:
             now.waiting.discard(worker)
             return yours
         now.waiting.add(worker)
-        return [(worker, WorkFound(key=key, under_way=True))]
+        return [(worker, WorkFound(key=key, doer=now.worker))]
 
     def _offer(self, key: str, data: bytes) -> list[tuple[str, WorkFound]]:
         now = self._underway.pop(key, None)

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import inspect
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from torch import nn
 
 from varuna.core.version import __version__
 from varuna.partition.watching.own_code import OWN
+from varuna.process.scripts import LIBRARIES
 
 _VERSIONS = (("varuna", __version__), ("torch", str(torch.__version__)))
 """Packages whose versions stand for their files."""
-_LIBRARIES = (*OWN, "site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+_NOT_THEIRS = (*OWN, *LIBRARIES)
 
 
 def source_digest(model: nn.Module, *functions: object) -> str:
@@ -40,13 +40,12 @@ def source_digest(model: nn.Module, *functions: object) -> str:
     return digest.hexdigest()
 
 
-@functools.cache
 def loaded_digest() -> str:
-    """Hash of the user's own modules, those in no library, that were loaded when this was first asked."""
+    """Hash of the user's own modules that are loaded now: of all that is in no library."""
     digest = hashlib.sha256()
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and not any(part in file for part in _LIBRARIES):
+        if isinstance(file, str) and file.endswith(".py") and not any(part in file for part in _NOT_THEIRS):
             digest.update(name.encode() + _content(file))
     return digest.hexdigest()
 

@@ -12,16 +12,11 @@ from varuna.partition.watching.fake_mode import FakeMode
 from varuna.partition.watching.sources import loaded_digest, source_digest
 
 
-def capture_key(recipe: Recipe, batch: Batch, options: object, *functions: object) -> str | None:
-    """The hash; None if the model cannot be built, of which its capture will say more.
-
-    Within one run, workers that have the same agree on the graph. It is no proof that two runs would: forward() may
-    read files and the environment.
+def recipe_digest(recipe: Recipe, *functions: object) -> str | None:
+    """What the keys of all captures of a model have in common; None if it cannot be built: its capture will say more.
 
     Args:
         recipe: the model and its loss.
-        batch: a collated batch; shapes and dtypes of its samples count.
-        options: all else that decides on the graph, with a ``repr`` that tells it.
         functions: of the user's, whose code counts.
     """
     try:
@@ -31,9 +26,22 @@ def capture_key(recipe: Recipe, batch: Batch, options: object, *functions: objec
         structure = _structure(model)
     except Exception:  # noqa: BLE001 - whatever the user's constructor raises
         return None
-    samples = [(name, value.dtype, tuple(value.shape[1:])) for name, value in batch.items()]
-    told = recipe.dtype, recipe.training, recipe.eager, recipe.metrics is None, recipe.loss is None, samples, options
+    told = recipe.dtype, recipe.training, recipe.eager, recipe.metrics is None, recipe.loss is None
     return hashlib.sha256(f"{sources} {loaded_digest()} {structure} {told}".encode()).hexdigest()
+
+
+def capture_key(recipe: str, batch: Batch, options: object) -> str:
+    """The hash. Within one run, workers that have the same agree on the graph.
+
+    It is no proof that two runs would: forward() may read files and the environment.
+
+    Args:
+        recipe: its digest.
+        batch: a collated batch; shapes and dtypes of its samples count.
+        options: all else that decides on the graph, with a ``repr`` that tells it.
+    """
+    samples = [(name, value.dtype, tuple(value.shape[1:])) for name, value in batch.items()]
+    return hashlib.sha256(f"{recipe} {samples} {options}".encode()).hexdigest()
 
 
 def _structure(model: nn.Module) -> str:

@@ -22,6 +22,10 @@ _TYPES = (
     *(InputLayout, Conditions),
 )
 _LENGTH_BYTES = 8
+_UNREADABLE = (
+    *(zlib.error, SafetensorError, ValidationError, ValueError, TypeError),
+    *(LookupError, AttributeError, RuntimeError),  # of other JSON, and what torch says of it
+)
 _MOST_BYTES = 2**30
 """Of a model that is read, before it was compressed."""
 
@@ -57,6 +61,6 @@ def from_bytes(data: bytes) -> PartitionedModel:
         for graph in model.graphs:
             if graph_digest(graph.split, graph.shapes) != graph.facts.digest:
                 raise CannotShareError("its graphs are not those that were captured")
-    except (zlib.error, SafetensorError, ValidationError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise CannotShareError(f"a captured model cannot be read: {error}") from error
     return model

@@ -16,8 +16,8 @@ def told(key: str, data: bytes) -> WorkFound:
     return WorkFound(key=key, data=data)
 
 
-def wait(worker: str) -> list[tuple[str, WorkFound]]:
-    return [(worker, WorkFound(key="k", under_way=True))]
+def wait(worker: str, doer: str = "w0") -> list[tuple[str, WorkFound]]:
+    return [(worker, WorkFound(key="k", doer=doer))]
 
 
 def test_the_first_does_it_and_the_others_take_it_over() -> None:
@@ -42,7 +42,7 @@ def test_another_one_does_it_if_the_first_is_gone_or_takes_for_ever() -> None:
         work.hear("w0", SOUGHT, NAMES, 0.0)
         work.hear("w2", SOUGHT, NAMES, 0.5)
         assert work.hear("w1", SOUGHT, alive, now_s) == [("w1", told("k", b""))]
-        assert work.hear("w2", SOUGHT, alive, now_s) == wait("w2"), "the new one has begun now"
+        assert work.hear("w2", SOUGHT, alive, now_s) == wait("w2", "w1"), "the new one has begun now"
         assert work.hear("w1", DONE, alive, now_s) == [("w2", told("k", DONE.data))]
 
 
@@ -72,6 +72,14 @@ def test_a_manager_keeps_a_bounded_amount() -> None:
     kept = [work.hear("w1", WorkSought(key=f"k{number}"), NAMES, 0.0)[0][1].data for number in range(200)]
     assert sum(map(bool, kept)) == 64
     assert all(kept[:64])
+
+
+def test_work_that_nobody_ended_takes_no_room_for_ever() -> None:
+    work = SharedWork()
+    for number in range(64):
+        work.hear("gone", WorkSought(key=f"k{number}"), ("gone",), 0.0)
+    assert work.hear("w0", SOUGHT, NAMES, 1.0) == [("w0", told("k", b""))]
+    assert work.hear("w1", SOUGHT, NAMES, 1.0) == wait("w1")
 
 
 @given(st.integers(0, 2**32))
@@ -104,7 +112,7 @@ def test_everybody_has_it_in_the_end_whoever_dies_on_the_way(seed: int) -> None:
                 if answer.data:
                     assert answer.data == DONE.data
                     has.add(target)
-                elif target not in has and not answer.under_way:
+                elif target not in has and not answer.doer:
                     busy.setdefault(target, now_s + dice.choice([1.0, 5.0, 30.0]))
         if has >= set(alive):
             return

@@ -245,7 +245,7 @@ def seeking(
 ) -> tuple[ManagedMembership, list[bytes], threading.Thread]:
     """A worker that has not joined, and asks."""
     member, found = ManagedMembership(server.worker_url, "secret", "w0"), list[bytes]()
-    thread = threading.Thread(target=lambda: found.append(member.seek_work(key, bound_s)))
+    thread = threading.Thread(target=lambda: found.append(member.seek_work(key, "the model", bound_s)))
     thread.start()
     return member, found, thread
 
@@ -280,7 +280,7 @@ def test_work_that_somebody_does_is_waited_for_but_not_for_ever(server: WorkerSe
     for _ in range(5):
         assert events.get(timeout=5) == MessageReceived("w0", WorkSought(key="k"))
         assert thread.is_alive()
-        server.send("w0", WorkFound(key="k", under_way=True))
+        server.send("w0", WorkFound(key="k", doer="w1"))
     thread.join(5)
     assert found == [b""]
     member.close()
@@ -292,5 +292,5 @@ def test_without_a_manager_work_is_done_here(server: WorkerServer, events: Event
     server.stop()
     thread.join(5)
     assert found == [b""]
-    assert member.seek_work("k") == b"", "at once"
-    assert ManagedMembership("ws://127.0.0.1:9/worker", "", "w0").seek_work("k") == b""
+    assert member.seek_work("k", "the model") == b"", "at once"
+    assert ManagedMembership("ws://127.0.0.1:9/worker", "", "w0").seek_work("k", "the model") == b""

@@ -210,6 +210,7 @@ def rewritten(change: Callable[[str], str]) -> bytes:
         pytest.param('"relu"', '"relu = print(1)\\n    x"', id="code as a name"),
         pytest.param('"relu"', '"while"', id="a keyword as a name"),
         pytest.param('"Section0"', '"Section0:\\n  pass"', id="code as a class"),
+        pytest.param('"kind":"device","of":"cpu"', '"kind":"device","of":"gpu"', id="no device"),
         pytest.param('"kind":"Split"', '"kind":"Popen"', id="another class"),
     ],
 )
