@@ -79,9 +79,9 @@ def made_plan(
     starts: tuple[int, ...],
     sizes: Sequence[Size],
     sizers: Sequence[Sizer],
-    sections: int,
 ) -> Plan:
     """A plan of these stages; ``sizers`` are by stage."""
+    sections = request.calibration.section_count
     ends = (*starts[1:], sections)
     details = [sizers[k].detail(k, starts[k], ends[k], size) for k, size in enumerate(sizes)]
     return Plan(
@@ -231,7 +231,7 @@ class Builder:
         """Return the plan of ``built``, with its lower bound as ``step_s``."""
         shape = built.shape
         sizer = self.sizer(self.wanted_depths(shape, built.factor), built.stash_moves, self.sharing(shape))
-        made = made_plan(self.request, shape, built.starts, built.sizes, [sizer] * shape.stages, self.profile.sections)
+        made = made_plan(self.request, shape, built.starts, built.sizes, [sizer] * shape.stages)
         return made.model_copy(update={"split_last": built.split_last, "step_s": built.bound_s})
 
     def _sizes(self, sizer: Sizer, starts: tuple[int, ...]) -> tuple[Size, ...]:

@@ -51,9 +51,9 @@ def spanning(request: PlanRequest, micro_batches: Sequence[int]) -> list[Simulat
 def _with_sizes(request: PlanRequest, micro_batches: Sequence[int]) -> list[Simulated]:
     """Over all classes; if none fits, over all but one of three or more, which may hold no section."""
     several = request.classes
-    less = [tuple(each for each in several if each is not one) for one in several] if len(several) > 2 else []
     found = _built(request, several, micro_batches)
-    if not found:
+    if not found and len(several) > 2:
+        less = [tuple(each for each in several if each is not one) for one in several]
         found = [built for classes in less for built in _built(request, classes, micro_batches)]
     found.sort(key=attrgetter("bound_s"))
     best: dict[int, Simulated] = {}
@@ -96,8 +96,7 @@ class _Built(NamedTuple):
 
     def plan(self, request: PlanRequest) -> Plan:
         """It, with the bound as its time."""
-        sections = request.calibration.section_count
-        made = made_plan(request, self.shape, self.starts, self.sizes, self.sizers, sections)
+        made = made_plan(request, self.shape, self.starts, self.sizes, self.sizers)
         update = {"split_last": self.split_last, "stage_classes": self.classes, "step_s": self.bound_s}
         return made.model_copy(update=update)
 
@@ -114,6 +113,10 @@ class _Spanning:
             for size, part in zip(classes, parts, strict=True)
         }
         self._vm_sizes = [part.vm_size for part in parts]
+        self._any = self._builders[classes[0].name]  # for what is the same in all
+        self._sections = request.calibration.section_count
+        self._works_s = {name: builder.profile.work_s.before[-1] for name, builder in self._builders.items()}
+        self._cuts_s = [max(each) for each in zip(*(one.cuts_s for one in self._builders.values()), strict=True)]
 
     def built(self) -> Iterator[_Built]:
         """Those that fit, with the numbers of pipelines that look best."""
@@ -124,50 +127,47 @@ class _Spanning:
 
     def _guess_s(self, replicas: int, counts: tuple[int, ...]) -> float:
         """Seconds of a step, if sections could be divided and messages took no time."""
-        works_s = [builder.profile.work_s.before[-1] for builder in self._builders.values()]
-        stage_s = 1 / sum(count / work_s for count, work_s in zip(counts, works_s, strict=True))
+        stage_s = 1 / sum(count / work_s for count, work_s in zip(counts, self._works_s.values(), strict=True))
         return (-(-self._micro_batches // replicas) + sum(counts) - 1) * stage_s
 
     def _counts(self) -> dict[int, tuple[int, ...]]:
         """By number of pipelines: stages of each class that one of them has."""
-        sections = next(iter(self._builders.values())).profile.sections
         most = min(self._micro_batches, *(size.workers for size in self._classes))
         found: dict[tuple[int, ...], int] = {}
         for replicas in range(most, 0, -1):
             counts = tuple(size.workers // replicas for size in self._classes)
             whole_vms = all(count % vm == 0 for count, vm in zip(counts, self._vm_sizes, strict=True))
-            if whole_vms and sum(counts) <= sections:
+            if whole_vms and sum(counts) <= self._sections:
                 found.setdefault(counts, replicas)
         return {replicas: counts for counts, replicas in found.items()}
 
     def _with(self, shape: Shape, counts: tuple[int, ...]) -> Iterator[_Built]:
         classes = tuple(size.name for size, count in zip(self._classes, counts, strict=True) for _ in range(count))
-        for factor in next(iter(self._builders.values())).factors:
+        for factor in self._any.factors:
             built = self._one(shape, classes, factor)
             if built is not None:
                 yield built
 
     def _one(self, shape: Shape, classes: tuple[str, ...], factor: int) -> _Built | None:
         """With in-flight depths by this factor; None if the stages do not fit."""
-        first = self._builders[classes[0]]
         by_class = {
             name: builder.sizer(builder.wanted_depths(shape, factor), False, 1)
             for name, builder in self._builders.items()
         }
         sizers = tuple(by_class[name] for name in classes)
-        least_s = 1 / sum(1 / self._builders[name].profile.work_s.before[-1] for name in classes)
+        least_s = 1 / sum(1 / self._works_s[name] for name in classes)
         starts = balance_stages(
             lambda stage, start, stop: sizers[stage].seconds(stage, start, stop),
-            sections=first.profile.sections,
+            sections=self._sections,
             stages=shape.stages,
-            cuts_s=[max(each) for each in zip(*(b.cuts_s for b in self._builders.values()), strict=True)],
+            cuts_s=self._cuts_s,
             hint_s=least_s * _NEAR,
             least_s=least_s,
             precision=_PRECISION,
         )
         if not starts:
             return None
-        sizes, split_last = sizes_of(sizers, starts, first.profile.sections), first.split_last_of(shape)
+        sizes, split_last = sizes_of(sizers, starts, self._sections), self._any.split_last_of(shape)
         costs = joined(
             {
                 name: self._builders[name].pricer.costs(
@@ -184,9 +184,9 @@ class _Spanning:
         )
         [bound_s] = lower_bounds_s(
             costs,
-            micro_batches=longest_run(shape, first.request.global_batch),
+            micro_batches=longest_run(shape, self._any.request.global_batch),
             stash_limits=[[size.depth for size in sizes]],
-            policy=first.request.policy,
+            policy=self._any.request.policy,
             split_last=split_last,
         )
         return _Built(shape, classes, starts, sizes, sizers, costs, split_last, bound_s)
