@@ -223,6 +223,9 @@ class ManagedMembership:
             ) from error
         except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
             raise FleetError(f"worker {self._worker} cannot reach the manager at {self._url}: {error}") from error
+        if self._closed.is_set():  # meanwhile, or before: nobody would tell it anything any more
+            self._closing.close()
+            raise FleetError(f"worker {self._worker} was ended before it had joined the manager at {self._url}")
         for name, target in (("reader", self._read), ("writer", self._write)):
             start(name, target)
 

@@ -294,3 +294,15 @@ def test_without_a_manager_work_is_done_here(server: WorkerServer, events: Event
     assert found == [b""]
     assert member.seek_work("k", "the model") == b"", "at once"
     assert ManagedMembership("ws://127.0.0.1:9/worker", "", "w0").seek_work("k", "the model") == b""
+
+
+def test_a_worker_that_was_ended_before_it_joined_waits_for_nothing(server: WorkerServer) -> None:
+    member = ManagedMembership(server.worker_url, "secret", "w0")
+    member.close()
+    with pytest.raises(FleetError, match="was ended before it had joined"):
+        member.join(
+            make_job(),
+            beat=lambda: Beat(generation=0, step=0, activity=""),
+            on_hold=lambda generation: None,
+            on_flag=lambda generation, flag: None,
+        )
