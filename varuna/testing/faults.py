@@ -96,15 +96,17 @@ class Warned(Fault):
         super().__init__(rank, step, phase, None)
         self.seconds = seconds
         self.tell: Callable[[int, float], None] = lambda rank, seconds: None
-        """set by whoever runs the workers"""
+        self.wait: Callable[[], None] = lambda: None
+        """for the manager to plan without the rank; both are set by whoever runs the workers"""
 
     def __str__(self) -> str:
         return f"notice_at(rank={self.rank}, step={self.step}, phase={self.phase!r})"
 
     def hear(self, span: Span) -> None:
-        """Tell the manager, if this is the place."""
+        """Tell the manager, if this is the place, and go on once it knows what to do: the steps of a test are short."""
         if self.is_here(span):
             self.tell(self.rank, self.seconds)
+            self.wait()
 
 
 def notice_at(*, rank: int, step: int, phase: Phase = "F", seconds: float = 0.0) -> Warned:

@@ -38,6 +38,8 @@ from varuna.testing.faults import Fault, Killed, Warned, watching
 
 _END_S = 30.0
 """Workers that were told the end get so long to return."""
+_PLANNED_S = 10.0
+"""Whoever is given notice waits so long, at most, for the manager to plan without it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def run(
         for fault in faults:
             fault.lose = crew.lose
             if isinstance(fault, Warned):
-                fault.tell = crew.warn
+                fault.tell, fault.wait = crew.warn, crew.wait_for_plan
         try:
             outcome = crew.manage()
         finally:
@@ -185,7 +187,7 @@ class _Workers:
         self._lines: dict[str, _Line] = {}
         self._threads: dict[str, threading.Thread] = {}
         self._places: dict[str, WorkerThread] = {}
-        self._is_over, self._lost = False, set[str]()
+        self._is_over, self._lost, self._warned = False, set[str](), set[str]()
         self._returned: dict[str, Any] = {}
         self._errors: list[BaseException] = []
         self._events: list[RunEvent] = []
@@ -243,7 +245,17 @@ class _Workers:
     def warn(self, rank: int, seconds: float) -> None:
         """A rank's machine will be taken away in so many seconds; any thread may say so."""
         name = self._manager.fleet.members[rank]
+        self._warned.add(name)
         self._mailbox.post(NoticeReceived(name, time.monotonic() + seconds, "preemption notice"))
+
+    def wait_for_plan(self) -> None:
+        """Until the manager has made plans without the ranks that were given notice; not for its own thread."""
+        deadline_s = time.monotonic() + _PLANNED_S
+        while time.monotonic() < deadline_s and not self._is_over:
+            fleet = self._manager.fleet
+            if not fleet.asked and self._warned <= fleet.departing.keys():
+                return
+            time.sleep(0.002)
 
     def lose(self, rank: int) -> None:
         """Let the worker of a rank die here and now, as far as a thread can: it says nothing any more."""

@@ -1,16 +1,20 @@
 """A node that says before it goes hands over its state and its sums: what it has computed is not computed again."""
 
 import threading
+import time
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import pytest
 
 import varuna
 from tests.unit.engine.ranks import Dropping, Tokens, adamw
 from tests.unit.testing.work import CAPTURES, disturbed
+from varuna.core.plan import Plan
 from varuna.engine.base.spans import Span
-from varuna.testing import Fault, fail_at, notice_at, run
+from varuna.planner.choose import plan_run
+from varuna.testing import Fault, fail_at, notice_at, ranks, run
 from varuna.testing.faults import Warned
 
 STEPS, MICRO_BATCHES, SLOW_STEP = 4, 24, 2
@@ -85,8 +89,15 @@ def test_a_leaver_that_dies_while_its_state_moves_is_a_loss_without_a_notice(alo
 
 
 @pytest.mark.timeout(200)
-def test_a_notice_with_time_enough_waits_for_the_step() -> None:
-    """For the end of the one in which it comes, or of a later one, if that is over before anybody knows."""
+def test_a_notice_with_time_enough_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning takes longer than all steps together, and yet the run does not end before anybody leaves."""
+    planned = plan_run
+
+    def slowly(*args: Any, **options: Any) -> Plan:
+        time.sleep(1.0)
+        return planned(*args, **options)
+
+    monkeypatch.setattr(ranks, "plan_run", slowly)
     longer = partial(script, 2 * STEPS)
     faults = [notice_at(rank=1, step=SLOW_STEP, seconds=10.0)]
     outcome = disturbed(longer, Work(3, is_broken_off=False).hear, {3: 3, 2: 2}, faults)
