@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from varuna.calibration.file import read_calibration
+from varuna.replay.lost import LostBy
 from varuna.replay.replay import Replay
 from varuna.replay.trace import Change, Trace
 
@@ -49,7 +50,12 @@ def main() -> None:
         outcome = replay.morphing(notice_s=chosen.notice)
         causes = sorted(outcome.lost.items(), key=lambda each: -each[1])
         lost = ", ".join(f"{cause} {100 * share:.2f} %" for cause, share in causes if share >= 0.0005)
-        print(f"M = {batch}: goodput {100 * outcome.goodput:.2f} % over {RESIZES} resizes; lost: {lost}", flush=True)
+        whole = outcome.goodput + outcome.lost.get(LostBy.UNFINISHED, 0.0)
+        cut = f"{100 * whole:.2f} % with the step that the end of the day cuts off"
+        print(
+            f"M = {batch}: goodput {100 * outcome.goodput:.2f} % over {RESIZES} resizes, {cut}; lost: {lost}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from varuna.planner.asking.request import PlanRequest
 from varuna.planner.copy_costs import copied_rounds, largest_stage
 from varuna.planner.goodput import expected
 from varuna.planner.pricing.profile import profile
-from varuna.schedule.copy_pace import LONGEST, copying_s
+from varuna.schedule.copy_pace import LONGEST, state_copying_s
 
 MOST_BUSY = 0.01
 """Of a step, that a copy may keep a link busy, while nothing is known of losses. It takes about as much of a core at
@@ -89,7 +89,8 @@ def are_worth_it(plan: Plan, request: PlanRequest) -> bool:
         return False  # a step is over before
     if not request.losses_per_hour:
         return sends_bytes / link <= MOST_BUSY * plan.step_s
-    if plan.copies is Copies.STATE and copying_s(largest.state_bytes, link) > LONGEST * plan.step_s:
+    copying_s = state_copying_s(largest.state_bytes, link, plan.step_s)
+    if plan.copies is Copies.STATE and copying_s > LONGEST * plan.step_s:
         return False  # ranks would make them less and less often
     without = expected(plan.model_copy(update={"copies": Copies.NONE}), request)
     return expected(plan, request).examples_per_s > without.examples_per_s

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.profile import profile
-from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, copying_s, sums_pace
+from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, copying_s, state_copying_s, sums_pace
 
 
 class Rounds(NamedTuple):
@@ -41,7 +41,8 @@ class Largest(NamedTuple):
 def copied_rounds(plan: Plan, request: PlanRequest) -> Rounds:
     """Rounds of copies of sums that the largest stage makes in a step."""
     link, largest = request.calibration.across_vms.link.bytes_per_s, largest_stage(plan, request)
-    round_s, begin_s = copying_s(largest.sums_bytes, link), copying_s(largest.state_bytes, link)
+    round_s = copying_s(largest.sums_bytes, link)
+    begin_s = state_copying_s(largest.state_bytes, link, plan.step_s)
     pace = sums_pace(plan.step_s - begin_s, largest.sums_bytes, round_s)
     return Rounds(pace.rounds, begin_s, pace.every_s, round_s)
 

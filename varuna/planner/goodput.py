@@ -12,7 +12,7 @@ from varuna.core.saved import paying_every_s
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.copy_costs import copied_rounds, copies_take_s
 from varuna.planner.pricing.profile import profile
-from varuna.schedule.copy_pace import copying_s
+from varuna.schedule.copy_pace import state_copying_s
 
 NOTICED_S = 6.0
 """Until a machine that vanished without a word counts as lost: a lease."""
@@ -71,7 +71,7 @@ def _again_s(plan: Plan, request: PlanRequest, state_bytes: float, link: float) 
     undone_s = step_s / 2 + _checkpoint_age_s(plan, request, state_bytes)
     if plan.copies is not Copies.STATE:
         return undone_s
-    complete_s = min(step_s, copying_s(int(state_bytes), link))
+    complete_s = min(step_s, state_copying_s(state_bytes, link, step_s))
     bare = complete_s / step_s if step_s else 0.0
     early_s = complete_s / 2 + _checkpoint_age_s(plan, request, state_bytes)
     return bare * early_s + (1 - bare) * (copied_rounds(plan, request).lost_s(step_s) + flight_s)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from varuna.schedule.copy_pace import CopyPace, copying_s, sums_pace, sums_pause_s
+from varuna.schedule.copy_pace import CopyPace, copying_s, state_copying_s, sums_pace, sums_pause_s
 
 
 class StateCopies:
@@ -12,10 +12,11 @@ class StateCopies:
     Args:
         state_bytes: by rank.
         link_bytes_per_s: of the link to its keeper.
+        step_s: how long a whole step takes.
     """
 
-    def __init__(self, state_bytes: Sequence[int], link_bytes_per_s: float) -> None:
-        self._copying_s = [copying_s(size, link_bytes_per_s) for size in state_bytes]
+    def __init__(self, state_bytes: Sequence[int], link_bytes_per_s: float, step_s: float) -> None:
+        self._copying_s = [state_copying_s(size, link_bytes_per_s, step_s) for size in state_bytes]
         self._paces = [CopyPace() for _ in state_bytes]
         self._begun, self._after_s = [False] * len(state_bytes), 0.0
 

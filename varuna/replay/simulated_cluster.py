@@ -308,7 +308,7 @@ class SimulatedCluster:
         if self.fleet.history[generation].keepers and self._costs.copies:
             by_slot = self._bytes_by_slot(plan) if plan.copies is Copies.STATE else [0] * len(plan.slots)
             held_bytes = [by_slot[plan.slot_of(rank)] for rank in range(plan.workers)]
-            self._life.copies = StateCopies(held_bytes, self._link_bytes_per_s)
+            self._life.copies = StateCopies(held_bytes, self._link_bytes_per_s, plan.step_s)
         self._beat(assignment)
         self._schedule(self.now_s + self._moves.rest_s, lambda: self._arrived(generation, assignment))
         self._begin_step(generation, assignment, assignment.next_step, 0.0)

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 LINK_SHARE = 0.5
 """Of a link's time, at most, goes to copies."""
+HURRY = 0.02
+"""Of a step: for so long the copy of its state makes no pauses. Until it is complete, its owner alone has what it has
+applied."""
 LONGEST = 0.1
 """Of a step, that a copy may take: until it is complete, the loss of its owner is what it is without copies."""
 PROCESSOR_S_PER_BYTE = 1.9e-9
@@ -27,9 +30,20 @@ def pause_s(part_s: float) -> float:
     return min(LONGEST_PAUSE_S, part_s * (1 / LINK_SHARE - 1))
 
 
-def copying_s(size_bytes: int, link_bytes_per_s: float) -> float:
+def copying_s(size_bytes: float, link_bytes_per_s: float) -> float:
     """How long copies of so many bytes are under way, with the pauses between their parts."""
     return size_bytes / (link_bytes_per_s * LINK_SHARE)
+
+
+def state_pause_s(part_s: float, since_s: float, step_s: float) -> float:
+    """``pause_s`` after a part of a state's copy, which began ``since_s`` ago, in a step of ``step_s``."""
+    return 0.0 if since_s < HURRY * step_s else pause_s(part_s)
+
+
+def state_copying_s(size_bytes: float, link_bytes_per_s: float, step_s: float) -> float:
+    """How long the copy of a state of so many bytes is under way in a step of ``step_s``."""
+    hurried_bytes = min(size_bytes, link_bytes_per_s * HURRY * step_s)
+    return hurried_bytes / link_bytes_per_s + copying_s(size_bytes - hurried_bytes, link_bytes_per_s)
 
 
 class SumsPace(NamedTuple):

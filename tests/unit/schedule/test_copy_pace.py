@@ -12,6 +12,8 @@ from varuna.schedule.copy_pace import (
     SumsPace,
     copying_s,
     pause_s,
+    state_copying_s,
+    state_pause_s,
     sums_pace,
     sums_pause_s,
 )
@@ -20,6 +22,14 @@ from varuna.schedule.copy_pace import (
 def test_copies_take_half_of_a_links_time_and_never_pause_for_long() -> None:
     assert pause_s(0.004) == pytest.approx(0.004)
     assert pause_s(60.0) == LONGEST_PAUSE_S
+
+
+def test_a_states_copy_makes_haste_for_a_fiftieth_of_a_step() -> None:
+    assert state_pause_s(0.004, 1.9, 100.0) == 0.0
+    assert state_pause_s(0.004, 2.1, 100.0) == pause_s(0.004)
+    assert state_copying_s(2**30, 2**30, 100.0) == pytest.approx(1.0), "at once"
+    assert state_copying_s(3 * 2**30, 2**30, 100.0) == pytest.approx(2.0 + 2.0), "the last third with pauses"
+    assert state_copying_s(2**30, 2**30, 0.0) == copying_s(2**30, 2**30)
 
 
 def test_a_copy_may_take_a_tenth_of_a_step_or_a_moment() -> None:

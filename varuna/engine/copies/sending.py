@@ -26,7 +26,7 @@ from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import SumWanted
 from varuna.process.console import warn
 from varuna.process.threads import start
-from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, CopyPace, pause_s, sums_pace, sums_pause_s
+from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, CopyPace, pause_s, state_pause_s, sums_pace, sums_pause_s
 
 States = Callable[[], Mapping[int, SectionState]]
 
@@ -42,6 +42,8 @@ class CopiedStage(NamedTuple):
     """whose sums of gradients are copied, too; None: they are not"""
     copies: HostCopies = CPU_COPIES
     """of states"""
+    step_s: float = 0.0
+    """seconds of a step, as planned"""
 
 
 class _Frozen(NamedTuple):
@@ -107,7 +109,8 @@ class CopySender:
                     f"copies of rank {self._where['rank']}'s state on rank {self._keeper} take more than a tenth of a "
                     "step: they are made less often, and the loss of a worker may send the run back to a saved state"
                 )
-            step, begin_s, self._step_s, tried = next_step, now_s, now_s - begin_s, self._pace.begins()
+            self._step_s = now_s - begin_s if step >= 0 else self._copied.step_s
+            step, begin_s, tried = next_step, now_s, self._pace.begins()
             try:
                 copy_s = self._copy(step, states) if tried else None
                 if copy_s is not None and stage is not None:
@@ -138,8 +141,11 @@ class CopySender:
         def fill(first: int, part: Tensor) -> bool:
             return bool(self._still.read(step, lambda: _read(body, first, part, copies, after)))
 
+        def pause(part_s: float) -> None:
+            self._inbox.over.wait(state_pause_s(part_s, time.monotonic() - begin_s, self._step_s))
+
         with span("copy", **self._where, step=step):
-            whole = wire.send_parts(self._line, opening, fill, self._pause, copies)
+            whole = wire.send_parts(self._line, opening, fill, pause, copies)
         return time.monotonic() - begin_s if whole else None
 
     def _pause(self, part_s: float) -> None:

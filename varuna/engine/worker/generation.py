@@ -324,7 +324,13 @@ def _open_copies(
         CopySender(
             groups.world,
             assignment.copy_to,
-            CopiedStage(stage.still, states if has_state else None, summed, setting.job.traffic.state),
+            CopiedStage(
+                stage.still,
+                states if has_state else None,
+                summed,
+                setting.job.traffic.state,
+                assignment.plan.step_s,
+            ),
             inbox=inbox,
             steps=setting.steps,
             **where,

@@ -16,6 +16,7 @@ from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
 from varuna.engine.copies.layout import Body
 from varuna.engine.copies.sending import CopiedStage, CopySender
 from varuna.process.threads import start
+from varuna.schedule import copy_pace
 
 STEPS = 10
 
@@ -23,7 +24,7 @@ STEPS = 10
 class Pair:
     """Rank 0 trains a section, and rank 1 keeps its copy; tests move both from step to step."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float = 0.0) -> None:
         self.groups, self.inboxes = connected(2), [Inbox(), Inbox()]
         self.value = torch.zeros(1000)
         self.owner, self.other, self.copy = Still(0), Still(0), KeptCopy()
@@ -33,7 +34,12 @@ class Pair:
         CopySender(
             self.groups[0],
             1,
-            CopiedStage(self.owner, lambda: {2: SectionState(2, {"parameters/w": self.value}, {"scale": 3})}, None),
+            CopiedStage(
+                self.owner,
+                lambda: {2: SectionState(2, {"parameters/w": self.value}, {"scale": 3})},
+                None,
+                step_s=step_s,
+            ),
             inbox=self.inboxes[0],
             steps=STEPS,
             rank=0,
@@ -67,12 +73,12 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Semaphore, Callabl
     """Each part of a copy waits until the test lets it go; and how many were sent."""
     gate, sent = threading.Semaphore(0), []
 
-    def pause_s(part_s: float) -> float:
+    def pause_s(part_s: float, since_s: float, step_s: float) -> float:
         sent.append(part_s)
         gate.acquire(timeout=20)
         return 0.0
 
-    monkeypatch.setattr(sending, "pause_s", pause_s)
+    monkeypatch.setattr(sending, "state_pause_s", pause_s)
     monkeypatch.setattr(wire, "PART_BYTES", 1024)  # of 4032
     return gate, lambda: len(sent)
 
@@ -86,6 +92,31 @@ def test_each_step_has_a_copy_which_the_next_one_replaces(pair: Pair) -> None:
     found = pair.copy.seal(3)
     assert set(found[2].tensors["parameters/w"].tolist()) == {3.0}
     assert found[2].scalars == {"scale": 3}
+    pair.close()
+
+
+@pytest.mark.parametrize("step_s", [0.0, 1e6])
+def test_a_copy_makes_no_pauses_at_the_begin_of_a_long_step(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    """The first step of a generation is as long as planned, and others are as long as the one before."""
+    monkeypatch.setattr(wire, "PART_BYTES", 1024)  # of 4032
+    monkeypatch.setattr(copy_pace, "pause_s", lambda part_s: 0.001)
+    pauses: list[float] = []
+    steps_s: list[float] = []
+
+    def pause_s(part_s: float, since_s: float, step_s: float) -> float:
+        pauses.append(copy_pace.state_pause_s(part_s, since_s, step_s))
+        steps_s.append(step_s)
+        return pauses[-1]
+
+    monkeypatch.setattr(sending, "state_pause_s", pause_s)
+    pair = Pair(step_s)
+    wait_for(lambda: pair.kept() == 0, 10)
+    assert pauses[:4] == [0.0 if step_s else 0.001] * 4
+    wait_for(lambda: len(pauses) == 4, 10)
+    pair.update(pair.owner, pair.other, step=1)
+    wait_for(lambda: pair.kept() == 1, 10)
+    assert steps_s[0] == step_s
+    assert 0 < steps_s[-1] < 100
     pair.close()
 
 
