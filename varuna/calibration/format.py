@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from varuna.core.devices import device_of
 from varuna.core.model import SectionBytes, TiedParameter
 from varuna.core.value import Value
 
@@ -218,6 +219,7 @@ class Calibration(Finite):
     tied: tuple[TiedParameter, ...] = ()
     within_vm: NetworkCosts | None = Field(default=None, description="between GPUs of a VM; None: as across_vms")
     across_vms: NetworkCosts
+    across_regions: NetworkCosts | None = Field(default=None, description="between regions; None: nominal")
     action_s: Seconds = Field(default=0.0, description="fixed cost of each action beyond its sections' times")
     hand_over_s: Seconds = Field(
         default=0.0,
@@ -282,12 +284,19 @@ class Calibration(Finite):
         return tuple(each.hardware.device_class for each in (self, *self.others))
 
     def of(self, device_class: str) -> "Calibration":
-        """What is known of a class of devices; where nothing is, of the slowest one."""
+        """What is known of a class of devices: of that device elsewhere, if need be, or of the slowest one."""
         if not self.others:
             return self
         every = [self.model_copy(update={"others": ()}), *self.others]
         known = {each.hardware.device_class: each for each in every}
-        return known.get(device_class) or max(every, key=lambda each: each.compute_s(1))
+        device = device_of(device_class)
+        elsewhere = (each for name, each in known.items() if device_of(name) == device)
+        return (
+            known.get(device_class)
+            or known.get(device)
+            or next(elsewhere, None)
+            or max(every, key=lambda each: each.compute_s(1))
+        )
 
     def compute_s(self, micro_batch: int) -> float:
         """Seconds of F and B of all sections, which is all that choosing m, and comparing devices, needs."""
@@ -312,7 +321,7 @@ class Calibration(Finite):
     def with_class(self, known: "Calibration") -> "Calibration":
         """This calibration, with what is known of another class of devices, or newly known of one."""
         if known.hardware.device_class == self.hardware.device_class:
-            return known.model_copy(update={"others": self.others})
+            return known.model_copy(update={"others": self.others, "across_regions": self.across_regions})
         kept = tuple(each for each in self.others if each.hardware.device_class != known.hardware.device_class)
         return self.model_copy(update={"others": (*kept, known.model_copy(update={"others": ()}))})
 
@@ -321,7 +330,7 @@ class Calibration(Finite):
         if self.hardware.device_class or not self.others:
             return self
         first, *rest = self.others
-        return first.model_copy(update={"others": tuple(rest)})
+        return first.model_copy(update={"others": tuple(rest), "across_regions": self.across_regions})
 
     def each(self, change: Callable[["Calibration"], "Calibration"]) -> "Calibration":
         """This calibration, changed for every class of devices."""

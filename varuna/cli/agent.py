@@ -16,6 +16,8 @@ from varuna.process.scripts import check_script
 if TYPE_CHECKING:
     from varuna.fleet.net.join_string import JoinString
 
+_ZONE_VARIABLE = "VARUNA_ZONE"
+
 EXAMPLES = """Examples:
 
 \b
@@ -65,10 +67,11 @@ def agent(
     from varuna.fleet.agent.join import serve
     from varuna.fleet.agent.manager_client import ManagerAddress
     from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
-    from varuna.fleet.notices.notice import CloudNotice, Preemptible, RebalanceAdvice, SpotNotice
+    from varuna.fleet.notices.notice import CloudNotice, InZone, Preemptible, RebalanceAdvice, SpotNotice
     from varuna.fleet.notices.spot_notices import SpotNotices
     from varuna.process.output_pump import unread_allowed
 
+    zone = zone_given()
     invitation, (script, *args) = invited(words or [], join_file)
     check_script(Path(script))
     folder = state_dir or Path(tempfile.mkdtemp(prefix="varuna-agent-"))
@@ -86,9 +89,13 @@ def agent(
                     member.notify(SpotWarning(in_s, f"spot notice: {action}"))
                 case RebalanceAdvice(reason=reason):
                     member.notify(RiskWarning(reason))
-                case Preemptible():
+                case InZone() if zone:
+                    pass  # who set it knows better
+                case Preemptible() | InZone():
                     member.notify(notice)
 
+        if zone:
+            member.notify(InZone(zone))
         notices = SpotNotices(warn)
         notices.start()
         exit_code = member.run()
@@ -102,6 +109,23 @@ def agent(
     if exit_code == 0 and state_dir is None:
         shutil.rmtree(folder, ignore_errors=True)
     raise typer.Exit(exit_code)
+
+
+def zone_given() -> str:
+    """The zone of this machine, if the environment names one.
+
+    Raises:
+        UsageError: it cannot be one.
+    """
+    from varuna.core.devices import MAX_ZONE, is_zone
+
+    zone = os.environ.get(_ZONE_VARIABLE, "")
+    if zone and not is_zone(zone):
+        raise UsageError(
+            f"{_ZONE_VARIABLE}={zone!r} is not a zone: write a region, or a region, a slash and a zone, such as "
+            f"office/rack-1, in letters, digits and . : + - _, of at most {MAX_ZONE} characters"
+        )
+    return zone
 
 
 def invited(words: list[str], join_file: Path | None) -> "tuple[JoinString, list[str]]":

@@ -14,6 +14,7 @@ from varuna.calibration.file import read_calibration
 from varuna.calibration.format import Calibration
 from varuna.cli.plan import asked
 from varuna.cli.shared import options
+from varuna.core.devices import MAX_ZONE, class_in
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.units import format_duration
 from varuna.core.value import Value
@@ -41,6 +42,8 @@ class _Entry(Value):
     price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     losses_per_hour: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     gpus_per_vm: int | None = Field(default=None, ge=1)
+    region: str = Field(default="", max_length=MAX_ZONE, pattern=r"^[\w.:+-]*$")
+    egress_per_gb: float | None = Field(default=None, ge=0, allow_inf_nan=False)
 
 
 def offers(
@@ -94,7 +97,7 @@ def read_offers(path: Path) -> tuple[Calibration, tuple[Offer, ...]]:
     """
     entries = _entries(path)
     known: Calibration | None = None
-    offers = []
+    offers, egress = [], _egress(path, entries)
     for entry in entries:
         each = read_calibration(path.parent / entry.calibration).named()
         name, hardware = each.hardware.device_class, each.hardware
@@ -116,15 +119,36 @@ def read_offers(path: Path) -> tuple[Calibration, tuple[Offer, ...]]:
         offers.append(
             Offer(
                 name=entry.name,
-                device_class=name,
+                device_class=class_in(name, entry.region),
                 most=entry.most,
                 price_per_hour=price,
                 losses_per_hour=entry.losses_per_hour,
                 gpus_per_vm=vm_size,
+                egress_per_gb=egress.get(entry.region, 0.0),
             )
         )
     assert known is not None
     return known, tuple(offers)
+
+
+def _egress(path: Path, entries: Sequence[_Entry]) -> dict[str, float]:
+    """Dollars for a GB that leaves a region, where an offer says it.
+
+    Raises:
+        UsageError: two offers contradict each other.
+    """
+    found: dict[str, float] = {}
+    for entry in entries:
+        if entry.egress_per_gb is None:
+            continue
+        if not entry.region:
+            raise UsageError(f"{path}: offer {entry.name!r} has egress_per_gb, but no region. Add region.")
+        if found.setdefault(entry.region, entry.egress_per_gb) != entry.egress_per_gb:
+            raise UsageError(
+                f"{path}: offer {entry.name!r}: a GB that leaves {entry.region} costs {entry.egress_per_gb:g} here and "
+                f"{found[entry.region]:g} in another offer. Give one price."
+            )
+    return found
 
 
 def _entries(path: Path) -> list[_Entry]:
@@ -161,7 +185,8 @@ class RentedReport(Value):
     micro_batch: int
     examples_per_s: float = Field(description="that are left at the offers' losses")
     losses_per_hour: float
-    dollars_per_hour: float
+    dollars_per_hour: float = Field(description="of its GPUs, and of what leaves a region")
+    egress_dollars_per_hour: float = Field(default=0.0, description="of that, for what leaves a region")
     dollars_per_million_examples: float
     hours: float | None
     dollars: float | None
@@ -230,6 +255,7 @@ def _rented(found: Rented, offers: Sequence[Offer], examples: float | None) -> R
         examples_per_s=found.examples_per_s,
         losses_per_hour=found.losses_per_hour,
         dollars_per_hour=found.dollars_per_hour,
+        egress_dollars_per_hour=found.egress_per_hour,
         dollars_per_million_examples=found.dollars_per_million,
         hours=None if examples is None else found.hours(examples),
         dollars=None if examples is None else found.dollars(examples),
@@ -243,7 +269,9 @@ def show_offers(
     whole = "" if found.examples is None else f"   {found.examples:,.0f} examples"
     console.print(f"{found.model}   global batch {found.global_batch}{whole}", highlight=False, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    titles = ["", "GPUs", "P x D", "ex/s left", "$/h", "$/M ex", *(["time", "$"] if found.examples is not None else [])]
+    has_egress = any(each.egress_dollars_per_hour for each in found.frontier)
+    titles = ["", "GPUs", "P x D", "ex/s left", "$/h", *(["egress"] if has_egress else []), "$/M ex"]
+    titles += ["time", "$"] if found.examples is not None else []
     for title in titles:
         table.add_column(title, justify="left" if title in ("", "GPUs") else "right", overflow="fold")
     for place, each in enumerate(found.frontier):
@@ -254,6 +282,7 @@ def show_offers(
             each.shape,
             f"{each.examples_per_s:.4g}",
             f"{each.dollars_per_hour:.4g}",
+            *([f"{each.egress_dollars_per_hour:.4g}"] if has_egress else []),
             f"{each.dollars_per_million_examples:.4g}",
         ]
         if each.hours is not None and each.dollars is not None:

@@ -1,5 +1,10 @@
-"""Devices that workers compute on: of which class they are, and how much memory each worker can count on. Pure."""
+"""Devices that workers compute on: of which class they are, where, and how much memory each worker can count on. Pure.
 
+Machines of one region have a fast network between them, and no pipeline reaches over several regions if that can be
+avoided. So where a run is in several, equal devices in two of them are of two classes.
+"""
+
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -13,6 +18,38 @@ _RESERVED_PART = 16
 """A worker also loses a sixteenth of its share, which the allocator cannot give out in one piece."""
 
 
+_AT = " @ "
+"""Between a device class and its region."""
+MAX_ZONE = 100
+ZONE = r"^[\w.:+-]+(/[\w.:+-]+)*$"
+"""Of a zone: its region, a slash and its own name, or a name alone, which is then the region's too."""
+
+
+def is_zone(text: str) -> bool:
+    """Whether this can be a zone."""
+    return len(text) <= MAX_ZONE and re.fullmatch(ZONE, text) is not None
+
+
+def region_of_zone(zone: str) -> str:
+    """The region that a zone is in, such as ``us-east-1`` of ``us-east-1/us-east-1a``."""
+    return zone.rpartition("/")[0] or zone
+
+
+def class_in(device_class: str, region: str) -> str:
+    """The class of such devices in a region; "": in any."""
+    return f"{device_class}{_AT}{region}" if region else device_class
+
+
+def device_of(name: str) -> str:
+    """The class of devices, without the region."""
+    return name.partition(_AT)[0]
+
+
+def region_of(name: str) -> str:
+    """The region of a class; "": any."""
+    return name.partition(_AT)[2]
+
+
 class DeviceFacts(Value):
     """A device with memory of its own."""
 
@@ -23,7 +60,7 @@ class DeviceFacts(Value):
 class ClassSize(Value):
     """Workers whose devices are of one class, and therefore about as fast."""
 
-    name: str = Field(max_length=255, description="such as 'Tesla V100-SXM2-16GB'")
+    name: str = Field(max_length=512, description="such as 'Tesla V100-SXM2-16GB', or that '@' a region")
     workers: int = Field(ge=1)
     memory_bytes: int | None = Field(default=None, gt=0, description="that each of them can count on; None: unknown")
 

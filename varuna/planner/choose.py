@@ -11,6 +11,7 @@ from varuna.planner.asking.ranking import Ranking
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.copies import with_copies
 from varuna.planner.goodput import Expected, expected
+from varuna.planner.pricing.network import are_apart
 from varuna.planner.pricing.predict import Prediction
 from varuna.planner.sweep import equal_pipelines, rank_plans
 
@@ -110,6 +111,10 @@ def run_request(
     """What ``plan_run`` asks for."""
     known = with_options(calibration or nominal_calibration(job.model), job)
     classes = job.classes if sum(each.workers for each in job.classes) == workers else ()
+    # Nominal figures are no reason to send workers away.
+    is_seen = known.across_vms != ETHERNET and (
+        known.across_regions is not None or not are_apart(size.name for size in classes)
+    )
     if memory_bytes is None and known.hardware.memory_bytes is None and not classes:
         memory_bytes = job.memory_bytes
     return PlanRequest(
@@ -122,7 +127,7 @@ def run_request(
         stages=stages,
         tentative=job.combines,
         memory_apart=job.memory_apart,
-        leaves_idle=known.across_vms != ETHERNET,  # nominal figures are no reason to send workers away
+        leaves_idle=is_seen,
         policy=policy,
         losses_per_hour=job.losses_per_hour,
         speeds=job.speeds if len(job.speeds) == workers else (),

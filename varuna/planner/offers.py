@@ -10,15 +10,17 @@ from typing import NamedTuple, TypeVar
 
 from pydantic import Field
 
-from varuna.core.devices import ClassSize
+from varuna.core.devices import ClassSize, region_of
 from varuna.core.plan import Plan
 from varuna.core.value import Value
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import by_goodput
+from varuna.planner.pricing.egress import leaving_bytes
 from varuna.planner.sweep import rank_plans
 
 _PLANNED = 12
 """Fleets that are planned for exactly."""
+_GB = 1e9
 _WEIGHED = 3
 """Plans of each that are weighed by what losses cost."""
 
@@ -32,6 +34,7 @@ class Offer(Value):
     price_per_hour: float = Field(ge=0, description="of a GPU, in dollars")
     losses_per_hour: float = Field(default=0.0, ge=0, description="of a GPU, without notice")
     gpus_per_vm: int = Field(default=1, ge=1)
+    egress_per_gb: float = Field(default=0.0, ge=0, description="dollars for what leaves its region, per 10^9 bytes")
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -49,6 +52,9 @@ class Rented(NamedTuple):
     gpus: tuple[int, ...]
     """by offer"""
     dollars_per_hour: float
+    """of its GPUs, and of what leaves a region"""
+    egress_per_hour: float
+    """of that, dollars for what leaves a region"""
     losses_per_hour: float
     plan: Plan
     examples_per_s: float
@@ -161,7 +167,15 @@ def _planned(request: PlanRequest, offers: Sequence[Offer], guess: _Guess) -> Re
     if used != guess.gpus:  # nobody rents what idles
         dollars_per_hour = sum(offer.price_per_hour * count for offer, count in zip(offers, used, strict=True))
         return _planned(request, offers, _Guess(used, dollars_per_hour, guess.examples_per_s))
-    return Rented(guess.gpus, guess.dollars_per_hour, losses, best.plan, best.expected.examples_per_s)
+    egress = _egress_per_hour(best.plan, asked, offers)
+    return Rented(guess.gpus, guess.dollars_per_hour + egress, egress, losses, best.plan, best.expected.examples_per_s)
+
+
+def _egress_per_hour(plan: Plan, request: PlanRequest, offers: Sequence[Offer]) -> float:
+    """Dollars an hour for what leaves a region."""
+    price = {region_of(offer.device_class): offer.egress_per_gb for offer in offers}
+    dollars = sum(price[region] * size / _GB for region, size in leaving_bytes(plan, request.calibration).items())
+    return dollars * 3600 / plan.step_s if dollars else 0.0
 
 
 def _used(offers: Sequence[Offer], gpus: tuple[int, ...], plan: Plan) -> tuple[int, ...]:

@@ -105,3 +105,34 @@ def test_a_deadline_needs_a_length_and_a_model_a_fleet(offers: Any) -> None:
     code, _, said = offers(entry("a", "gpt2-8.3b-v100.json", 2))
     assert code == 3
     assert "fits on no fleet of these offers" in said
+
+
+def test_what_leaves_a_region_is_paid_for(offers: Any) -> None:
+    near = {"region": "east", "egress_per_gb": 0.05}
+    both = entry("a", SLOW, 12, **near) + entry("b", SLOW, 12, region="west", egress_per_gb=0.05)
+    rows = json.loads(offers(both, "--json")[1])["frontier"]
+    for row in rows:
+        is_apart = len(row["gpus"]) == 2
+        assert (row["egress_dollars_per_hour"] > 0) == is_apart
+        assert row["dollars_per_hour"] > row["egress_dollars_per_hour"]
+    assert rows[-1]["gpus"] == {"a": 12, "b": 12}
+    assert "egress" in offers(both)[1]
+    one = entry("a", SLOW, 12, **near) + entry("b", SLOW, 12, **near)
+    assert "egress" not in offers(one)[1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "complaint"),
+    [
+        ({"egress_per_gb": 0.1}, {}, "has egress_per_gb, but no region. Add region."),
+        ({"region": "a", "egress_per_gb": 0.1}, {"region": "a", "egress_per_gb": 0.2}, "0.2 here and 0.1 in another"),
+        ({"region": "a b"}, {}, "offer 1: region: String should match pattern"),
+        ({"region": "a", "egress_per_gb": -1}, {}, "offer 1: egress_per_gb: Input should be greater"),
+    ],
+)
+def test_regions_that_make_no_sense_are_refused(
+    offers: Any, first: dict[str, object], second: dict[str, object], complaint: str
+) -> None:
+    code, _, err = offers(entry("a", SLOW, **first) + entry("b", SLOW, **second))
+    assert code == 2
+    assert complaint in err

@@ -231,6 +231,12 @@ def test_wrong_use_of_manager_and_agent_is_explained(shell: Shell, arguments: tu
     assert (code, said in err) == (2, True)
 
 
+def test_a_zone_that_is_none_is_refused(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VARUNA_ZONE", "rack 1")
+    code, _, err = shell("agent", "varuna://half", "--", "x.py")
+    assert (code, "VARUNA_ZONE='rack 1' is not a zone: write a region" in err) == (2, True)
+
+
 def test_open_gives_a_link_that_works_once_and_only_its_owner_sees(
     manager: RunningManager, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,15 @@
 import pytest
 
-from varuna.core.devices import DeviceFacts, reserved_bytes, worker_bytes
+from varuna.core.devices import (
+    DeviceFacts,
+    class_in,
+    device_of,
+    is_zone,
+    region_of,
+    region_of_zone,
+    reserved_bytes,
+    worker_bytes,
+)
 
 GIB = 2**30
 
@@ -33,3 +42,17 @@ def test_nobody_knows_without_a_device(devices: list[None]) -> None:
 
 def test_a_worker_that_has_not_said_takes_nothing_from_the_others() -> None:
     assert worker_bytes([None, gpu("a")]) == 74 * GIB
+
+
+def test_a_class_in_a_region_says_of_which_device_and_where() -> None:
+    name = class_in("Tesla V100-SXM2-16GB", region_of_zone("us-east-1/us-east-1a"))
+    assert (device_of(name), region_of(name)) == ("Tesla V100-SXM2-16GB", "us-east-1")
+    assert class_in("CPU", "") == "CPU"
+    assert (device_of("CPU"), region_of("CPU")) == ("CPU", "")
+    assert region_of_zone("office") == "office"
+
+
+@pytest.mark.parametrize("text", ["", "/", "a/", "/a", "a b", "a\n", "a@b", "x" * 101])
+def test_not_everything_is_a_zone(text: str) -> None:
+    assert not is_zone(text)
+    assert is_zone("rack:1/a.b-c_d+e")

@@ -60,6 +60,7 @@ class Metadata(Service):
     action: ClassVar[str | None] = None
     rebalance: ClassVar[str | None] = None
     life_cycle: ClassVar[str | None] = None
+    zone: ClassVar[str | None] = None
     tokens_given: ClassVar[int] = 0
 
     def do_PUT(self) -> None:
@@ -75,6 +76,8 @@ class Metadata(Service):
             "/latest/meta-data/spot/instance-action": self.action,
             "/latest/meta-data/events/recommendations/rebalance": self.rebalance,
             "/latest/meta-data/instance-life-cycle": self.life_cycle,
+            "/latest/meta-data/placement/region": self.zone and self.zone[:-1],
+            "/latest/meta-data/placement/availability-zone": self.zone,
         }.get(self.path)
         if self.headers.get("X-aws-ec2-metadata-token") != self.token:
             self.say(401, "Unauthorized")
@@ -88,7 +91,7 @@ class Metadata(Service):
 def metadata_service() -> Iterator[str]:
     """AWS's URL; what it answers is set on ``Metadata``."""
     Metadata.token, Metadata.action, Metadata.rebalance, Metadata.tokens_given = "t0", None, None, 0
-    Metadata.life_cycle = None
+    Metadata.life_cycle = Metadata.zone = None
     with serving(Metadata) as url:
         yield url
 
@@ -99,6 +102,7 @@ class AzureMetadata(Service):
     events: ClassVar[list[dict[str, object]]] = []
     approved: ClassVar[list[str]] = []
     priority: ClassVar[str] = "Regular"
+    zone: ClassVar[str] = ""
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
@@ -109,6 +113,10 @@ class AzureMetadata(Service):
             self.say(200, "trainers_3", "text/plain; charset=utf-8")
         elif parts.path == "/metadata/instance/compute/priority":
             self.say(200, self.priority, "text/plain; charset=utf-8")
+        elif parts.path == "/metadata/instance/compute/location":
+            self.say(200, "westeurope", "text/plain; charset=utf-8")
+        elif parts.path == "/metadata/instance/compute/zone":
+            self.say(200, self.zone, "text/plain; charset=utf-8")
         elif parts.path == "/metadata/scheduledevents":
             self.say(200, json.dumps({"DocumentIncarnation": 2, "Events": self.events}), "application/json")
         else:
@@ -131,6 +139,7 @@ class GoogleMetadata(Service):
     preempted: ClassVar[str] = "FALSE"
     maintenance: ClassVar[str] = "NONE"
     preemptible: ClassVar[str] = "FALSE"
+    zone: ClassVar[str] = "projects/123/zones/us-central1-a"
     changed: ClassVar[threading.Event] = threading.Event()
     held: ClassVar[threading.Event] = threading.Event()
 
@@ -147,6 +156,7 @@ class GoogleMetadata(Service):
             "/computeMetadata/v1/instance/preempted": self.preempted,
             "/computeMetadata/v1/instance/maintenance-event": self.maintenance,
             "/computeMetadata/v1/instance/scheduling/preemptible": self.preemptible,
+            "/computeMetadata/v1/instance/zone": self.zone,
         }.get(parts.path)
         if found is None:
             self.say(404, "", Metadata_Flavor="Google")

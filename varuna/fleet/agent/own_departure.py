@@ -1,9 +1,9 @@
-"""What an agent knows of its own machine's end: when it will be taken away, why, or that it may be. Pure."""
+"""What an agent knows of its own machine: where it is, when it will be taken away, why, or that it may be. Pure."""
 
 from dataclasses import dataclass
 
-from varuna.fleet.net.protocol import MAX_REASON, AdviceSeen, SpotNoticeSeen, SpotSeen
-from varuna.fleet.notices.notice import Preemptible
+from varuna.fleet.net.protocol import MAX_REASON, AdviceSeen, SpotNoticeSeen, SpotSeen, ZoneSeen
+from varuna.fleet.notices.notice import InZone, Preemptible
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,10 @@ class RiskWarning:
     reason: str
 
 
-Foreseen = SpotWarning | RiskWarning | Preemptible
-"""What an agent learns of its machine's future."""
+Foreseen = SpotWarning | RiskWarning | Preemptible | InZone
+"""What an agent learns of its machine's place and future."""
+Seen = SpotNoticeSeen | AdviceSeen | SpotSeen | ZoneSeen
+"""What it tells the manager of that."""
 
 
 class OwnDeparture:
@@ -32,6 +34,7 @@ class OwnDeparture:
         self._until_s: float | None = None
         self._reason = self._advice = ""
         self._is_spot, self._signals = False, 0
+        self._zone = ""
 
     @property
     def is_near(self) -> bool:
@@ -50,6 +53,9 @@ class OwnDeparture:
             case Preemptible() if not self._is_spot:
                 self._is_spot = True
                 return "this machine may be taken away at any time: its cloud rents it as such"
+            case InZone(zone=zone) if not self._zone:
+                self._zone = zone
+                return f"this machine is in {zone}"
         return ""
 
     def note_signal(self) -> bool:
@@ -61,9 +67,11 @@ class OwnDeparture:
         """Whether the deadline has passed."""
         return self._until_s is not None and now_s >= self._until_s
 
-    def to_say(self, now_s: float) -> list[SpotNoticeSeen | AdviceSeen | SpotSeen]:
+    def to_say(self, now_s: float) -> list[Seen]:
         """What the manager should know; again, if it has started anew."""
-        said: list[SpotNoticeSeen | AdviceSeen | SpotSeen] = []
+        said: list[Seen] = []
+        if self._zone:
+            said.append(ZoneSeen(zone=self._zone))
         if self._is_spot:
             said.append(SpotSeen())
         if self._advice:

@@ -13,7 +13,7 @@ from varuna.fleet.machine.exits import (
     settle_leaving,
 )
 from varuna.fleet.machine.forming import form
-from varuna.fleet.machine.joins import note_hello, note_spawned, spawn_missing
+from varuna.fleet.machine.joins import note_hello, note_spawned, note_zone, spawn_missing
 from varuna.fleet.machine.leases import hear, look_around, note_parted, note_tick, take_back
 from varuna.fleet.machine.leases import note_beat as note_waiting
 from varuna.fleet.machine.planned_morphs import plan_ahead
@@ -44,6 +44,7 @@ from varuna.fleet.state.inputs import (
     WorkerDistrusted,
     WorkerExited,
     WorkerSpawned,
+    ZoneReceived,
 )
 from varuna.fleet.state.outputs import Collect, Complain, Instruction
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
@@ -84,8 +85,8 @@ def _note(transition: Transition, event: Event) -> None:
         case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():
             if event.worker in transition.fleet.workers:  # the lost and the refused are not heard any more
                 _note_worker(transition, event)
-        case NoticeReceived() | DrainRequested() | AdviceReceived() | SpotReceived():
-            _note_future(transition, event)
+        case NoticeReceived() | DrainRequested() | AdviceReceived() | SpotReceived() | ZoneReceived():
+            _note_machine(transition, event)
         case AnswerReceived(question=question, number=number, answer=answer):
             transition.note_answer(question, number, answer)
         case Recalibrated(generation=generation, expected_s=expected_s, link_bytes_per_s=link_bytes_per_s):
@@ -96,11 +97,14 @@ def _note(transition: Transition, event: Event) -> None:
             _note_wish(transition, event)
 
 
-def _note_future(
-    transition: Transition, event: NoticeReceived | DrainRequested | AdviceReceived | SpotReceived
+def _note_machine(
+    transition: Transition, event: NoticeReceived | DrainRequested | AdviceReceived | SpotReceived | ZoneReceived
 ) -> None:
-    """Take down that a machine will leave, or may."""
+    """Take down that a machine will leave, or may, or where it is."""
     match event:
+        case ZoneReceived(node=node, zone=zone):
+            hear(transition, node)
+            note_zone(transition, node, zone)
         case AdviceReceived():
             hear(transition, event.node)
             note_risk(transition, event)

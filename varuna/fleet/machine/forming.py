@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from varuna.core.dealing import shares_text
+from varuna.core.devices import region_of_zone
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import Assign
 from varuna.core.model import JobFacts
@@ -18,6 +19,7 @@ from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage, s
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, FinishWish, Obstacle, Rejected
 from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.keepers import keepers
 from varuna.fleet.state.phases import Idle, Running
 from varuna.fleet.state.questions import (
     Checkpoint,
@@ -228,6 +230,7 @@ def _start(
     holders = holders_of(plan, job.model.sections, shared=True) if job.memory.shard_optimizer else None
     lent = {name: _holding(fleet, name).lent for name in holdings}
     nodes = {name: worker.node for name, worker in fleet.workers.items()}
+    zones = {name: fleet.zones.get(node, "") for name, node in nodes.items()}
     seated = placement.seat_by_speed(
         plan,
         ordered,
@@ -239,13 +242,24 @@ def _start(
         own=_ran(fleet),
         lent=lent,
         holders=holders,
-        classes={name: worker.device_class for name, worker in fleet.workers.items()},
+        classes=fleet.device_classes(fleet.workers),
+        zones=zones,
     )
     # Who is left out may still be the source of somebody's state.
     placed = frozenset(seated)
     members = (*seated, *(name for name in fleet.joined if name not in placed))
+    regions = [region_of_zone(zones[name]) for name in members] if any(zones.values()) else []
     moves = (
-        placement.transfers(plan, members, holdings, weights, lent=lent, holders=holders, following=_following(job))
+        placement.transfers(
+            plan,
+            members,
+            holdings,
+            weights,
+            lent=lent,
+            holders=holders,
+            following=_following(job),
+            regions=regions,
+        )
         if origin.from_holders
         else ()
     )
@@ -269,7 +283,7 @@ def _start(
         steps_redone=max(0, undone) + phase.in_flight,
         kept_micro_batches=left.kept if left is not None else 0,
         remainder=left,
-        keepers=placement.keepers(plan, [nodes[name] for name in seated[: plan.workers]]),
+        keepers=keepers(plan, [nodes[name] for name in members[: plan.workers]], regions[: plan.workers]),
         moved_sections=len(moves),
         rollback=rollback,
         losses_per_hour=fleet.loss_rate.planned_per_hour,

@@ -28,6 +28,16 @@ def note_spawned(transition: Transition, name: str, node: str) -> None:
     transition.expire_by(transition.now_s + fleet.config.start_timeout_s)
 
 
+def note_zone(transition: Transition, node: str, zone: str) -> None:
+    """Note where a machine is; plans that were made without knowing it are made anew."""
+    fleet = transition.fleet
+    if fleet.zones.get(node) != zone:
+        here = fleet.nodes or fleet.workers.nodes
+        known = {name: where for name, where in fleet.zones.items() if name in here}
+        transition.update(zones={**known, node: zone})
+        transition.ask_anew()
+
+
 def spawn_missing(transition: Transition) -> None:
     """Ask for the workers that should exist, unless the last ones died at once."""
     missing = transition.fleet.missing

@@ -2,19 +2,18 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 
 from varuna.core.devices import are_enough
 from varuna.core.messages import Transfer
-from varuna.core.plan import Copies, Plan
+from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import Holders, held_by
 
 Holdings = Mapping[str, frozenset[int]]
 """Sections whose state each worker has, at the common next step: whole, or (lent) without optimizer state."""
 _NOTHING: frozenset[int] = frozenset()
-_SHIFTS_TRIED = 8
-"""Of each kind: a large fleet has thousands of ranks."""
 
 
 def seat(
@@ -24,6 +23,7 @@ def seat(
     weights: Sequence[int],
     *,
     nodes: Mapping[str, str] | None = None,
+    zones: Mapping[str, str] | None = None,
     kept: Sequence[str] = (),
     own: Holdings | None = None,
     lent: Holdings | None = None,
@@ -36,7 +36,8 @@ def seat(
     that fewer others could run as well, and who ran most of it before who keeps a copy of it, whose sums of gradients
     are older. Among equals still, who comes earlier in ``workers`` gets the lower rank, so a caller that lists the
     members by their old rank keeps rank 0 (whose output people read) where it is. A worker that may sit in several
-    replicas sits beside one of its own node, since what neighbours say to each other then does not cross the network.
+    replicas sits beside one of its own node, since what neighbours say to each other then does not cross the network,
+    or else of its own zone, where a network is fast and costs nothing.
 
     Args:
         plan: at most as many ranks as there are workers.
@@ -44,6 +45,7 @@ def seat(
         holdings: sections that each worker has whole; a worker that is missing has none.
         weights: bytes of each section's state.
         nodes: VM of each worker; without it, all are on VMs of their own.
+        zones: of each worker; without it, all are in one.
         kept: the grid that ran this same plan before: whoever still has its state keeps its seat.
         own: sections that each worker ran last; what else it has is a copy. Without it, nothing is.
         lent: sections that each worker has without optimizer state.
@@ -51,7 +53,7 @@ def seat(
         classes: of the workers' devices; without them, or where the plan names none, all may sit everywhere.
     """
     wanted = _Wanted(plan, holders)
-    seating = _Seating(plan, nodes or {worker: worker for worker in workers})
+    seating = _Seating(plan, nodes or {worker: worker for worker in workers}, zones or dict.fromkeys(workers, ""))
     standing = dict(enumerate(workers))
     order_of = {worker: order for order, worker in standing.items()}
     for rank, worker in enumerate(kept):
@@ -96,12 +98,12 @@ def seat(
 
             seating.sit(seating.best_rank(worker, slot, None if holders is None else matched), worker)
     queues = {
-        name: _Queue({order: worker for order, worker in standing.items() if class_of(worker) == name}, seating.nodes)
+        name: _Queue({order: worker for order, worker in standing.items() if class_of(worker) == name}, seating)
         for name in {*wanted_class}
     }
     for rank in range(plan.workers):
         if rank not in seating.seats:
-            order = queues[wanted_class[plan.slot_of(rank)]].take(seating.beside(rank))
+            order = queues[wanted_class[plan.slot_of(rank)]].take(rank)
             seating.sit(rank, standing.pop(order))
     return (*(seating.seats[rank] for rank in range(plan.workers)), *standing.values())
 
@@ -114,6 +116,7 @@ def seat_by_speed(
     weights: Sequence[int],
     *,
     nodes: Mapping[str, str] | None = None,
+    zones: Mapping[str, str] | None = None,
     kept: Sequence[str] = (),
     own: Holdings | None = None,
     lent: Holdings | None = None,
@@ -129,28 +132,19 @@ def seat_by_speed(
         holdings: see ``seat``, as for what follows.
         weights: see ``seat``.
         nodes: see ``seat``.
+        zones: see ``seat``.
         kept: see ``seat``.
         own: see ``seat``.
         lent: see ``seat``.
         holders: see ``seat``.
         classes: see ``seat``; a plan with speeds names none.
     """
+    alike = partial(seat, holdings=holdings, weights=weights, nodes=nodes, zones=zones, own=own, lent=lent)
     if not plan.speeds:
         fast = [name for name in workers if speeds.get(name, 1.0) == 1.0]
         there = Counter((classes or {}).get(name, "") for name in fast)
         chosen = fast if are_enough(plan.classes, there) else workers
-        seated_alike = seat(
-            plan,
-            chosen,
-            holdings,
-            weights,
-            nodes=nodes,
-            kept=kept,
-            own=own,
-            lent=lent,
-            holders=holders,
-            classes=classes,
-        )
+        seated_alike = alike(plan, chosen, kept=kept, holders=holders, classes=classes)
         left = frozenset(workers).difference(chosen)
         return (*seated_alike, *(name for name in workers if name in left))
     waiting = sorted(workers, key=lambda name: speeds.get(name, 1.0), reverse=True)
@@ -161,14 +155,9 @@ def seat_by_speed(
         begin, count = first * plan.stages, replicas * plan.stages
         # More may be fast enough than there are seats: those whose state fits best get them.
         enough = {name for name in waiting if speeds.get(name, 1.0) >= speed}
-        found = seat(
+        found = alike(
             plan.model_copy(update={"replicas": replicas, "speeds": ()}),
             [name for name in workers if name in enough],
-            holdings,
-            weights,
-            nodes=nodes,
-            own=own,
-            lent=lent,
             kept=kept[begin : begin + count],
             holders=None if holders is None else _of_replicas(holders, range(first, first + replicas)),
         )[:count]
@@ -184,37 +173,48 @@ def _of_replicas(holders: Holders, replicas: range) -> Holders:
 
 
 class _Seating:
-    """Workers' ranks so far, and which free ranks are beside workers of a node."""
+    """Workers' ranks so far, and which free ranks are beside workers of a node, or of its zone."""
 
-    def __init__(self, plan: Plan, nodes: Mapping[str, str]) -> None:
-        self.plan, self.nodes, self._depths = plan, nodes, plan.depths
+    def __init__(self, plan: Plan, nodes: Mapping[str, str], zones: Mapping[str, str]) -> None:
+        self.plan, self.nodes, self.zones, self._depths = plan, nodes, zones, plan.depths
         self.seats: dict[int, str] = {}
         self.free = [dict.fromkeys(slot.ranks) for slot in plan.slots]
         """By slot of the plan: its free ranks, ascending."""
-        self._at: dict[str, list[int]] = {}  # by node: the ranks of its workers
+        self._at: dict[str, list[int]] = {}  # by node and by zone: the ranks of its workers
+        self._in: dict[str, list[int]] = {}
+        self._has_zones = len(set(zones.values())) > 1
 
     def sit(self, rank: int, worker: str) -> None:
         """Give a worker a free rank."""
         self.seats[rank] = worker
         del self.free[self.plan.slot_of(rank)][rank]
         self._at.setdefault(self.nodes[worker], []).append(rank)
+        if self._has_zones:
+            self._in.setdefault(self.zones[worker], []).append(rank)
 
     def best_rank(self, worker: str, slot: int, matched: Callable[[int], int] | None) -> int:
-        """The free rank of a slot that has most neighbours of the worker's node.
+        """The free rank of a slot that has most neighbours of the worker's node, and then of its zone.
 
         Among equals the one whose state the worker has most bytes of (``matched``; None: it is all the same), then the
-        lowest. Where nothing is matched, only ranks beside the worker's node and the first one have to be looked at.
+        lowest. Where nothing is matched, only ranks beside the worker's node or zone and the first one have to be
+        looked at.
         """
-        free, node = self.free[slot], self.nodes[worker]
-        if matched is None:
-            beside = (near for rank in self._at.get(node, ()) for near in self._neighbours(rank))
-            ranks: set[int] = {next(iter(free)), *(rank for rank in beside if rank in free)}
-            return max(ranks, key=lambda rank: (self.beside(rank)[node], 0, -rank))
-        return max(free, key=lambda rank: (self.beside(rank)[node], matched(rank), -rank))
+        free, node, zone = self.free[slot], self.nodes[worker], self.zones[worker]
 
-    def beside(self, rank: int) -> Counter[str]:
-        """How many of a rank's neighbours in the pipeline are on each node."""
-        return Counter(self.nodes[self.seats[other]] for other in self._neighbours(rank) if other in self.seats)
+        def fits(rank: int) -> tuple[int, int, int, int]:
+            near = self.beside(rank, self.nodes)[node], self.beside(rank, self.zones)[zone] if self._has_zones else 0
+            return *near, 0 if matched is None else matched(rank), -rank
+
+        if matched is None:
+            seated = (*self._at.get(node, ()), *self._in.get(zone, ()))
+            beside = (near for rank in seated for near in self._neighbours(rank))
+            ranks: set[int] = {next(iter(free)), *(rank for rank in beside if rank in free)}
+            return max(ranks, key=fits)
+        return max(free, key=fits)
+
+    def beside(self, rank: int, places: Mapping[str, str]) -> Counter[str]:
+        """How many of a rank's neighbours in the pipeline are at each place: nodes, or zones."""
+        return Counter(places[self.seats[other]] for other in self._neighbours(rank) if other in self.seats)
 
     def _neighbours(self, rank: int) -> list[int]:
         replica, stage = self.plan.place_of(rank)
@@ -222,27 +222,55 @@ class _Seating:
 
 
 class _Queue:
-    """Workers that hold nothing and wait for a seat, by their order."""
+    """Workers that hold nothing and wait for a seat: by zone, and in it by node."""
+
+    def __init__(self, standing: Mapping[int, str], seating: _Seating) -> None:
+        self._seating = seating
+        by_zone: dict[str, dict[int, str]] = {}
+        for order, worker in standing.items():
+            by_zone.setdefault(seating.zones[worker], {})[order] = worker
+        self._zones = {zone: _Crowds(workers, seating.nodes) for zone, workers in by_zone.items()}
+
+    def take(self, rank: int) -> int:
+        """The order of one whose node, or else whose zone, is beside the seat, else of the fullest zone and node."""
+        seating, nodes = self._seating, self._seating.beside(rank, self._seating.nodes)
+        for crowds in self._zones.values():
+            if (order := crowds.take_beside(nodes)) is not None:
+                return order
+        beside = seating.beside(rank, seating.zones)
+        waiting = {zone: crowds for zone, crowds in self._zones.items() if crowds.size}
+        return waiting[max(waiting, key=lambda zone: (beside[zone], waiting[zone].size))].take_fullest()
+
+
+class _Crowds:
+    """Workers of one zone that wait for a seat, by node."""
 
     def __init__(self, standing: Mapping[int, str], nodes: Mapping[str, str]) -> None:
         self._crowds: dict[str, deque[int]] = {}
         for order, worker in standing.items():
             self._crowds.setdefault(nodes[worker], deque()).append(order)
+        self.size = len(standing)
         self._fullest = [(-len(crowd), crowd[0], node) for node, crowd in self._crowds.items()]
         heapify(self._fullest)
 
-    def take(self, beside: Mapping[str, int]) -> int:
-        """The order of one whose node is beside the seat, else of one of the fullest node; among equals the first."""
+    def take_beside(self, beside: Mapping[str, int]) -> int | None:
+        """The order of one whose node is beside the seat, if there is one; of several nodes, of the fullest."""
         near = [node for node in beside if self._crowds.get(node)]
-        if near:
-            crowds = self._crowds
-            node = max(near, key=lambda node: (beside[node], len(crowds[node]), -crowds[node][0]))
-        else:
-            while True:  # what was put in before somebody of that node was seated is out of date
-                size, first, node = heappop(self._fullest)
-                crowd = self._crowds[node]
-                if crowd and (-len(crowd), crowd[0]) == (size, first):
-                    break
+        if not near:
+            return None
+        crowds = self._crowds
+        return self._take(max(near, key=lambda node: (beside[node], len(crowds[node]), -crowds[node][0])))
+
+    def take_fullest(self) -> int:
+        """The order of one of the fullest node; among equals, the first."""
+        while True:  # what was put in before somebody of that node was seated is out of date
+            size, first, node = heappop(self._fullest)
+            crowd = self._crowds[node]
+            if crowd and (-len(crowd), crowd[0]) == (size, first):
+                return self._take(node)
+
+    def _take(self, node: str) -> int:
+        self.size -= 1
         order = self._crowds[node].popleft()
         if self._crowds[node]:
             heappush(self._fullest, (-len(self._crowds[node]), self._crowds[node][0], node))
@@ -276,6 +304,7 @@ def transfers(
     lent: Holdings | None = None,
     holders: Holders | None = None,
     following: Container[int] = (),
+    regions: Sequence[str] = (),
 ) -> tuple[Transfer, ...]:
     """Copies that give each seat its sections, with the bytes spread evenly over the sources.
 
@@ -289,6 +318,7 @@ def transfers(
         lent: sections that each worker has without optimizer state.
         holders: by section, the replicas that will hold it whole; None: all.
         following: sections whose optimizer state may come while the first step runs.
+        regions: of each of ``members``, whose own has it from there; (): all are in one.
     """
     wanted = _Wanted(plan, holders)
     whole = [holdings.get(worker, _NOTHING) for worker in members]
@@ -302,55 +332,16 @@ def transfers(
             is_lent = section not in updated
             had = known if is_lent else whole
             if section not in had[rank]:
-                source = min(sources[is_lent][section], key=lambda source: (sent_bytes[source], source))
+                source = min(
+                    sources[is_lent][section],
+                    key=lambda source: (bool(regions) and regions[source] != regions[rank], sent_bytes[source], source),
+                )
                 sent_bytes[source] += weights[section]
                 follows = not is_lent and section in following
                 moves.append(
                     Transfer(section=section, source_rank=source, target_rank=rank, lent=is_lent, follows=follows)
                 )
     return tuple(moves)
-
-
-def keepers(plan: Plan, nodes: Sequence[str]) -> tuple[int | None, ...]:
-    """By rank, who keeps its copies; () if none are made. Each rank keeps those of one at most.
-
-    They are on other nodes, since a node takes all its workers with it; all are alike if there is one node only. Where
-    one node has most of the ranks, state has a copy there all the same, and sums, which are worth less, have none. Two
-    keep each other's state: of all pairs that may be lost at once, half as many take a state along as in a ring.
-
-    Args:
-        plan: of the generation.
-        nodes: VM of each rank.
-    """
-    ranks = range(plan.workers)
-    if not plan.copies.are_made or len(ranks) < 2:
-        return ()
-    if len(set(nodes)) == 1:
-        nodes = list(map(str, ranks))
-    shifts = range(1, min(plan.workers, 1 + _SHIFTS_TRIED))
-    tried = [[(rank + shift) % plan.workers for rank in ranks] for shift in shifts]
-    if plan.copies is Copies.STATE:
-        tried.insert(0, _in_pairs(plan.workers))
-    else:  # replicas first: who runs the same sections goes on from a copy of their sums without moving it
-        alike = range(plan.stages, plan.workers, plan.stages)[:_SHIFTS_TRIED]
-        tried[:0] = [[(rank + shift) % plan.workers for rank in ranks] for shift in alike]
-    for found in tried:
-        if all(nodes[rank] != nodes[keeper] for rank, keeper in zip(ranks, found, strict=True)):
-            return tuple(found)
-    # Past the largest node, in a row in which each node's ranks are together, and the largest node's come first.
-    sizes = Counter(nodes)
-    row = sorted(ranks, key=lambda rank: (-sizes[nodes[rank]], nodes[rank], rank))
-    most = max(sizes.values())
-    by_rank = {rank: row[(place + most) % len(row)] for place, rank in enumerate(row)}
-    is_kept = plan.copies is Copies.STATE
-    return tuple(by_rank[rank] if is_kept or nodes[rank] != nodes[by_rank[rank]] else None for rank in ranks)
-
-
-def _in_pairs(workers: int) -> list[int]:
-    """By rank, the other one of its pair; of an odd number, the last three are in a ring."""
-    half = (workers - workers % 2 * 3) // 2
-    pairs = [(rank + half) % (2 * half) for rank in range(2 * half)]
-    return [*pairs, *(2 * half + (place + 1) % 3 for place in range(workers - 2 * half))]
 
 
 def _ranks_by_section(sections: int, holdings: Sequence[frozenset[int]]) -> list[list[int]]:

@@ -42,6 +42,7 @@ from varuna.fleet.net.protocol import (
     UpBody,
     UpItem,
     Welcome,
+    ZoneSeen,
     greeting,
     up_frame,
 )
@@ -338,7 +339,7 @@ class AgentServer:
 
     def _note(self, link: AgentLink, body: UpBody) -> None:
         """Pass on what an agent says."""
-        if not isinstance(body, SpotNoticeSeen | AdviceSeen | SpotSeen):
+        if not isinstance(body, SpotNoticeSeen | AdviceSeen | SpotSeen | ZoneSeen):
             check_belongs(link.node, body.worker)
         match body:
             case Started(worker=worker):
@@ -353,7 +354,7 @@ class AgentServer:
             case ProcessEnded(worker=worker, exited=exited):
                 link.workers.discard(worker)
                 self._pulses.post(WorkerExited(worker, exited.code, exited.stderr_tail))
-            case SpotNoticeSeen() | AdviceSeen() | SpotSeen():
+            case SpotNoticeSeen() | AdviceSeen() | SpotSeen() | ZoneSeen():
                 self._pulses.post(foreseen(link.node, body, time.monotonic()))
             case Output():
                 self._logs.write(body)

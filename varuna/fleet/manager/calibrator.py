@@ -19,6 +19,7 @@ from varuna.calibration.feedback.refine import costs_of, predicted, refine
 from varuna.calibration.file import RUN_FILE, check_matches
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
+from varuna.core.devices import device_of
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
@@ -32,6 +33,7 @@ from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Not
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import RunPlanner, with_options
 from varuna.planner.micro_batch import describe_sizes, knows_sizes
+from varuna.planner.pricing.network import across_regions, are_apart, with_rings
 from varuna.planner.pricing.predict import Prediction
 from varuna.planner.pricing.spanning import stages_of
 
@@ -135,10 +137,13 @@ class Calibrator:
             check_matches(self._given, job.model)
             if self.calibration is None:
                 return self._given
-            if name in self._given.classes or "" in self._given.classes:
+            if not {name, device_of(name), ""}.isdisjoint(self._given.classes):
                 return None
         known = remembered(job, self._cache(job, name), name) if self._cache is not None else None
-        offered = self._offered.get(name) or self._offered.get("")  # of a file that names no class
+        device = device_of(name)
+        if self.calibration is not None and known is None and device in map(device_of, self.calibration.classes):
+            return None  # of another region
+        offered = self._offered.get(device) or self._offered.get("")  # of a file that names no class
         if known is not None and (offered is None or knows_sizes(known, job.global_batch)):
             return known
         return offered if offered is not None and offered.section_count == len(job.model.sections) else known
@@ -222,6 +227,7 @@ class Calibrator:
         Pipelines that are planned for any class may run on several: they say nothing of one.
         """
         found, names = self.calibration, set[str]()
+        is_apart = are_apart(plan.classes)  # what sums take is then of the network between regions
         for replicas, cut in plan.cuts:
             parts = dict[str, list[int] | None](stages_of(cut.stage_classes)) or {cut.device_class: None}
             for name, own in parts.items():
@@ -230,10 +236,16 @@ class Calibrator:
                 if stages and (plan.is_by_class or base.classes == ("",)):
                     alone, is_whole = plan.as_if_all(cut) if plan.more else plan, not plan.more
                     known = base.of(name)
-                    refined = refine(known, alone, stages, options=self._for_job, is_whole=is_whole, own=own)
+                    seen = with_rings(known, across_regions(base).rings) if is_apart else known
+                    refined = refine(seen, alone, stages, options=self._for_job, is_whole=is_whole, own=own)
+                    if is_apart and own is None:
+                        base = base.model_copy(update={"across_regions": refined.across_vms})
+                        refined = with_rings(refined, known.across_vms.rings)
                     hardware = refined.hardware.model_copy(update={"device_class": name})
                     refined = refined.model_copy(update={"hardware": hardware})
                     found = refined if found is None else found.with_class(refined)
+        if found is not None:
+            found = found.model_copy(update={"across_regions": base.across_regions})
         # Figures that were for any class make room for what was measured.
         return found if found is None or "" in plan.classes else found.without_any()
 

@@ -7,7 +7,7 @@ remembers nothing but its journal.
 from dataclasses import dataclass
 
 from varuna.core.messages import FromWorker, Hello, Suspect
-from varuna.fleet.net.protocol import AdviceSeen, SpotNoticeSeen, SpotSeen, WorkerSnapshot
+from varuna.fleet.net.protocol import AdviceSeen, SpotNoticeSeen, SpotSeen, WorkerSnapshot, ZoneSeen
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AdviceReceived,
@@ -17,6 +17,7 @@ from varuna.fleet.state.inputs import (
     SpotReceived,
     WorkerExited,
     WorkerSpawned,
+    ZoneReceived,
 )
 from varuna.fleet.state.phases import Running
 
@@ -94,12 +95,14 @@ def check_speaker(worker: str, message: FromWorker) -> None:
         raise ValueError(f"worker {worker} claims to be {message.worker}")
 
 
-def foreseen(node: str, seen: SpotNoticeSeen | AdviceSeen | SpotSeen, now_s: float) -> Event:
-    """The event for what an agent has learned of its machine's future."""
+def foreseen(node: str, seen: SpotNoticeSeen | AdviceSeen | SpotSeen | ZoneSeen, now_s: float) -> Event:
+    """The event for what an agent has learned of its machine's place and future."""
     match seen:
         case SpotNoticeSeen(in_s=in_s, reason=reason):
             return NoticeReceived(node, now_s + in_s, reason)
         case AdviceSeen(reason=reason):
             return AdviceReceived(node, reason)
+        case ZoneSeen(zone=zone):
+            return ZoneReceived(node, zone)
         case SpotSeen():
             return SpotReceived(node)

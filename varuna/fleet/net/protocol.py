@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
+from varuna.core.devices import MAX_ZONE, ZONE
 from varuna.core.messages import Beat, FromWorker, ToWorker
 from varuna.core.value import Value
 from varuna.fleet.net.host_facts import HostFacts
@@ -176,8 +177,15 @@ class SpotSeen(Value):
     kind: Literal["spot"] = "spot"
 
 
+class ZoneSeen(Value):
+    """Where this machine is: its region, a slash and its zone, or one name for both."""
+
+    kind: Literal["zone"] = "zone"
+    zone: str = Field(pattern=ZONE, max_length=MAX_ZONE)
+
+
 UpBody = Annotated[
-    Started | Said | Parted | ProcessEnded | Output | Printed | SpotNoticeSeen | AdviceSeen | SpotSeen,
+    Started | Said | Parted | ProcessEnded | Output | Printed | SpotNoticeSeen | AdviceSeen | SpotSeen | ZoneSeen,
     Field(discriminator="kind"),
 ]
 

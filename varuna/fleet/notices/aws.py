@@ -16,6 +16,7 @@ _TOKEN_TTL_S = 21600
 _ACTION = "/latest/meta-data/spot/instance-action"
 _REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 _LIFE_CYCLE = "/latest/meta-data/instance-life-cycle"
+_REGION, _ZONE = "/latest/meta-data/placement/region", "/latest/meta-data/placement/availability-zone"
 
 
 def parse_instance_action(body: str, now_s: float) -> SpotNotice:
@@ -85,6 +86,17 @@ class AwsNotices:
             NoAnswerError: the service does not say.
         """
         return self._ask(_LIFE_CYCLE).body.strip() == "spot"
+
+    def zone(self) -> str:
+        """Where this machine is.
+
+        Raises:
+            NoAnswerError: the service does not say.
+        """
+        region, zone = self._ask(_REGION), self._ask(_ZONE)
+        if region.status != 200 or zone.status != 200:
+            raise NoAnswerError(f"status {zone.status}")
+        return f"{region.body.strip()}/{zone.body.strip()}"
 
     def poll(self) -> list[CloudNotice]:
         """What it says now.

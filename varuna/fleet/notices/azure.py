@@ -15,6 +15,8 @@ ENDPOINT_VARIABLE = "IMDS_ENDPOINT"
 """Names another address of the service, for us as for Azure's own tools."""
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 _PRIORITY = "/metadata/instance/compute/priority?api-version=2021-02-01&format=text"
+_LOCATION = "/metadata/instance/compute/location?api-version=2021-02-01&format=text"
+_ZONE = "/metadata/instance/compute/zone?api-version=2021-02-01&format=text"
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _HEADERS = {"Metadata": "true"}
 _FIRST_TIMEOUT_S = 130.0  # the first question turns the service on for this VM, which takes up to two minutes
@@ -101,6 +103,18 @@ class AzureNotices:
             NoAnswerError: the service does not say.
         """
         return self._service.ask(_PRIORITY, _HEADERS).body.strip() == "Spot"
+
+    def zone(self) -> str:
+        """Where this machine is; many VMs are in no zone of their region.
+
+        Raises:
+            NoAnswerError: the service does not say.
+        """
+        region, zone = self._service.ask(_LOCATION, _HEADERS), self._service.ask(_ZONE, _HEADERS)
+        if region.status != 200:
+            raise NoAnswerError(f"status {region.status}")
+        name = zone.body.strip() if zone.status == 200 else ""
+        return f"{region.body.strip()}/{name}" if name else region.body.strip()
 
     def poll(self) -> list[CloudNotice]:
         """What it says now.

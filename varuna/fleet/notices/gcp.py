@@ -12,6 +12,7 @@ ENDPOINT_VARIABLE = "GCE_METADATA_HOST"
 _PREEMPTED = "/computeMetadata/v1/instance/preempted"
 _MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
 _SCHEDULING = "/computeMetadata/v1/instance/scheduling/preemptible"
+_ZONE = "/computeMetadata/v1/instance/zone"
 _FLAVOUR = {"Metadata-Flavor": "Google"}
 _HANGS_S = 10
 """How long the server may keep a question open until something changes."""
@@ -72,6 +73,15 @@ class GcpNotices:
             NoAnswerError: the server does not say.
         """
         return self._ask(_SCHEDULING).body.strip() == "TRUE"
+
+    def zone(self) -> str:
+        """Where this machine is: a zone is called as its region, with a dash and a letter.
+
+        Raises:
+            NoAnswerError: the server does not say.
+        """
+        zone = self._ask(_ZONE).body.strip().rpartition("/")[2]  # projects/123/zones/us-central1-a
+        return f"{zone.rpartition('-')[0]}/{zone}"
 
     def poll(self) -> list[CloudNotice]:
         """What it says now, or as soon as it changes; the first time at once.

@@ -1,4 +1,4 @@
-"""What a cloud says of this machine's future: it will be taken back, or it may be, soon or at any time. Pure."""
+"""What a cloud says of this machine: where it is, that it will be taken back, or that it may be. Pure."""
 
 from dataclasses import dataclass
 
@@ -33,4 +33,12 @@ class Preemptible:
     """This machine was rented as one that the cloud may take back at any time."""
 
 
-CloudNotice = SpotNotice | RebalanceAdvice | Preemptible
+@dataclass(frozen=True, slots=True)
+class InZone:
+    """Where this machine is."""
+
+    zone: str
+    """Its region, a slash and its zone, such as ``us-east-1/us-east-1a``."""
+
+
+CloudNotice = SpotNotice | RebalanceAdvice | Preemptible | InZone

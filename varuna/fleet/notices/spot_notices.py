@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from varuna.core.devices import is_zone
 from varuna.fleet.clouds.bounded_http import NoAnswerError
 from varuna.fleet.notices import aws as aws_notices
 from varuna.fleet.notices import azure as azure_notices
 from varuna.fleet.notices import gcp as gcp_notices
 from varuna.fleet.notices.metadata import METADATA_URL, MetadataService
-from varuna.fleet.notices.notice import CloudNotice, Preemptible, SpotNotice
+from varuna.fleet.notices.notice import CloudNotice, InZone, Preemptible, SpotNotice
 
 _LOOK_AFTER_S = (0.0, 5.0, 30.0)
 """Pauses before each look for a service: a machine that boots may have no network yet."""
@@ -32,6 +33,14 @@ class CloudNotices(Protocol):
 
     def is_preemptible(self) -> bool:
         """Whether this machine was rented as one that may be taken back at any time.
+
+        Raises:
+            NoAnswerError: nobody says.
+        """
+        ...
+
+    def zone(self) -> str:
+        """Where this machine is: its region, a slash and its zone, or the region alone.
 
         Raises:
             NoAnswerError: nobody says.
@@ -74,7 +83,8 @@ class SpotNotices:
     """Asks on a thread, until the notice comes or it is closed; on a machine without a service it soon ends.
 
     Args:
-        on_notice: gets each notice once, on that thread: that this is a spot machine, advice, if any, and one end.
+        on_notice: gets each notice once, on that thread: where this machine is, that it is a spot machine, advice, and
+            one end.
         among: clouds to look for.
         look_after_s: pauses before each look.
     """
@@ -114,11 +124,15 @@ class SpotNotices:
     def _run(self) -> None:
         self._cloud = self._find()
         told: list[type[CloudNotice]] = []
-        is_known = False
+        is_placed = is_known = False
         while self._cloud is not None and not self._closed.is_set():
             pause_s = self._cloud.every_s
             notices: list[CloudNotice] = []
             with contextlib.suppress(NoAnswerError):  # then it is asked again; notices are worth more
+                if not is_placed and is_zone(zone := self._cloud.zone()):
+                    self._on_notice(InZone(zone))
+                is_placed = True
+            with contextlib.suppress(NoAnswerError):
                 if not is_known and self._cloud.is_preemptible():
                     self._on_notice(Preemptible())
                 is_known = True

@@ -104,7 +104,7 @@ def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
 def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
     # Silence is measured on a clock that stands still while nobody could be heard: people ask for all of it.
     deaf_s = now_s - fleet.heard_s if fleet.is_alone else 0.0
-    slow = slowness(fleet)
+    slow, classes = slowness(fleet), fleet.device_classes(fleet.workers)
     return {
         "state": _state(fleet),
         "doing": phase_of(fleet),
@@ -121,7 +121,10 @@ def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
         "departing": list(fleet.departing),
         "at_risk": list(fleet.at_risk),
         "out_of_sight": [node for node in fleet.nodes if fleet.is_alone or fleet.is_hidden(node)],
-        "workers": [_worker(fleet, worker, deaf_s, slow.get(worker.name)) for worker in fleet.workers.values()],
+        "workers": [
+            _worker(fleet, worker, deaf_s, slow.get(worker.name), classes[worker.name])
+            for worker in fleet.workers.values()
+        ],
     }
 
 
@@ -131,7 +134,7 @@ def shown_plan(plan: Plan) -> dict[str, object]:
     return {**plan.model_dump(), "shape": plan.shape, "depths": plan.depths, "classes": classes}
 
 
-def _worker(fleet: Fleet, worker: Worker, deaf_s: float, slow: float | None) -> dict[str, object]:
+def _worker(fleet: Fleet, worker: Worker, deaf_s: float, slow: float | None, device_class: str) -> dict[str, object]:
     silent_s = round(deaf_s + fleet.listened_s - fleet.seen_s(worker), 1) if worker.beat else None
     kind, words = condition(fleet, worker, silent_s, slow)
     return {
@@ -145,7 +148,8 @@ def _worker(fleet: Fleet, worker: Worker, deaf_s: float, slow: float | None) -> 
         "activity": worker.beat.activity if worker.beat else "",
         "silent_s": silent_s,
         "device": worker.device.name if worker.device else None,
-        "device_class": worker.device_class,
+        "device_class": device_class,
+        "zone": fleet.zones.get(worker.node),
         "compute_s": worker.compute_s,
         "slow": fleet.slow[worker.name].ratio if worker.name in fleet.slow else None,
     }

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from varuna.core.devices import ClassSize, class_sizes, worker_bytes
+from varuna.core.devices import ClassSize, class_in, class_sizes, region_of_zone, worker_bytes
 from varuna.core.messages import Vote
 from varuna.core.model import JobFacts
 from varuna.fleet.state.causes import EndCause, FinishWish
@@ -126,6 +126,8 @@ class Fleet:
     loss_rate: LossRate = field(default_factory=lambda: LossRate(began_s=0.0))
     departing: Mapping[str, Departure] = field(default_factory=dict)
     """By node."""
+    zones: Mapping[str, str] = field(default_factory=dict)
+    """By node, where that is known: its region, a slash and its zone, or one name for both."""
     at_risk: Mapping[str, Risk] = field(default_factory=dict)
     """By node: those that a cloud advises to replace."""
     slow: Mapping[str, Straggler] = field(default_factory=dict)
@@ -218,12 +220,29 @@ class Fleet:
 
     def classes_of(self, names: Iterable[str]) -> tuple[ClassSize, ...]:
         """How many of these workers compute on devices of each class; () where nobody says of which."""
-        workers = map(self.workers.__getitem__, names)
-        return class_sizes((worker.device_class, worker.device) for worker in workers)
+        classes = self.device_classes(names)
+        return class_sizes((found, self.workers[name].device) for name, found in classes.items())
 
     def counted(self, names: Iterable[str]) -> dict[str, int]:
         """The number of these workers by class of device."""
-        return dict(Counter(self.workers[name].device_class for name in names))
+        return dict(Counter(self.device_classes(names).values()))
+
+    def device_classes(self, names: Iterable[str]) -> dict[str, str]:
+        """By worker, the class of its device: in its region, if workers that have joined are in several."""
+        regions = self._regions
+        workers = map(self.workers.__getitem__, names)
+        if len(set(regions.values())) < 2:
+            return {worker.name: worker.device_class for worker in workers}
+        return {worker.name: class_in(worker.device_class, regions.get(worker.node, "")) for worker in workers}
+
+    @property
+    def _regions(self) -> dict[str, str]:
+        """By node that has a worker which has joined: its region, where that is known."""
+        return {
+            node: region_of_zone(zone)
+            for node, zone in self.zones.items()
+            if any(self.workers[name].is_joined for name in self.workers.on(node))
+        }
 
     @property
     def live_members(self) -> tuple[str, ...]:

@@ -96,6 +96,14 @@ class SpotReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class ZoneReceived:
+    """``node`` is in a zone: its region, a slash and its name, or one name for both."""
+
+    node: str
+    zone: str
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """An operator wants ``node`` back; there is no hurry."""
 
@@ -167,6 +175,7 @@ Event = (
     | NoticeReceived
     | AdviceReceived
     | SpotReceived
+    | ZoneReceived
     | DrainRequested
     | MorphRequested
     | SaveRequested

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from varuna.calibration.format import Calibration
 from varuna.core.dealing import are_speeds
-from varuna.core.devices import ClassSize
+from varuna.core.devices import ClassSize, device_of
 from varuna.core.value import Value
 
 Objective = Literal["time", "dollar"]
@@ -65,7 +65,8 @@ class PlanRequest(Value):
         """The same question for the workers of one class alone, whose plans are of no class."""
         known = self.calibration.of(size.name)
         memory_bytes = self.memory_bytes
-        if memory_bytes is None and known.hardware.device_class in ("", size.name):  # of another one it says nothing
+        devices = "", device_of(size.name)
+        if memory_bytes is None and device_of(known.hardware.device_class) in devices:  # of another one it says nothing
             memory_bytes = known.hardware.memory_bytes
         update = {
             "calibration": known,

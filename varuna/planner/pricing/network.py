@@ -1,9 +1,31 @@
-"""Which links and rings a plan uses, and what they cost: ranks of a VM are neighbours."""
+"""Which links and rings a plan uses, and what they cost: ranks of a VM are neighbours; a pipeline stays in a region."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
+from varuna.core.devices import region_of
 from varuna.simulator.costs import mean_delay_s
+
+_BETWEEN_REGIONS = NetworkCosts(
+    link=Link(latency_s=0.02, bytes_per_s=0.1e9), rings=(Ring(latency_s=0.02, bytes_per_s=0.1e9),)
+)
+"""A TCP connection over a thousand kilometres or two, until one was measured."""
+
+
+def are_apart(classes: Iterable[str]) -> bool:
+    """Whether workers of these classes are in several regions."""
+    return len({region_of(name) for name in classes}) > 1
+
+
+def across_regions(calibration: Calibration) -> NetworkCosts:
+    """The network between regions."""
+    return calibration.across_regions or _BETWEEN_REGIONS
+
+
+def with_rings(calibration: Calibration, rings: Sequence[Ring]) -> Calibration:
+    """The calibration with other all-reduces across VMs."""
+    network = calibration.across_vms.model_copy(update={"rings": tuple(rings)})
+    return calibration.model_copy(update={"across_vms": network})
 
 
 def crossings(stages: int, replicas: int, gpus_per_vm: int) -> tuple[bool, ...]:

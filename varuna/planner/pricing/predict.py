@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import nlargest
 from operator import attrgetter
 from typing import NamedTuple
 
 from varuna.calibration.format import Calibration
 from varuna.core.plan import Plan
-from varuna.planner.pricing.network import ring_s
+from varuna.planner.pricing.network import across_regions, are_apart, ring_s, with_rings
 from varuna.planner.pricing.spanning import spanning_costs
 from varuna.schedule.actions import Kind
 from varuna.simulator.bounds import bottleneck_s
@@ -131,21 +131,28 @@ def predictions(plan: Plan, calibration: Calibration, *, gpus_per_vm: int | None
     found = []
     for replicas, cut in plan.cuts:
         alike = plan.as_if_all(cut) if plan.more else plan
-        costs = spanning_costs(
-            alike, lambda name: _with_slowest_rings(calibration.of(name), calibration, plan), gpus_per_vm=gpus_per_vm
-        )
+        known = partial(_as_far_as_it_reaches, calibration, plan, alike)
+        costs = spanning_costs(alike, known, gpus_per_vm=gpus_per_vm)
         shared = len(plan.micro_batches_of(replicas.start))
         found.append(predict_cut(costs, alike, shared, simulates=_again) if plan.more else predict(costs, plan))
     return found
 
 
-def _with_slowest_rings(known: Calibration, calibration: Calibration, plan: Plan) -> Calibration:
-    """What is known of one class of devices; but sums that several classes make go as fast as the slowest network."""
+def _as_far_as_it_reaches(calibration: Calibration, plan: Plan, alike: Plan, name: str) -> Calibration:
+    """What is known of one class of devices; but sums that several classes make go as fast as the slowest network.
+
+    So do messages of a pipeline, one of ``alike``, that reaches over several regions.
+    """
+    known = calibration.of(name)
     if len(plan.classes) < 2:
         return known
-    networks = (calibration.of(name).across_vms for name in plan.classes)
+    if are_apart(alike.stage_classes):
+        return known.model_copy(update={"across_vms": across_regions(calibration)})
+    networks = [calibration.of(name).across_vms for name in plan.classes]
+    if are_apart(plan.classes):
+        networks.append(across_regions(calibration))
     slowest = max(networks, key=lambda each: ring_s(each.rings, _SUMMED_BYTES, ranks=plan.replicas, in_flight=1))
-    return known.model_copy(update={"across_vms": known.across_vms.model_copy(update={"rings": slowest.rings})})
+    return with_rings(known, slowest.rings)
 
 
 def _simulated(

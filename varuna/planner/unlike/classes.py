@@ -3,17 +3,18 @@
 All share m, and the batch is dealt so that they end together. Beside that, every class is tried without the others, and
 the best mix without each of its classes. Where a class has too few devices for a pipeline of its own, pipelines are
 tried that run on several (``planner.spanning``); where classes are nearly as fast or none has enough memory alone, all
-workers as if they were of the slowest class.
+workers as if they were of the slowest class. Pipelines reach over several regions only if nothing fits otherwise.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from varuna.core.devices import ClassSize
+from varuna.core.devices import ClassSize, region_of
 from varuna.core.plan import Plan
 from varuna.planner.asking.ranking import Ranking, Rejection
 from varuna.planner.asking.request import PlanRequest
+from varuna.planner.pricing.network import across_regions, are_apart
 from varuna.planner.pricing.predict import Prediction, Simulated
 from varuna.planner.unlike.dealt import PipelineKind, dealt
 from varuna.planner.unlike.left_over import CLEARLY
@@ -56,10 +57,16 @@ def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
     rejected = tuple(_closest(size, ranking) for size, ranking in alone.items() if ranking.rejected)
     if not found and len(alone) == 1:
         return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)
+    is_apart = are_apart(size.name for size in alone)
     if len(alone) > 1:
-        found |= dict(_over_several(request, alone, span))
-        if not found or not may_mix_classes(request) or _are_alike(request):
-            together = rank(as_slowest(request))
+        for part in _regions(request) if is_apart else ():
+            inside = by_class(part, rank, span)
+            found |= dict(zip(inside.plans, inside.predictions, strict=True))
+        whole = _through_regions(request) if is_apart else request
+        if not is_apart or not found:
+            found |= dict(_over_several(whole, alone, span))
+        if not found or not may_mix_classes(request) or (not is_apart and _are_alike(request)):
+            together = rank(as_slowest(whole))
             found |= dict(zip(together.plans, together.predictions, strict=True))
             if not found:
                 return together
@@ -99,6 +106,25 @@ def as_slowest(request: PlanRequest) -> PlanRequest:
             "memory_bytes": min(limits, default=None),
         }
     )
+
+
+def _regions(request: PlanRequest) -> list[PlanRequest]:
+    """The same question for each region that has workers of several classes."""
+    regions: dict[str, list[ClassSize]] = {}
+    for size in request.classes:
+        regions.setdefault(region_of(size.name), []).append(size)
+    return [
+        request.model_copy(update={"classes": tuple(sizes), "workers": sum(size.workers for size in sizes)})
+        for sizes in regions.values()
+        if len(sizes) > 1
+    ]
+
+
+def _through_regions(request: PlanRequest) -> PlanRequest:
+    """The same question as if all messages went from one region to another."""
+    network = across_regions(request.calibration)
+    calibration = request.calibration.each(lambda known: known.model_copy(update={"across_vms": network}))
+    return request.model_copy(update={"calibration": calibration})
 
 
 def _are_alike(request: PlanRequest) -> bool:

@@ -23,8 +23,9 @@ from varuna.fleet.net.protocol import (
     SpotSeen,
     UpBody,
     Welcome,
+    ZoneSeen,
 )
-from varuna.fleet.notices.notice import Preemptible
+from varuna.fleet.notices.notice import InZone, Preemptible
 from varuna.fleet.state.inputs import WorkerExited
 from varuna.fleet.workers.launcher import Launcher
 
@@ -164,6 +165,14 @@ def test_that_the_machine_is_a_spot_machine_is_passed_on_once(bench: Bench) -> N
     bench.agent.notify(SpotWarning(30.0, "spot notice: preempted"))
     bench.agent.take_next()
     assert [type(body) for body in bench.sent[1:]] == [SpotSeen, SpotNoticeSeen]  # all of it, as to a new manager
+
+
+def test_where_the_machine_is_is_passed_on_once(bench: Bench) -> None:
+    """The first word counts: the environment's, if it says anything."""
+    for zone in ("office/rack-1", "us-east-1/us-east-1a"):
+        bench.agent.notify(InZone(zone))
+        bench.agent.take_next()
+    assert bench.sent == [ZoneSeen(zone="office/rack-1")]
 
 
 def test_advice_is_passed_on_once_and_ends_nothing(bench: Bench) -> None:

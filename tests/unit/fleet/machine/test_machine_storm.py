@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.unit.fleet.support import Driver, by_class, make_job, make_plan, make_vote, two_stages, unlike_pipelines
+from varuna.core.devices import device_of, region_of, region_of_zone
 from varuna.core.messages import (
     Apply,
     Assign,
@@ -38,6 +39,7 @@ from varuna.fleet.state.inputs import (
     NoticeReceived,
     Tick,
     WorkerExited,
+    ZoneReceived,
 )
 from varuna.fleet.state.outputs import Instruction, Kill, Publish, Send
 from varuna.fleet.state.phases import Ended, Running
@@ -205,7 +207,9 @@ class World:
                 self.workers[name].alive = False
             case Publish(event=GenerationStarted(record=record)):
                 for rank, name in enumerate(record.grid):
-                    assert record.plan.class_of(rank) in ("", self.driver.class_of(name)), "a seat on another device"
+                    wanted, zone = record.plan.class_of(rank), self.driver.fleet.zones.get(name, "")
+                    assert device_of(wanted) in ("", self.driver.class_of(name)), "a seat on another device"
+                    assert region_of(wanted) in ("", region_of_zone(zone)), "a seat in another region"
                 self.check_generation(record.generation, record.first_step, rollback=record.rollback)
             case Publish(event=StepRecorded(step=step)):
                 assert step == (self.recorded[-1] + 1 if self.recorded else 0), "steps are recorded in order, once"
@@ -415,6 +419,11 @@ class World:
     def drain(self, worker: SimulatedWorker) -> None:
         self.feed(DrainRequested(worker.name))
 
+    def place(self, worker: SimulatedWorker) -> None:
+        """Its machine says where it is, or that it was somewhere else."""
+        zones = "a/1", "a/2", "b/1"
+        self.feed(ZoneReceived(worker.name, zones[len(self.driver.done) % 3]))
+
     def ask(self, _: SimulatedWorker) -> None:
         self.feed(MorphRequested())
 
@@ -531,6 +540,10 @@ class Storm(RuleBasedStateMachine):
         self.world.drain(self.pick(number))
 
     @rule(number=st.integers(0, 20))
+    def place(self, number: int) -> None:
+        self.world.place(self.pick(number))
+
+    @rule(number=st.integers(0, 20))
     def freeze(self, number: int) -> None:
         self.world.freeze(self.pick(number))
 
@@ -576,11 +589,12 @@ def test_random_storms(seed: int, shared: bool) -> None:
         world.freeze,
         world.notice,
         world.drain,
+        world.place,
         world.ask,
     )
     for _ in range(300):
         [act] = choose.choices(
-            acts, weights=[20, 20, 20, 10, 10, 8, 3, deaths, deaths / 5, deaths / 2, deaths / 4, 0.2]
+            acts, weights=[20, 20, 20, 10, 10, 8, 3, deaths, deaths / 5, deaths / 2, deaths / 4, 1, 0.2]
         )
         act(world.someone(choose.randrange(20)))
         if choose.random() < 0.01:

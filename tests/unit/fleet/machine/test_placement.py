@@ -5,7 +5,8 @@ from itertools import pairwise
 from tests.unit.fleet.support import make_job, make_plan, two_stages, unlike_pipelines
 from varuna.core.messages import Transfer
 from varuna.core.plan import Copies
-from varuna.fleet.machine.placement import keepers, seat, transfers, uncovered
+from varuna.fleet.machine.placement import seat, transfers, uncovered
+from varuna.fleet.state.keepers import keepers
 
 JOB = make_job(sections=4)
 EVEN = (1, 1, 1, 1)

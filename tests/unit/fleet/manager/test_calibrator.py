@@ -8,12 +8,12 @@ from varuna.calibration.cache import cache_file, remember, remembered
 from varuna.calibration.file import RUN_FILE, read_calibration
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
-from varuna.core.devices import ClassSize, DeviceFacts, worker_bytes
+from varuna.core.devices import ClassSize, DeviceFacts, class_in, worker_bytes
 from varuna.core.errors import UsageError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.core.times import RankTimes, Typical
+from varuna.core.times import Carried, RankTimes, Typical
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
@@ -289,6 +289,34 @@ def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path
     again.plan(job, 2, 2)
     assert plans[-1] is not None
     assert plans[-1].of("b").compute_s(1) == learned.of("b").compute_s(1)
+
+
+def test_what_sums_take_from_region_to_region_is_learnt_apart(tmp_path: Path) -> None:
+    """A device is known in all regions, and its network within one stays as it was."""
+    east, west = (class_in("a", region) for region in ("east", "west"))
+    sizes = (ClassSize(name=east, workers=1), ClassSize(name=west, workers=1))
+    job = JOB.model_copy(update={"classes": sizes})
+    plan = by_class(job, 2, 2).model_copy(update={"step_s": 1e6})
+    heard = Calibrator(lambda *_: plan, run_dir=tmp_path, cache=None)
+    offered = nominal_calibration(JOB.model)
+    hardware = offered.hardware.model_copy(update={"device_class": "a"})
+    heard.take(offered.model_copy(update={"hardware": hardware}).model_dump_json())
+    heard.plan(job, 2, 2)
+    assert heard.calibration is not None
+    assert heard.calibration.classes == ("a",)
+    both = fleet()
+    known = [replace(each, device_class="a", node=name) for each, name in zip(both.workers.values(), "ew", strict=True)]
+    record = both.record.model_copy(update={"plan": plan})
+    both = replace(both, history=(record,), workers=Workers(known), zones={"e": "east/1", "w": "west/1"})
+    slow = times(9, 5.0).model_copy(update={"reductions": Carried(9, 1e6, 4.0), "round_s": 0.5})
+    for worker in ("w0", "w1"):
+        heard.hear(both, worker, beat(slow), 0.0)
+    learned = heard.calibration
+    assert {east, west} <= set(learned.classes)
+    assert learned.across_regions is not None
+    assert learned.across_regions.rings[0].bytes_per_s < 1e6
+    assert learned.of(east).across_vms.rings == offered.across_vms.rings
+    assert read_calibration(tmp_path / RUN_FILE) == learned
 
 
 def test_operation_counts_may_be_off_by_any_factor(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from varuna.fleet.notices.aws import AwsNotices
 from varuna.fleet.notices.azure import AzureNotices, parse_events
 from varuna.fleet.notices.gcp import GcpNotices, parse_maintenance
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import LEAST_LEAD_S, CloudNotice, Preemptible, RebalanceAdvice, SpotNotice
+from varuna.fleet.notices.notice import LEAST_LEAD_S, CloudNotice, InZone, Preemptible, RebalanceAdvice, SpotNotice
 from varuna.fleet.notices.spot_notices import CloudNotices, SpotNotices, clouds
 
 ACTION = json.dumps({"action": "terminate", "time": "2017-09-18T08:22:00Z"})
@@ -178,6 +178,7 @@ def test_google_says_so_as_soon_as_it_is_known(google: GcpNotices) -> None:
     assert GoogleMetadata.held.wait(20)  # the question is open
     GoogleMetadata.preempted = "TRUE"
     GoogleMetadata.changed.set()
+    assert told.get(timeout=20) == InZone("us-central1/us-central1-a")
     assert told.get(timeout=20) == SpotNotice("preempted", 30.0)
     asking.close()
 
@@ -264,6 +265,38 @@ def test_a_spot_machine_is_told_once_as_soon_as_the_service_says_so(
     assert told.empty()
 
 
+def test_each_cloud_says_where_the_machine_is(aws: AwsNotices, azure: AzureNotices, google: GcpNotices) -> None:
+    assert google.zone() == "us-central1/us-central1-a"
+    AzureMetadata.zone = "2"
+    assert azure.zone() == "westeurope/2"
+    AzureMetadata.zone = ""
+    assert azure.zone() == "westeurope", "many machines are in no zone"
+    with pytest.raises(NoAnswerError):
+        aws.zone()
+    Metadata.zone = "us-east-1a"
+    assert aws.zone() == "us-east-1/us-east-1a"
+
+
+def test_where_the_machine_is_is_told_once_and_nonsense_never(aws: AwsNotices, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: queue.Queue[CloudNotice] = queue.Queue()
+    aws.every_s, Metadata.zone = 0.01, None
+    asking = SpotNotices(told.put, among=[aws])
+    asking.start()
+    time.sleep(0.1)
+    Metadata.zone = "us-east-1a"
+    assert told.get(timeout=20) == InZone("us-east-1/us-east-1a")
+    Metadata.action = ACTION
+    assert told.get(timeout=20) == NOTICED
+    asking._thread.join(20)
+    assert told.empty()
+    monkeypatch.setattr(aws, "zone", lambda: "<html>\n")
+    asking = SpotNotices(told.put, among=[aws])
+    asking.start()
+    assert told.get(timeout=20) == NOTICED
+    asking._thread.join(20)
+    assert told.empty()
+
+
 def test_advice_is_told_once_and_the_end_ends_the_thread(aws: AwsNotices) -> None:
     told: queue.Queue[CloudNotice] = queue.Queue()
     Metadata.rebalance, aws.every_s = ADVICE, 0.01
@@ -282,6 +315,7 @@ def test_a_cloud_that_takes_no_yes_is_named(azure: AzureNotices) -> None:
     told: queue.Queue[CloudNotice] = queue.Queue()
     asking = SpotNotices(told.put, among=[azure])
     asking.start()
+    assert told.get(timeout=20) == InZone("westeurope")
     assert told.get(timeout=20) == SpotNotice("Preempt", 40.0)
     AzureMetadata.events = []
     assert asking.acknowledge() == "Azure was not told that this machine may be taken now: status 400"
