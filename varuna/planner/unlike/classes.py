@@ -57,21 +57,10 @@ def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
     rejected = tuple(_closest(size, ranking) for size, ranking in alone.items() if ranking.rejected)
     if not found and len(alone) == 1:
         return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)
-    is_apart = are_apart(size.name for size in alone)
     if len(alone) > 1:
-        for part in _regions(request) if is_apart else ():
-            inside = by_class(part, rank, span)
-            found |= dict(zip(inside.plans, inside.predictions, strict=True))
-        whole = _through_regions(request) if is_apart else request
-        if not is_apart or not found:
-            found |= dict(_over_several(whole, alone, span))
-        if not found or not may_mix_classes(request) or (not is_apart and _are_alike(request)):
-            together = rank(as_slowest(whole))
-            found |= dict(zip(together.plans, together.predictions, strict=True))
-            if not found:
-                return together
-        if may_mix_classes(request):
-            found |= dict(_mixes(request, {size: alone[size] for size in alone if alone[size].plans}, rank))
+        found |= _of_several(request, alone, rank, span)
+        if not found:
+            return rank(as_slowest(_through_regions(request)))  # says what is missing
     if not request.leaves_idle:
         most = max(plan.workers for plan in found)
         found = {plan: prediction for plan, prediction in found.items() if plan.workers == most}
@@ -83,6 +72,26 @@ def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
         outpaced=(),  # each class has its own bounds
         rejected=tuple(each for each in rejected if each.device_class not in fits),
     )
+
+
+def _of_several(
+    request: PlanRequest, alone: Mapping[ClassSize, Ranking], rank: Rank, span: Span
+) -> dict[Plan, Prediction]:
+    """Plans that use several of these classes."""
+    is_apart, fits = are_apart(size.name for size in alone), any(ranking.plans for ranking in alone.values())
+    found: dict[Plan, Prediction] = {}
+    for part in _regions(request) if is_apart else ():
+        inside = _of_several(part, {size: alone[size] for size in part.classes}, rank, span)
+        found |= {plan: prediction for plan, prediction in inside.items() if plan.is_by_class}  # nobody else's seats
+    whole = _through_regions(request)
+    if not is_apart or not (found or fits):
+        found |= dict(_over_several(whole, alone, span))
+    if not (found or fits) or not may_mix_classes(request) or (not is_apart and _are_alike(request)):
+        together = rank(as_slowest(whole))
+        found |= dict(zip(together.plans, together.predictions, strict=True))
+    if may_mix_classes(request):
+        found |= dict(_mixes(request, {size: alone[size] for size in alone if alone[size].plans}, rank))
+    return found
 
 
 def may_mix_classes(request: PlanRequest) -> bool:
@@ -121,7 +130,9 @@ def _regions(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _through_regions(request: PlanRequest) -> PlanRequest:
-    """The same question as if all messages went from one region to another."""
+    """The same question as if all messages went from one region to another, if there are several."""
+    if not are_apart(size.name for size in request.classes):
+        return request
     network = across_regions(request.calibration)
     calibration = request.calibration.each(lambda known: known.model_copy(update={"across_vms": network}))
     return request.model_copy(update={"calibration": calibration})
