@@ -18,18 +18,22 @@ class Setting:
     width: int = 4096
     tied: bool = False
     reduction: str = "fp32"
+    is_mixed: bool = False
+    """some ranks take longer for everything, by a factor"""
+    slower: float = 1.0
+    """the factor, of all ranks"""
 
     @property
     def name(self) -> str:
         if not self.mbits_per_s:
-            return self.network
+            return f"{self.network},mixed" if self.is_mixed else self.network
         parts = [f"{self.mbits_per_s}Mb/s", f"w{self.width}" if self.model == "slept" else ""]
         parts += ["tied" if self.tied else "", self.reduction if self.reduction != "fp32" else ""]
         return ",".join(filter(None, [*parts, f"{self.per_host}/host" if self.per_host > 1 else ""]))
 
     def arguments(self, global_batch: int, micro_batch: int) -> list[str]:
         found = ["--model", self.model, "--network", self.network, "--reduction", self.reduction]
-        found += ["--width", str(self.width), *(["--tied"] if self.tied else [])]
+        found += ["--width", str(self.width), "--slower", str(self.slower), *(["--tied"] if self.tied else [])]
         return [*found, "--global-batch", str(global_batch), "--micro-batch", str(micro_batch)]
 
 
@@ -45,14 +49,20 @@ class Case:
     global_batch: int
     depths: tuple[int, ...] = ()
     """of the pipelines, deepest first, if they differ"""
+    fast: int = 0
+    """ranks of full speed, of a mix; 0: it is none. With ``stages`` of 0, pipelines run on both classes"""
+    slow: int = 0
 
     @property
     def ranks(self) -> int:
-        return sum(self.depths) or self.stages * self.replicas
+        return self.fast + self.slow or sum(self.depths) or self.stages * self.replicas
 
     @property
     def name(self) -> str:
         shape = "+".join(map(str, self.depths)) or f"{self.stages}x{self.replicas}"
+        if self.fast:
+            how = f"P={self.stages}" if self.stages else "spanning"
+            shape = f"{self.fast}+{self.slow}slow,{how}"
         return f"{self.setting.model} {shape} m={self.micro_batch} {self.policy} {self.setting.name}"
 
 
@@ -82,6 +92,12 @@ def on_one_host() -> list[Case]:
     for network, depths in (("none", (3, 2)), ("none", (4, 3)), ("mid", (3, 2)), ("mid", (4, 3)), ("mid", (3, 3, 2))):
         slept.append(Case(Setting("slept", network, 8), depths[0], len(depths), "varuna", 2, 24 * len(depths), depths))
     slept += [Case(Setting("slept", network, 8), 2, 2, "varuna", 2, 48) for network in ("none", "mid")]
+    for network in ("none", "mid"):
+        mixed = Setting("slept", network, 6, is_mixed=True)
+        slept += [
+            Case(mixed, stages, 0, "varuna", 2, 48, fast=fast, slow=slow)
+            for stages, fast, slow in ((1, 2, 4), (2, 2, 4), (3, 3, 3), (0, 1, 3), (0, 2, 4))
+        ]
     return [*real, *slept]
 
 

@@ -36,6 +36,10 @@ from varuna.membership.static import StaticMembership, world_from_environment  #
 
 UNIT_S = 0.01
 """Seconds of a slept section's forward."""
+SLOWER = 2.0
+"""The factor of slow ranks, in a mix."""
+_slower = [1.0]
+"""The factor of this one."""
 SECTIONS = 8
 WIDTH = 4096
 
@@ -43,13 +47,13 @@ WIDTH = 4096
 @torch.library.custom_op("varuna_bench::slept", mutates_args=())
 def slept(x: Tensor, weight: Tensor) -> Tensor:
     """A product whose forward takes a unit, and its backward two."""
-    time.sleep(UNIT_S)
+    time.sleep(UNIT_S * _slower[0])
     return x * weight
 
 
 @torch.library.custom_op("varuna_bench::slept_backward", mutates_args=())
 def slept_backward(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    time.sleep(2 * UNIT_S)
+    time.sleep(2 * UNIT_S * _slower[0])
     return gradient * weight, (gradient * x).sum(0)
 
 
@@ -158,9 +162,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH, help="of slept sections")
     parser.add_argument("--tied", action="store_true", help="the first and the last slept section")
     parser.add_argument("--reduction", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--slower", type=float, default=1.0, help="factor of what slept sections take")
     parser.add_argument("--plan", help="a plan as JSON")
     parser.add_argument("--steps", type=int, default=22)
     args = parser.parse_args()
+    _slower[0] = args.slower
     if args.model == "slept":
         run_on_time()
     delay_sends(

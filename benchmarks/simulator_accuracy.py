@@ -7,6 +7,9 @@ with up to 8 ranks, on emulated networks. Calibrations come from `varuna calibra
 once as the plan has ranks. Plans of a setting run in interleaved rounds, each after a calibration of its own and in
 fresh processes; an error is the median over the rounds of prediction over median step. The last line is JSON.
 
+Mixes have ranks of which everything takes twice as long, a device class of their own. Pipelines are cut by class, or
+run on both ("spanning").
+
 With --hosts, every rank lives on a host of its own (or two share one): network namespaces, whose lines `tc` makes
 narrow, so that messages and sums are those of a real TCP over a real queue. There each plan is also predicted from what
 runs tell of themselves, starting from 10 Gb/s Ethernet: the second half of its steps from its own first half ("own"),
@@ -31,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.accuracy_cases import Case, Setting, on_hosts, on_one_host  # noqa: E402
-from benchmarks.accuracy_job import half  # noqa: E402
+from benchmarks.accuracy_job import SLOWER, half  # noqa: E402
 from benchmarks.emulated.hosts import Hosts  # noqa: E402
 from tests.scenarios.network import why_not  # noqa: E402
 from varuna.calibration.feedback.refine import refine  # noqa: E402
@@ -41,12 +44,15 @@ from varuna.calibration.measure.collect import collect  # noqa: E402
 from varuna.calibration.measure.rendezvous import StoreHost  # noqa: E402
 from varuna.calibration.nominal import ETHERNET  # noqa: E402
 from varuna.calibration.statistics import spread  # noqa: E402
+from varuna.core.devices import ClassSize  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
 from varuna.core.times import RankTimes, of_stage  # noqa: E402
 from varuna.planner.asking.request import PlanRequest  # noqa: E402
 from varuna.planner.balance import balance  # noqa: E402
-from varuna.planner.pricing.costs import pipeline_costs  # noqa: E402
 from varuna.planner.pricing.profile import profile  # noqa: E402
+from varuna.planner.pricing.spanning import spanning_costs  # noqa: E402
+from varuna.planner.spanning import spanning  # noqa: E402
+from varuna.planner.sweep import rank_plans  # noqa: E402
 from varuna.planner.unlike.left_over import of_depths  # noqa: E402
 from varuna.schedule.policy import stash_limit  # noqa: E402
 from varuna.simulator.step import simulate  # noqa: E402
@@ -72,6 +78,8 @@ def calibrated(setting: Setting, cases: list[Case], hosts: Hosts | None = None) 
 
 def plan_of(case: Case, calibration: Calibration) -> Plan:
     """Balanced by the calibration, with the policy's default depths."""
+    if case.fast:
+        return _by_class(case, calibration)
     if case.depths:
         return _mixed(case, calibration)
     times = profile(calibration, case.micro_batch)
@@ -102,11 +110,30 @@ def _mixed(case: Case, calibration: Calibration) -> Plan:
     return found.plan
 
 
+def _by_class(case: Case, calibration: Calibration) -> Plan:
+    """The best plan for all ranks, whose pipelines are each on one class, or on both."""
+    classes = tuple(ClassSize(name=name, workers=count) for name, count in (("fast", case.fast), ("slow", case.slow)))
+    request = PlanRequest(
+        calibration=calibration,
+        workers=case.ranks,
+        classes=classes,
+        global_batch=case.global_batch,
+        micro_batch=case.micro_batch,
+        stages=case.stages or None,
+        gpus_per_vm=1,
+        policy=case.policy,
+        leaves_idle=False,
+    )
+    if not case.stages:
+        return spanning(request, [case.micro_batch])[0].plan
+    return next(plan for plan in rank_plans(request).plans if plan.is_by_class and plan.workers == case.ranks)
+
+
 def predicted_s(plan: Plan, calibration: Calibration) -> float:
     """Of the pipelines that end last: the median over the weather of the links."""
     found, vm_size = [], calibration.hardware.gpus_per_vm
     for replicas, cut in plan.cuts:
-        costs = pipeline_costs(profile(calibration, plan.micro_batch), plan.as_if_all(cut), gpus_per_vm=vm_size)
+        costs = spanning_costs(plan.as_if_all(cut), calibration.of, gpus_per_vm=vm_size)
         steps = [
             simulate(
                 costs,
@@ -130,10 +157,11 @@ def run(case: Case, plan: Plan, steps: int, hosts: Hosts | None = None) -> list[
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-    arguments = case.setting.arguments(case.global_batch, case.micro_batch)
-    command = [sys.executable, str(JOB), *arguments, "--plan", plan.model_dump_json(), "--steps", str(steps)]
     ranks = []
     for rank in range(plan.workers):
+        setting = replace(case.setting, slower=SLOWER if plan.class_of(rank) == "slow" else 1.0)
+        arguments = setting.arguments(case.global_batch, case.micro_batch)
+        command = [sys.executable, str(JOB), *arguments, "--plan", plan.model_dump_json(), "--steps", str(steps)]
         environment = {
             "OMP_NUM_THREADS": "1",
             **os.environ,
@@ -253,12 +281,23 @@ class Seen(NamedTuple):
 
 def _on_hosts(setting: Setting, cases: list[Case], hosts: Hosts | None) -> Calibration:
     """Calibrated with each rank on a host of its own; what ranks of one host have between them is the loopback."""
+    if setting.is_mixed:
+        fast, slow = (
+            _named(name, calibrated(replace(setting, slower=factor), cases))
+            for name, factor in (("fast", 1.0), ("slow", SLOWER))
+        )
+        return fast.with_class(slow)
     across = calibrated(setting, cases, hosts)
     if setting.per_host == 1:
         return across
     within = calibrated(replace(setting, mbits_per_s=0), cases).across_vms
     hardware = across.hardware.model_copy(update={"gpus_per_vm": setting.per_host})
     return across.model_copy(update={"within_vm": within, "hardware": hardware})
+
+
+def _named(name: str, calibration: Calibration) -> Calibration:
+    hardware = calibration.hardware.model_copy(update={"device_class": name})
+    return calibration.model_copy(update={"hardware": hardware})
 
 
 def _row(case: Case, plans: dict[Case, Plan], seen: dict[Case, list[Seen]]) -> dict[str, Any]:
@@ -287,7 +326,7 @@ def _row(case: Case, plans: dict[Case, Plan], seen: dict[Case, list[Seen]]) -> d
 
 def _compare(case: Case, plan: Plan, calibration: Calibration, told: list[dict[str, Any]]) -> None:
     """Actions as predicted and as they were, by stage of the first replica, in ms."""
-    costs = pipeline_costs(profile(calibration, plan.micro_batch), plan, gpus_per_vm=1)
+    costs = spanning_costs(plan.as_if_all(plan.first_cut), calibration.of, gpus_per_vm=1)
     for stage, each in zip(costs.stages, told, strict=False):
         guess = {"F": stage.forward_s, "R": stage.recompute_s, "B": stage.backward_s, "keep": stage.record_s}
         guess |= {"I": stage.input_s, "W": stage.weight_s}

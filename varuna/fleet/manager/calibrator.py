@@ -228,7 +228,7 @@ class Calibrator:
         """
         found, names = self.calibration, set[str]()
         is_apart = are_apart(plan.classes)  # what sums take is then of the network between regions
-        for replicas, cut in plan.cuts:
+        for replicas, cut in sorted(plan.cuts, key=lambda each: bool(each[1].stage_classes)):  # those on several last
             parts = dict[str, list[int] | None](stages_of(cut.stage_classes)) or {cut.device_class: None}
             for name, own in parts.items():
                 stages = self._stages(plan, replicas) if name not in names else []

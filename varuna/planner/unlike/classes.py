@@ -6,8 +6,7 @@ tried that run on several (``planner.spanning``); where classes are nearly as fa
 workers as if they were of the slowest class. Pipelines reach over several regions only if nothing fits otherwise.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from varuna.core.devices import ClassSize, region_of
@@ -16,12 +15,9 @@ from varuna.planner.asking.ranking import Ranking, Rejection
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.network import across_regions, are_apart
 from varuna.planner.pricing.predict import Prediction, Simulated
-from varuna.planner.unlike.dealt import PipelineKind, dealt
+from varuna.planner.unlike.beside import with_pipelines_beside
 from varuna.planner.unlike.left_over import CLEARLY
-
-Rank = Callable[[PlanRequest], Ranking]
-Span = Callable[[PlanRequest, Sequence[int]], list[Simulated]]
-"""From a request and values of m, which are none if nothing fits otherwise"""
+from varuna.planner.unlike.parts import DEPTHS, Part, Rank, Span, ranked_alone, rate_of, together
 
 _ALIKE = 1.5
 """Up to so many times as long classes may compute to be in one pipeline, where each fits alone."""
@@ -29,15 +25,6 @@ _HEARD = 0.3
 """A class that does so much less than the fastest one has no say in m."""
 _FEW = 64
 """Up to so many workers, pipelines over several classes are tried though each class has pipelines of its own."""
-_DEPTHS = 3
-"""Plans of a class that are tried beside those of the others."""
-
-
-class _Part(NamedTuple):
-    """Pipelines of one class, by a plan for it alone."""
-
-    plan: Plan
-    examples_per_s: float
 
 
 def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
@@ -48,7 +35,7 @@ def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
         rank: ranks plans for workers of one class.
         span: finds pipelines that run on several.
     """
-    alone = {size: _alone(request, size, rank) for size in request.classes}
+    alone = {size: ranked_alone(request, size, rank) for size in request.classes}
     found = {
         plan: prediction
         for ranking in alone.values()
@@ -85,10 +72,10 @@ def _of_several(
         found |= {plan: prediction for plan, prediction in inside.items() if plan.is_by_class}  # nobody else's seats
     whole = _through_regions(request)
     if not is_apart or not (found or fits):
-        found |= dict(_over_several(whole, alone, span))
+        found |= dict(_over_several(whole, alone, rank, span))
     if not (found or fits) or not may_mix_classes(request) or (not is_apart and _are_alike(request)):
-        together = rank(as_slowest(whole))
-        found |= dict(zip(together.plans, together.predictions, strict=True))
+        as_one = rank(as_slowest(whole))
+        found |= dict(zip(as_one.plans, as_one.predictions, strict=True))
     if may_mix_classes(request):
         found |= dict(_mixes(request, {size: alone[size] for size in alone if alone[size].plans}, rank))
     return found
@@ -151,13 +138,6 @@ def _vms(parts: Iterable[PlanRequest]) -> int:
 # -- one class ---------------------------------------------------------------------------------------------------
 
 
-def _alone(request: PlanRequest, size: ClassSize, rank: Rank, **changes: object) -> Ranking:
-    """The ranking of one class; its plans say that they are for it."""
-    asked = request.of_class(size)
-    ranking = rank(asked.model_copy(update={"wanted": max(asked.wanted, _DEPTHS), **changes}))
-    return replace(ranking, plans=tuple(plan.on_class(size.name) for plan in ranking.plans))
-
-
 def _closest(size: ClassSize, ranking: Ranking) -> Rejection:
     """The closest miss of a class alone."""
     closest = min(ranking.rejected, key=lambda each: (each.missing_bytes or 0, each.stages))
@@ -168,19 +148,21 @@ def _closest(size: ClassSize, ranking: Ranking) -> Rejection:
 # -- several -----------------------------------------------------------------------------------------------------
 
 
-def _over_several(request: PlanRequest, alone: Mapping[ClassSize, Ranking], span: Span) -> list[Simulated]:
+def _over_several(request: PlanRequest, alone: Mapping[ClassSize, Ranking], rank: Rank, span: Span) -> list[Simulated]:
     """Pipelines over several classes, if some class has no pipeline of its own or all are few."""
     lacks = any(not ranking.plans for ranking in alone.values())
     if not may_mix_classes(request) or request.stages is not None or not (lacks or request.workers <= _FEW):
         return []
-    return span(request, [ranking.plans[0].micro_batch for ranking in alone.values() if ranking.plans])
+    fitting = {size: ranking.plans[0] for size, ranking in alone.items() if ranking.plans}
+    found = span(request, [plan.micro_batch for plan in fitting.values()])
+    return [*found, *with_pipelines_beside(request, fitting, found, rank, span)]
 
 
 def _mixes(request: PlanRequest, alone: dict[ClassSize, Ranking], rank: Rank) -> list[tuple[Plan, Prediction]]:
     """The best plan that uses all of these classes, and what is better than it with some of them."""
     if len(alone) < 2:
         return []
-    rates = {size: _rate(ranking.plans[0]) for size, ranking in alone.items()}
+    rates = {size: rate_of(ranking.plans[0]) for size, ranking in alone.items()}
     heard = [
         size for size in sorted(rates, key=lambda size: -rates[size]) if rates[size] >= _HEARD * max(rates.values())
     ]
@@ -195,7 +177,7 @@ def _mixes(request: PlanRequest, alone: dict[ClassSize, Ranking], rank: Rank) ->
 
 
 class _Mix(NamedTuple):
-    parts: tuple[_Part, ...]
+    parts: tuple[Part, ...]
     simulated: Simulated
 
 
@@ -204,31 +186,31 @@ def _of_all(
 ) -> _Mix | None:
     """Pipelines of all classes with this m. Each class first gets the plans that suit its share of the batch."""
     whole, alone_of = sum(rates.values()), {size.name: ranking for size, ranking in alone.items()}
-    choices: list[list[_Part]] = []
+    choices: list[list[Part]] = []
     for size in alone:
         batch = max(micro_batch, round(request.global_batch * rates[size] / whole))
         asked = {"global_batch": batch, "micro_batch": micro_batch, "lowers_micro_batch": False, "mixes": False}
-        plans = _alone(request, size, rank, **asked).plans[:_DEPTHS]
+        plans = ranked_alone(request, size, rank, **asked).plans[:DEPTHS]
         if plans:
-            choices.append([_Part(plan, _rate(plan)) for plan in plans])
+            choices.append([Part(plan, rate_of(plan)) for plan in plans])
     if len(choices) < 2:
         return None
     chosen = [each[0] for each in choices]
-    quick = _together(request, chosen, rounds=1)
+    quick = together(request, chosen, rounds=1)
     for position in range(len(choices)):
         for other in choices[position][1:]:
             tried = [*chosen[:position], other, *chosen[position + 1 :]]
-            mix = _together(request, tried, rounds=1)
+            mix = together(request, tried, rounds=1)
             if mix is not None and (quick is None or mix.step_s < quick.step_s):
                 chosen, quick = tried, mix
-    best = _together(request, chosen)
+    best = together(request, chosen)
     if best is None:
         return None
     for position, part in enumerate(chosen):  # one of two depths, of a class that would leave workers over
         plan = alone_of[part.plan.device_class].plans[0]
         if plan.more and plan.micro_batch == micro_batch:
-            tried = [*chosen[:position], _Part(plan, _rate(plan)), *chosen[position + 1 :]]
-            mix = _together(request, tried)
+            tried = [*chosen[:position], Part(plan, rate_of(plan)), *chosen[position + 1 :]]
+            mix = together(request, tried)
             if mix is not None and mix.step_s < best.step_s:
                 chosen, best = tried, mix
     return _Mix(tuple(chosen), best)
@@ -239,32 +221,7 @@ def _without_one(request: PlanRequest, mix: _Mix) -> list[Simulated]:
     if len(mix.parts) < 3:
         return []
     left = ([part for part in mix.parts if part is not each] for each in mix.parts)
-    return [found for parts in left if (found := _together(request, parts)) is not None]
-
-
-def _together(request: PlanRequest, parts: Sequence[_Part], **how: int) -> Simulated | None:
-    """One plan of the pipelines of all parts, the fastest pipelines first; None: there are too few micro-batches."""
-    kinds = [
-        PipelineKind(cut, len(replicas), part.examples_per_s * part.plan.rate_of(replicas.start) / _paces(part.plan))
-        for part in parts
-        for replicas, cut in part.plan.cuts
-    ]
-    kinds.sort(key=lambda kind: -kind.pace)
-    micro_batch = parts[0].plan.micro_batch
-    if sum(kind.replicas for kind in kinds) > -(-request.global_batch // micro_batch):
-        return None
-    fastest = kinds[0].pace
-    scaled = [kind._replace(pace=kind.pace / fastest) for kind in kinds]
-    return dealt(scaled, parts[0].plan.model_copy(update={"global_batch": request.global_batch}), request, **how)
-
-
-def _paces(plan: Plan) -> float:
-    """Of all replicas together, the fastest counting 1."""
-    return sum(map(plan.rate_of, range(plan.replicas)))
-
-
-def _rate(plan: Plan) -> float:
-    return plan.global_batch / plan.step_s if plan.step_s else float("inf")
+    return [found for parts in left if (found := together(request, parts)) is not None]
 
 
 def _score(plan: Plan, request: PlanRequest) -> float:

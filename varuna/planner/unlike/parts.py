@@ -1,0 +1,58 @@
+"""Parts of a plan for workers of several classes: pipelines that are planned alone, and put together. Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from varuna.core.devices import ClassSize
+from varuna.core.plan import Plan
+from varuna.planner.asking.ranking import Ranking
+from varuna.planner.asking.request import PlanRequest
+from varuna.planner.pricing.predict import Simulated
+from varuna.planner.unlike.dealt import PipelineKind, dealt
+
+Rank = Callable[[PlanRequest], Ranking]
+Span = Callable[[PlanRequest, Sequence[int]], list[Simulated]]
+"""From a request and values of m, which are none if nothing fits otherwise"""
+DEPTHS = 3
+"""Plans of a class that are tried beside those of the others."""
+
+
+class Part(NamedTuple):
+    """Pipelines of one class, or over several, by a plan for them alone."""
+
+    plan: Plan
+    examples_per_s: float
+
+
+def ranked_alone(request: PlanRequest, size: ClassSize, rank: Rank, **changes: object) -> Ranking:
+    """The ranking of one class; its plans say that they are for it."""
+    asked = request.of_class(size)
+    ranking = rank(asked.model_copy(update={"wanted": max(asked.wanted, DEPTHS), **changes}))
+    return replace(ranking, plans=tuple(plan.on_class(size.name) for plan in ranking.plans))
+
+
+def rate_of(plan: Plan) -> float:
+    """Examples per second."""
+    return plan.global_batch / plan.step_s if plan.step_s else float("inf")
+
+
+def together(request: PlanRequest, parts: Sequence[Part], **how: int) -> Simulated | None:
+    """One plan of the pipelines of all parts, the fastest pipelines first; None: there are too few micro-batches."""
+    kinds = [
+        PipelineKind(cut, len(replicas), part.examples_per_s * part.plan.rate_of(replicas.start) / _paces(part.plan))
+        for part in parts
+        for replicas, cut in part.plan.cuts
+    ]
+    kinds.sort(key=lambda kind: -kind.pace)
+    micro_batch = parts[0].plan.micro_batch
+    if sum(kind.replicas for kind in kinds) > -(-request.global_batch // micro_batch):
+        return None
+    fastest = kinds[0].pace
+    scaled = [kind._replace(pace=kind.pace / fastest) for kind in kinds]
+    return dealt(scaled, parts[0].plan.model_copy(update={"global_batch": request.global_batch}), request, **how)
+
+
+def _paces(plan: Plan) -> float:
+    """Of all replicas together, the fastest counting 1."""
+    return sum(map(plan.rate_of, range(plan.replicas)))
