@@ -157,6 +157,15 @@ def test_a_spot_notice_reaches_the_manager_and_the_run_leaves_the_machine(
         nodes = {cluster.node("spot"), cluster.node("other")}
         wait_for(lambda: {w["node"] for w in cluster.status()["workers"] if w["rank"] is not None} == nodes)
         assert Metadata.tokens_given == 1
+        here = cluster.node("spot")
+        assert all(worker["zone"] is None for worker in cluster.status()["workers"])
+        Metadata.zone = "us-east-1a"  # a cloud that answers late is asked again
+        wait_for(
+            lambda: (
+                {worker["zone"] for worker in cluster.status()["workers"] if worker["node"] == here}
+                == {"us-east-1/us-east-1a"}
+            )
+        )
         moment = datetime.now(UTC) + timedelta(seconds=25)
         Metadata.action = json.dumps({"action": "terminate", "time": moment.strftime("%Y-%m-%dT%H:%M:%SZ")})
         assert ended(spot, 120.0) == 0

@@ -18,8 +18,8 @@ _RESERVED_PART = 16
 """A worker also loses a sixteenth of its share, which the allocator cannot give out in one piece."""
 
 
-_AT = " @ "
-"""Between a device class and its region."""
+_AT = "@ "
+"""Before the region of a device class."""
 MAX_ZONE = 100
 ZONE = r"^[\w.:+-]+(/[\w.:+-]+)*$"
 """Of a zone: its region, a slash and its own name, or a name alone, which is then the region's too."""
@@ -37,12 +37,12 @@ def region_of_zone(zone: str) -> str:
 
 def class_in(device_class: str, region: str) -> str:
     """The class of such devices in a region; "": in any."""
-    return f"{device_class}{_AT}{region}" if region else device_class
+    return f"{device_class} {_AT}{region}".lstrip() if region else device_class
 
 
 def device_of(name: str) -> str:
     """The class of devices, without the region."""
-    return name.partition(_AT)[0]
+    return name.partition(_AT)[0].rstrip()
 
 
 def region_of(name: str) -> str:

@@ -48,6 +48,8 @@ def test_a_class_in_a_region_says_of_which_device_and_where() -> None:
     name = class_in("Tesla V100-SXM2-16GB", region_of_zone("us-east-1/us-east-1a"))
     assert (device_of(name), region_of(name)) == ("Tesla V100-SXM2-16GB", "us-east-1")
     assert class_in("CPU", "") == "CPU"
+    assert class_in("", "east") == "@ east"
+    assert (device_of("@ east"), region_of("@ east")) == ("", "east")
     assert (device_of("CPU"), region_of("CPU")) == ("CPU", "")
     assert region_of_zone("office") == "office"
 
