@@ -10,6 +10,7 @@ from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.outputs import Spawn
+from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Running, Stopping
 from varuna.fleet.state.run_events import WorkerJoined
 from varuna.fleet.state.worker import Holding, Standing, Worker
@@ -31,11 +32,13 @@ def note_spawned(transition: Transition, name: str, node: str) -> None:
 def note_zone(transition: Transition, node: str, zone: str) -> None:
     """Note where a machine is; plans that were made without knowing it are made anew."""
     fleet = transition.fleet
-    if fleet.zones.get(node) != zone:
-        here = fleet.nodes or fleet.workers.nodes
-        known = {name: where for name, where in fleet.zones.items() if name in here}
-        transition.update(zones={**known, node: zone})
-        transition.ask_anew()
+    if fleet.zones.get(node) == zone:
+        return
+    zones, here = fleet.zones.with_item(node, zone), fleet.nodes or fleet.workers.nodes
+    if len(zones) > 2 * len(here):  # machines that are gone are forgotten now and then
+        zones = PersistentMap({name: where for name, where in zones.items() if name in here or name == node})
+    transition.update(zones=zones)
+    transition.ask_anew()
 
 
 def spawn_missing(transition: Transition) -> None:

@@ -14,6 +14,8 @@ from varuna.core.sharded_optimizer import Holders, held_by
 Holdings = Mapping[str, frozenset[int]]
 """Sections whose state each worker has, at the common next step: whole, or (lent) without optimizer state."""
 _NOTHING: frozenset[int] = frozenset()
+_LOOKED_AT = 64
+"""Newest ranks of a zone beside which somebody may sit: a zone may have thousands."""
 
 
 def seat(
@@ -206,7 +208,7 @@ class _Seating:
             return *near, 0 if matched is None else matched(rank), -rank
 
         if matched is None:
-            seated = (*self._at.get(node, ()), *self._in.get(zone, ()))
+            seated = (*self._at.get(node, ()), *self._in.get(zone, ())[-_LOOKED_AT:])
             beside = (near for rank in seated for near in self._neighbours(rank))
             ranks: set[int] = {next(iter(free)), *(rank for rank in beside if rank in free)}
             return max(ranks, key=fits)

@@ -126,7 +126,7 @@ class Fleet:
     loss_rate: LossRate = field(default_factory=lambda: LossRate(began_s=0.0))
     departing: Mapping[str, Departure] = field(default_factory=dict)
     """By node."""
-    zones: Mapping[str, str] = field(default_factory=dict)
+    zones: PersistentMap[str] = field(default_factory=PersistentMap)
     """By node, where that is known: its region, a slash and its zone, or one name for both."""
     at_risk: Mapping[str, Risk] = field(default_factory=dict)
     """By node: those that a cloud advises to replace."""

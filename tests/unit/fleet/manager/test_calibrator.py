@@ -18,6 +18,7 @@ from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested
+from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
 from varuna.fleet.state.worker import Standing, Worker
 from varuna.fleet.state.workers import Workers
@@ -307,7 +308,7 @@ def test_what_sums_take_from_region_to_region_is_learnt_apart(tmp_path: Path) ->
     both = fleet()
     known = [replace(each, device_class="a", node=name) for each, name in zip(both.workers.values(), "ew", strict=True)]
     record = both.record.model_copy(update={"plan": plan})
-    both = replace(both, history=(record,), workers=Workers(known), zones={"e": "east/1", "w": "west/1"})
+    both = replace(both, history=(record,), workers=Workers(known), zones=PersistentMap({"e": "east/1", "w": "west/1"}))
     slow = times(9, 5.0).model_copy(update={"reductions": Carried(9, 1e6, 4.0), "round_s": 0.5})
     for worker in ("w0", "w1"):
         heard.hear(both, worker, beat(slow), 0.0)
