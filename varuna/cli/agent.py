@@ -67,7 +67,7 @@ def agent(
     from varuna.fleet.agent.join import serve
     from varuna.fleet.agent.manager_client import ManagerAddress
     from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
-    from varuna.fleet.notices.notice import CloudNotice, InZone, Preemptible, RebalanceAdvice, SpotNotice
+    from varuna.fleet.notices.notice import CloudNotice, Preemptible, RebalanceAdvice, SpotNotice, ZoneNotice
     from varuna.fleet.notices.spot_notices import SpotNotices
     from varuna.process.output_pump import unread_allowed
 
@@ -89,13 +89,13 @@ def agent(
                     member.notify(SpotWarning(in_s, f"spot notice: {action}"))
                 case RebalanceAdvice(reason=reason):
                     member.notify(RiskWarning(reason))
-                case InZone() if zone:
+                case ZoneNotice() if zone:
                     pass  # who set it knows better
-                case Preemptible() | InZone():
+                case Preemptible() | ZoneNotice():
                     member.notify(notice)
 
         if zone:
-            member.notify(InZone(zone))
+            member.notify(ZoneNotice(zone))
         notices = SpotNotices(warn)
         notices.start()
         exit_code = member.run()

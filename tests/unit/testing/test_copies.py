@@ -173,12 +173,12 @@ def test_a_death_while_a_copy_is_sent(kept: Kept, alone: tuple[float, ...], monk
     """What has come of it is thrown away."""
     begun = threading.Event()
 
-    def stuck(part_s: float) -> float:
+    def stuck(part_s: float, since_s: float, step_s: float) -> float:
         begun.set()
         return 100.0
 
     monkeypatch.setattr(wire, "PART_BYTES", 1024)
-    monkeypatch.setattr(sending, "pause_s", stuck)
+    monkeypatch.setattr(sending, "state_pause_s", stuck)
     outcome = without_replicas(kept, [Waiting(1, 1, "B", lambda: begun.wait(20), 3)])
     assert went_back(outcome)
     assert outcome.losses == pytest.approx(alone, rel=1e-6)

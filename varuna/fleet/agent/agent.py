@@ -39,7 +39,7 @@ from varuna.fleet.net.protocol import (
     Tell,
 )
 from varuna.fleet.net.requests import first_problem
-from varuna.fleet.notices.notice import InZone, Preemptible
+from varuna.fleet.notices.notice import Preemptible, ZoneNotice
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived, WorkerExited
 from varuna.fleet.workers.launcher import Launcher
 from varuna.fleet.workers.worker_server import WorkerServer
@@ -199,7 +199,7 @@ class Agent:
                 self._uplink.send(Parted(worker=worker))
             case WorkerExited():
                 self._note_exit(event)
-            case SpotWarning() | RiskWarning() | Preemptible() | InZone():
+            case SpotWarning() | RiskWarning() | Preemptible() | ZoneNotice():
                 self._note_notice(event)
             case _Impatience(number=number):
                 self.exit_code = 128 + number

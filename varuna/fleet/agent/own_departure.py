@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from varuna.fleet.net.protocol import MAX_REASON, AdviceSeen, SpotNoticeSeen, SpotSeen, ZoneSeen
-from varuna.fleet.notices.notice import InZone, Preemptible
+from varuna.fleet.notices.notice import Preemptible, ZoneNotice
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class RiskWarning:
     reason: str
 
 
-Foreseen = SpotWarning | RiskWarning | Preemptible | InZone
+Foreseen = SpotWarning | RiskWarning | Preemptible | ZoneNotice
 """What an agent learns of its machine's place and future."""
 Seen = SpotNoticeSeen | AdviceSeen | SpotSeen | ZoneSeen
 """What it tells the manager of that."""
@@ -53,7 +53,7 @@ class OwnDeparture:
             case Preemptible() if not self._is_spot:
                 self._is_spot = True
                 return "this machine may be taken away at any time: its cloud rents it as such"
-            case InZone(zone=zone) if not self._zone:
+            case ZoneNotice(zone=zone) if not self._zone:
                 self._zone = zone
                 return f"this machine is in {zone}"
         return ""

@@ -34,11 +34,11 @@ class Preemptible:
 
 
 @dataclass(frozen=True, slots=True)
-class InZone:
+class ZoneNotice:
     """Where this machine is."""
 
     zone: str
     """Its region, a slash and its zone, such as ``us-east-1/us-east-1a``."""
 
 
-CloudNotice = SpotNotice | RebalanceAdvice | Preemptible | InZone
+CloudNotice = SpotNotice | RebalanceAdvice | Preemptible | ZoneNotice

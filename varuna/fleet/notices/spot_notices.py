@@ -12,7 +12,7 @@ from varuna.fleet.notices import aws as aws_notices
 from varuna.fleet.notices import azure as azure_notices
 from varuna.fleet.notices import gcp as gcp_notices
 from varuna.fleet.notices.metadata import METADATA_URL, MetadataService
-from varuna.fleet.notices.notice import CloudNotice, InZone, Preemptible, SpotNotice
+from varuna.fleet.notices.notice import CloudNotice, Preemptible, SpotNotice, ZoneNotice
 
 _LOOK_AFTER_S = (0.0, 5.0, 30.0)
 """Pauses before each look for a service: a machine that boots may have no network yet."""
@@ -130,7 +130,7 @@ class SpotNotices:
             notices: list[CloudNotice] = []
             with contextlib.suppress(NoAnswerError):  # then it is asked again; notices are worth more
                 if not is_placed and is_zone(zone := self._cloud.zone()):
-                    self._on_notice(InZone(zone))
+                    self._on_notice(ZoneNotice(zone))
                 is_placed = True
             with contextlib.suppress(NoAnswerError):
                 if not is_known and self._cloud.is_preemptible():

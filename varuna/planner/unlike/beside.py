@@ -6,7 +6,7 @@ from varuna.core.devices import ClassSize
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.predict import Simulated
-from varuna.planner.unlike.parts import Part, Rank, Span, ranked_alone, rate_of, together
+from varuna.planner.unlike.parts import PipelineGroup, Rank, Span, ranked_alone, rate_of, together
 
 _MOST_ALONE = 3
 """Pipelines of a class that are kept for themselves, at most, as is tried."""
@@ -49,7 +49,7 @@ def _of_fewer(request: PlanRequest, alone: Mapping[ClassSize, Plan], span: Span)
 
 def _beside(request: PlanRequest, spanned: Plan, alone: Mapping[ClassSize, Plan], rank: Rank) -> Simulated | None:
     """The plan, with pipelines of one class of all workers that it leaves idle; None if there can be none."""
-    parts, rate = [Part(spanned, rate_of(spanned))], rate_of(spanned)
+    parts, rate = [PipelineGroup(spanned, rate_of(spanned))], rate_of(spanned)
     for size, plan in alone.items():
         left = size.workers - spanned.classes.get(size.name, 0)
         if not left:
@@ -58,5 +58,5 @@ def _beside(request: PlanRequest, spanned: Plan, alone: Mapping[ClassSize, Plan]
         batch = max(spanned.micro_batch, round(request.global_batch * expected / (rate + expected)))
         asked = {"global_batch": batch, "micro_batch": spanned.micro_batch, "lowers_micro_batch": False, "mixes": False}
         found = ranked_alone(request, size.model_copy(update={"workers": left}), rank, **asked).plans
-        parts += [Part(each, rate_of(each)) for each in found[:1]]
+        parts += [PipelineGroup(each, rate_of(each)) for each in found[:1]]
     return together(request, parts) if len(parts) > 1 else None

@@ -17,7 +17,7 @@ from varuna.planner.pricing.network import across_regions, are_apart
 from varuna.planner.pricing.predict import Prediction, Simulated
 from varuna.planner.unlike.beside import with_pipelines_beside
 from varuna.planner.unlike.left_over import CLEARLY
-from varuna.planner.unlike.parts import DEPTHS, Part, Rank, Span, ranked_alone, rate_of, together
+from varuna.planner.unlike.parts import DEPTHS, PipelineGroup, Rank, Span, ranked_alone, rate_of, together
 
 _ALIKE = 1.5
 """Up to so many times as long classes may compute to be in one pipeline, where each fits alone."""
@@ -177,7 +177,7 @@ def _mixes(request: PlanRequest, alone: dict[ClassSize, Ranking], rank: Rank) ->
 
 
 class _Mix(NamedTuple):
-    parts: tuple[Part, ...]
+    parts: tuple[PipelineGroup, ...]
     simulated: Simulated
 
 
@@ -186,13 +186,13 @@ def _of_all(
 ) -> _Mix | None:
     """Pipelines of all classes with this m. Each class first gets the plans that suit its share of the batch."""
     whole, alone_of = sum(rates.values()), {size.name: ranking for size, ranking in alone.items()}
-    choices: list[list[Part]] = []
+    choices: list[list[PipelineGroup]] = []
     for size in alone:
         batch = max(micro_batch, round(request.global_batch * rates[size] / whole))
         asked = {"global_batch": batch, "micro_batch": micro_batch, "lowers_micro_batch": False, "mixes": False}
         plans = ranked_alone(request, size, rank, **asked).plans[:DEPTHS]
         if plans:
-            choices.append([Part(plan, rate_of(plan)) for plan in plans])
+            choices.append([PipelineGroup(plan, rate_of(plan)) for plan in plans])
     if len(choices) < 2:
         return None
     chosen = [each[0] for each in choices]
@@ -209,7 +209,7 @@ def _of_all(
     for position, part in enumerate(chosen):  # one of two depths, of a class that would leave workers over
         plan = alone_of[part.plan.device_class].plans[0]
         if plan.more and plan.micro_batch == micro_batch:
-            tried = [*chosen[:position], Part(plan, rate_of(plan)), *chosen[position + 1 :]]
+            tried = [*chosen[:position], PipelineGroup(plan, rate_of(plan)), *chosen[position + 1 :]]
             mix = together(request, tried)
             if mix is not None and mix.step_s < best.step_s:
                 chosen, best = tried, mix

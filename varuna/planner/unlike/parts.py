@@ -18,7 +18,7 @@ DEPTHS = 3
 """Plans of a class that are tried beside those of the others."""
 
 
-class Part(NamedTuple):
+class PipelineGroup(NamedTuple):
     """Pipelines of one class, or over several, by a plan for them alone."""
 
     plan: Plan
@@ -37,7 +37,7 @@ def rate_of(plan: Plan) -> float:
     return plan.global_batch / plan.step_s if plan.step_s else float("inf")
 
 
-def together(request: PlanRequest, parts: Sequence[Part], **how: int) -> Simulated | None:
+def together(request: PlanRequest, parts: Sequence[PipelineGroup], **how: int) -> Simulated | None:
     """One plan of the pipelines of all parts, the fastest pipelines first; None: there are too few micro-batches."""
     kinds = [
         PipelineKind(cut, len(replicas), part.examples_per_s * part.plan.rate_of(replicas.start) / _paces(part.plan))

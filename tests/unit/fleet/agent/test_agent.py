@@ -25,7 +25,7 @@ from varuna.fleet.net.protocol import (
     Welcome,
     ZoneSeen,
 )
-from varuna.fleet.notices.notice import InZone, Preemptible
+from varuna.fleet.notices.notice import Preemptible, ZoneNotice
 from varuna.fleet.state.inputs import WorkerExited
 from varuna.fleet.workers.launcher import Launcher
 
@@ -170,7 +170,7 @@ def test_that_the_machine_is_a_spot_machine_is_passed_on_once(bench: Bench) -> N
 def test_where_the_machine_is_is_passed_on_once(bench: Bench) -> None:
     """The first word counts: the environment's, if it says anything."""
     for zone in ("office/rack-1", "us-east-1/us-east-1a"):
-        bench.agent.notify(InZone(zone))
+        bench.agent.notify(ZoneNotice(zone))
         bench.agent.take_next()
     assert bench.sent == [ZoneSeen(zone="office/rack-1")]
 

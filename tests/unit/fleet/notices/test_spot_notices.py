@@ -21,7 +21,7 @@ from varuna.fleet.notices.aws import AwsNotices
 from varuna.fleet.notices.azure import AzureNotices, parse_events
 from varuna.fleet.notices.gcp import GcpNotices, parse_maintenance
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import LEAST_LEAD_S, CloudNotice, InZone, Preemptible, RebalanceAdvice, SpotNotice
+from varuna.fleet.notices.notice import LEAST_LEAD_S, CloudNotice, Preemptible, RebalanceAdvice, SpotNotice, ZoneNotice
 from varuna.fleet.notices.spot_notices import CloudNotices, SpotNotices, clouds
 
 ACTION = json.dumps({"action": "terminate", "time": "2017-09-18T08:22:00Z"})
@@ -178,7 +178,7 @@ def test_google_says_so_as_soon_as_it_is_known(google: GcpNotices) -> None:
     assert GoogleMetadata.held.wait(20)  # the question is open
     GoogleMetadata.preempted = "TRUE"
     GoogleMetadata.changed.set()
-    assert told.get(timeout=20) == InZone("us-central1/us-central1-a")
+    assert told.get(timeout=20) == ZoneNotice("us-central1/us-central1-a")
     assert told.get(timeout=20) == SpotNotice("preempted", 30.0)
     asking.close()
 
@@ -284,7 +284,7 @@ def test_where_the_machine_is_is_told_once_and_nonsense_never(aws: AwsNotices, m
     asking.start()
     time.sleep(0.1)
     Metadata.zone = "us-east-1a"
-    assert told.get(timeout=20) == InZone("us-east-1/us-east-1a")
+    assert told.get(timeout=20) == ZoneNotice("us-east-1/us-east-1a")
     Metadata.action = ACTION
     assert told.get(timeout=20) == NOTICED
     asking._thread.join(20)
@@ -315,7 +315,7 @@ def test_a_cloud_that_takes_no_yes_is_named(azure: AzureNotices) -> None:
     told: queue.Queue[CloudNotice] = queue.Queue()
     asking = SpotNotices(told.put, among=[azure])
     asking.start()
-    assert told.get(timeout=20) == InZone("westeurope")
+    assert told.get(timeout=20) == ZoneNotice("westeurope")
     assert told.get(timeout=20) == SpotNotice("Preempt", 40.0)
     AzureMetadata.events = []
     assert asking.acknowledge() == "Azure was not told that this machine may be taken now: status 400"
