@@ -232,12 +232,14 @@ def _action_s(measured: Sequence[Measured]) -> float | None:
 def _hand_over_s(
     measured: Sequence[Measured], sections: Sequence[SectionKind], action_s: float, samples_s: float
 ) -> float:
-    """Seconds that F and B of a real pipeline take beyond its R, which has no message, scaled as ``_beyond`` says."""
+    """Seconds that an F or B which gives a message takes beyond R, which has none, scaled as ``_beyond`` says."""
     found = []
     for pilot in (pilot for each in measured for pilot in each.pilots if pilot.stages > 1):
         own = sections[pilot.first : pilot.stop]
         reads_s = samples_s if any(kind.input_bytes for kind in own) else 0.0
-        found += _beyond(pilot, own, action_s, "R", {"F": "forward_s", "B": "backward_s"}, {"F": reads_s})
+        gives = {"F": "forward_s"} if pilot.stop < len(sections) else {}
+        gives |= {"B": "backward_s"} if pilot.first else {}
+        found += _beyond(pilot, own, action_s, "R", gives, {"F": reads_s})
     return max(0.0, median(found)) if found else 0.0
 
 

@@ -223,7 +223,7 @@ class Calibration(Finite):
     action_s: Seconds = Field(default=0.0, description="fixed cost of each action beyond its sections' times")
     hand_over_s: Seconds = Field(
         default=0.0,
-        description="further cost of an action that takes or gives a message, in a pipeline of several stages",
+        description="further cost of an action that gives a message, in a pipeline of several stages",
     )
     samples_s: Seconds = Field(
         default=0.0, description="further cost of an F that reads samples, whose loader shares the interpreter with it"

@@ -52,6 +52,7 @@ class LinkCosts:
     """
 
     latency_s: float = 0.0
+    """below 0, by its serialisation at most, where a message leaves before the action that gives it has ended"""
     activation_s: float = 0.0
     gradient_s: float = 0.0
     jitter: Jitter = field(default_factory=Jitter)

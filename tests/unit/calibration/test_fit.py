@@ -98,6 +98,9 @@ def test_messages_cost_what_forwards_and_backwards_of_a_pipeline_take_beyond_its
     assert calibration.action_s == pytest.approx(0.1)
     assert calibration.hand_over_s == pytest.approx(0.3), "beyond what every action takes: counted once"
     assert assemble([measured()], name="tiny").hand_over_s == 0
+    first = busy.model_copy(update={"first": 0, "stop": 2, "whole_s": {**busy.whole_s, "B": 8.0 + 0.1}})
+    found = assemble([measured(pilots=(first, last))], name="tiny").hand_over_s
+    assert found == pytest.approx(0.3), "its backward gives nothing"
 
 
 def test_reading_samples_costs_what_forwards_of_one_stage_take_beyond_its_backwards() -> None:

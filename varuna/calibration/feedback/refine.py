@@ -116,7 +116,7 @@ def _inside_s(stage: RankTimes, letters: Sequence[str], around: Around) -> float
     letter = _told(stage, letters)
     if letter is None:
         return None
-    beyond_s = {"F": around.forward_s, "B": around.moved_s, "I": around.moved_s}.get(letter, around.plain_s)
+    beyond_s = {"F": around.forward_s, "B": around.backward_s, "I": around.backward_s}.get(letter, around.plain_s)
     return max(0.0, stage.actions[letter].seconds - beyond_s)
 
 

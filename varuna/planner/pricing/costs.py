@@ -34,10 +34,10 @@ class Around(NamedTuple):
 
     plain_s: float
     """for R and W"""
-    moved_s: float
-    """for B and I, which take or give messages where there are several stages"""
+    backward_s: float
+    """for B and I, which give a message to the stage before, if there is one"""
     forward_s: float
-    """for F, which may also read samples"""
+    """for F, which gives one to the next stage, if there is one, and may read samples"""
 
 
 def around_sections(profile: Profile, start: int, stop: int, *, is_one_of_many: bool) -> Around:
@@ -47,12 +47,16 @@ def around_sections(profile: Profile, start: int, stop: int, *, is_one_of_many: 
         profile: of the sections, at one m.
         start: first section of the stage.
         stop: one past its last section.
-        is_one_of_many: the pipeline has other stages, so that actions take and give messages.
+        is_one_of_many: the pipeline has other stages, so that actions give messages.
     """
     known = profile.calibration
-    moved_s = known.action_s + (known.hand_over_s if is_one_of_many else 0.0)
+    given_s = known.hand_over_s if is_one_of_many else 0.0  # what is taken is waited for, and costs hardly anything
     reads = profile.input_bytes.before[stop] > profile.input_bytes.before[start]
-    return Around(known.action_s, moved_s, moved_s + (known.samples_s if reads else 0.0))
+    return Around(
+        plain_s=known.action_s,
+        backward_s=known.action_s + (given_s if start else 0.0),
+        forward_s=known.action_s + (given_s if stop < profile.sections else 0.0) + (known.samples_s if reads else 0.0),
+    )
 
 
 _Rings = tuple[float, ...]
@@ -128,7 +132,7 @@ class Pricer:
         first_kept = stop - size.kept
         forward_s = (forward[first_kept] - forward[start]) + (record[stop] - record[first_kept]) + around.forward_s
         recompute_s = self._recompute[first_kept] - self._recompute[start] + around.plain_s
-        backward_s = self._backward[stop] - self._backward[start] + around.moved_s
+        backward_s = self._backward[stop] - self._backward[start] + around.backward_s
         if size.moved:  # copies hide behind computation; where they take longer, R waits for its input
             crossing_s = crossing_time_s(profile, range(start, stop), moved=size.moved, depth=size.depth)
             recompute_s += max(0.0, crossing_s - forward_s - recompute_s - backward_s)
@@ -136,7 +140,7 @@ class Pricer:
             forward_s=forward_s,
             recompute_s=recompute_s,
             backward_s=backward_s,
-            input_s=self._input[stop] - self._input[start] + around.moved_s,
+            input_s=self._input[stop] - self._input[start] + around.backward_s,
             weight_s=self._weight[stop] - self._weight[start] + around.plain_s,
             record_s=record[stop] - record[start] + around.forward_s,
             allreduce_s=self._exposed_reduce_s(start, stop, setting) if setting.rings_s else 0.0,
@@ -193,8 +197,11 @@ class Pricer:
             profile = self._profile
             link = link_of(profile.calibration, crosses=crosses)
             there, back = profile.boundary_bytes[section], profile.gradient_boundary_bytes[section]
+            travels_s = link.latency_of(max(there, back))
+            # Sockets take a message while the action that gives it still runs.
+            gone_s = min(profile.calibration.hand_over_s, travels_s + min(there, back) / link.bytes_per_s)
             known = self._links[section, crosses] = LinkCosts(
-                latency_s=link.latency_of(max(there, back)),
+                latency_s=travels_s - gone_s,
                 activation_s=there / link.bytes_per_s,
                 gradient_s=back / link.bytes_per_s,
                 jitter=link.jitter,

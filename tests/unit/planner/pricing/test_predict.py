@@ -49,14 +49,22 @@ def test_costs_scale_with_the_micro_batch_and_carry_the_cost_of_every_action() -
     assert (last.stash_bytes, last.live_bytes) == (4 * MB, 2 * 50 * MB)
 
 
-def test_actions_with_messages_cost_more_where_there_are_messages() -> None:
-    facts = model([section(1.0)] * 2)
-    plain, moved = (pipeline_costs(of(facts, 1, hand_over_s=s), plan((0, 1), 2), gpus_per_vm=1) for s in (0.0, 0.5))
-    for a, b in zip(plain.stages, moved.stages, strict=True):
-        assert (b.forward_s - a.forward_s, b.backward_s - a.backward_s, b.input_s - a.input_s) == (0.5, 0.5, 0.5)
+def test_actions_that_give_messages_cost_more_and_these_leave_meanwhile() -> None:
+    facts = model([section(1.0)] * 3)
+    plain, given = (pipeline_costs(of(facts, 1, hand_over_s=s), plan((0, 1, 2), 3), gpus_per_vm=1) for s in (0.0, 0.5))
+    more = [
+        (b.forward_s - a.forward_s, b.backward_s - a.backward_s, b.input_s - a.input_s)
+        for a, b in zip(plain.stages, given.stages, strict=True)
+    ]
+    assert more == [(0.5, 0.0, 0.0), (0.5, 0.5, 0.5), (0.0, 0.5, 0.5)]
+    for a, b in zip(plain.stages, given.stages, strict=True):
         assert (b.recompute_s, b.weight_s) == (a.recompute_s, a.weight_s)
+    for known, link in zip(plain.links, given.links, strict=True):
+        way_s = known.latency_s + known.gradient_s
+        assert link.latency_s == pytest.approx(known.latency_s - min(0.5, way_s))
+        assert link.latency_s + link.gradient_s >= 0, "nothing arrives before it was given"
     [alone] = pipeline_costs(of(facts, 1, hand_over_s=0.5), plan((0,), 2), gpus_per_vm=1).stages
-    assert alone.backward_s == 2 * 2.0 + 1.0
+    assert alone.backward_s == 3 * 2.0 + 1.0
 
 
 def test_forwards_that_read_samples_cost_more() -> None:
