@@ -135,9 +135,15 @@ def _egress(path: Path, entries: Sequence[_Entry]) -> dict[str, float]:
     """Dollars for a GB that leaves a region, where an offer says it.
 
     Raises:
-        UsageError: two offers contradict each other.
+        UsageError: two offers contradict each other, or only some have a region.
     """
     found: dict[str, float] = {}
+    if without := [entry.name for entry in entries if not entry.region]:
+        within = [entry.name for entry in entries if entry.region]
+        if within:
+            raise UsageError(
+                f"{path}: offer {within[0]!r} has a region, and {without[0]!r} has none. Give all or none."
+            )
     for entry in entries:
         if entry.egress_per_gb is None:
             continue

@@ -125,6 +125,7 @@ def test_what_leaves_a_region_is_paid_for(offers: Any) -> None:
     ("first", "second", "complaint"),
     [
         ({"egress_per_gb": 0.1}, {}, "has egress_per_gb, but no region. Add region."),
+        ({"region": "a"}, {}, "offer 'a' has a region, and 'b' has none. Give all or none."),
         ({"region": "a", "egress_per_gb": 0.1}, {"region": "a", "egress_per_gb": 0.2}, "0.2 here and 0.1 in another"),
         ({"region": "a b"}, {}, "offer 1: region: String should match pattern"),
         ({"region": "a", "egress_per_gb": -1}, {}, "offer 1: egress_per_gb: Input should be greater"),
