@@ -30,7 +30,7 @@ def note_spawned(transition: Transition, name: str, node: str) -> None:
 
 
 def note_zone(transition: Transition, node: str, zone: str) -> None:
-    """Note where a machine is; plans that were made without knowing it are made anew."""
+    """Note where a machine is; plans for its workers that were made without knowing it are made anew."""
     fleet = transition.fleet
     if fleet.zones.get(node) == zone:
         return
@@ -38,7 +38,8 @@ def note_zone(transition: Transition, node: str, zone: str) -> None:
     if len(zones) > 2 * len(here):  # machines that are gone are forgotten now and then
         zones = PersistentMap({name: where for name, where in zones.items() if name in here or name == node})
     transition.update(zones=zones)
-    transition.ask_anew()
+    if any(fleet.workers[name].is_joined for name in fleet.workers.on(node)):
+        transition.ask_anew()
 
 
 def spawn_missing(transition: Transition) -> None:

@@ -105,6 +105,20 @@ def test_in_two_regions_equal_devices_are_of_two_classes() -> None:
         assert region_of(plan.class_of(rank)) == fleet.zones[fleet.workers[name].node][0]
 
 
+def test_where_a_newcomers_machine_is_leaves_plans_that_are_made_alone() -> None:
+    """Many come at once, each with its zone: planning must end all the same."""
+    driver = in_zones("aabb")
+    driver.answers = lambda: False
+    driver.feed(MorphRequested())
+    asked = driver.fleet.asked
+    assert asked
+    driver.feed(WorkerSpawned("w4", "n4"))
+    driver.feed(ZoneReceived("n4", "c/c1"))
+    assert driver.fleet.asked == asked
+    driver.feed(ZoneReceived("n0", "c/c1"))
+    assert driver.fleet.asked != asked
+
+
 def test_a_region_that_is_known_late_counts_from_the_next_plan_on() -> None:
     driver = in_zones("aa--")
     for node in ("n2", "n3"):
