@@ -24,7 +24,7 @@ from varuna.fleet.net.join_string import JOIN_VARIABLE, SCHEME, JoinString, pars
 from varuna.fleet.notices.notice import CloudNotice, SpotNotice
 from varuna.fleet.notices.spot_notices import SpotNotices
 from varuna.fleet.run_folder.join_file import read_join
-from varuna.fleet.torchrun.node import InZone, TorchrunAgent, WaitedTooLong, WorldOver
+from varuna.fleet.torchrun.node import Placed, TorchrunAgent, WaitedTooLong, WorldOver
 from varuna.process.console import say
 
 _BACKEND = "varuna"
@@ -85,7 +85,7 @@ class VarunaRendezvous(RendezvousHandler):
             except RuntimeError as error:  # its first node is gone: joining again makes the manager form the next one
                 say(f"world {placed.world}: the store at {placed.store} does not answer ({error})")
 
-    def _open(self, placed: InZone) -> RendezvousInfo:
+    def _open(self, placed: Placed) -> RendezvousInfo:
         """The store of a world, and where its workers meet.
 
         Raises:

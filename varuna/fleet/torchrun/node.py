@@ -39,7 +39,7 @@ class WorldOver(Exception):
 
 
 @dataclass(frozen=True)
-class InZone:
+class Placed:
     """A world that this node is in."""
 
     world: int
@@ -91,7 +91,7 @@ class TorchrunAgent:
 
     # -- what torchrun asks ----------------------------------------------------------------------------------
 
-    def join(self) -> InZone:
+    def join(self) -> Placed:
         """Wait for a world that this node is in; its workers do not run.
 
         Raises:
@@ -117,7 +117,7 @@ class TorchrunAgent:
                 if rank == 0 or answer.store:
                     self.waiting = 0
                     self._update(state="works", world=answer.world, members=answer.members)
-                    return InZone(answer.world, rank, len(answer.members), answer.store)
+                    return Placed(answer.world, rank, len(answer.members), answer.store)
                 waits = f"{answer.members[0]} to open the store of world {answer.world}"
             else:
                 waits = answer.says
