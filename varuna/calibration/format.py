@@ -323,7 +323,8 @@ class Calibration(Finite):
         if known.hardware.device_class == self.hardware.device_class:
             return known.model_copy(update={"others": self.others, "across_regions": self.across_regions})
         kept = tuple(each for each in self.others if each.hardware.device_class != known.hardware.device_class)
-        return self.model_copy(update={"others": (*kept, known.model_copy(update={"others": ()}))})
+        alone = known.model_copy(update={"others": (), "across_regions": None})
+        return self.model_copy(update={"others": (*kept, alone)})
 
     def without_any(self) -> "Calibration":
         """This calibration without figures that are for any class of devices, if it has others."""

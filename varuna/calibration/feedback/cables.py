@@ -6,8 +6,8 @@ from typing import NamedTuple, TypeVar
 
 from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
 from varuna.core.plan import Plan
-from varuna.core.times import RankTimes
-from varuna.planner.pricing.network import crossings
+from varuna.core.times import Carried, RankTimes
+from varuna.planner.pricing.network import across_regions, crossings
 
 _LEAST, _MOST = 0.1, 0.9
 """Of the seconds of a transfer: what latency that was not seen may be, and what it may be at all."""
@@ -20,37 +20,44 @@ _Transfers = Sequence[tuple[float, float]]
 """Bytes and seconds."""
 
 
-def seen_networks(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]) -> dict[str, NetworkCosts]:
+def seen_networks(
+    calibration: Calibration, plan: Plan, stages: Sequence[RankTimes], *, is_apart: bool = False
+) -> dict[str, NetworkCosts]:
     """Networks on which transfers take what they took, by field of the calibration.
 
-    Where it has no figures for transfers within a VM, these count as what they were planned as: across VMs.
+    Where it has no figures for transfers within a VM, these count as what they were planned as: across VMs. Of
+    a plan in several regions, sums go from one to another, and messages do not.
 
     Args:
         calibration: with what was known before.
         plan: that ran.
         stages: what its stages told; all-reduces are of the replica that waited least for others.
+        is_apart: its pipelines are in several regions.
     """
     vm_size = calibration.hardware.gpus_per_vm
     crossed = crossings(plan.stages, plan.replicas, vm_size)
     rounds_s = [each.round_s for each in stages if each.round_s is not None]
-    rounds, found = 2 * (plan.replicas - 1), {}
+    rounds, found = 2 * (plan.replicas - 1), dict[str, NetworkCosts]()
+
+    def seen(known: NetworkCosts, messages: Sequence[Carried], sums: Sequence[Carried]) -> NetworkCosts:
+        return _seen(
+            known,
+            [(each.size_bytes, each.seconds) for each in messages],
+            [(each.size_bytes / plan.replicas, each.seconds / rounds) for each in sums],
+            replicas=plan.replicas,
+            round_s=min(rounds_s, default=None),
+        )
+
+    summed = [each.reductions for each in stages if rounds and each.reductions]
     for name, is_within in (("across_vms", False), ("within_vm", True)):
         known: NetworkCosts | None = getattr(calibration, name)
         if known is None:
             continue
         belongs = [calibration.within_vm is None or is_within != crosses for crosses in crossed]
         sent = [each.messages for each, of_it in zip(stages, belongs, strict=False) if of_it and each.messages]
-        summed = [each.reductions for each in stages if rounds and each.reductions]
-        if calibration.within_vm is not None and is_within == (plan.workers > vm_size):
-            summed = []
-        found[name] = _seen(
-            known,
-            [(each.size_bytes, each.seconds) for each in sent],
-            [(each.size_bytes / plan.replicas, each.seconds / rounds) for each in summed],
-            replicas=plan.replicas,
-            round_s=min(rounds_s, default=None),
-        )
-    return found
+        is_elsewhere = calibration.within_vm is not None and is_within == (plan.workers > vm_size)
+        found[name] = seen(known, sent, [] if is_apart or is_elsewhere else summed)
+    return found | ({"across_regions": seen(across_regions(calibration), [], summed)} if is_apart else {})
 
 
 def stretched(network: NetworkCosts, factor: float) -> NetworkCosts:

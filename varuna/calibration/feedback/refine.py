@@ -41,6 +41,7 @@ def refine(
     *,
     options: Options = _as_it_is,
     is_whole: bool = True,
+    is_apart: bool = False,
     own: Sequence[int] | None = None,
 ) -> Calibration:
     """The calibration under which ``plan`` takes what it took.
@@ -55,6 +56,7 @@ def refine(
         stages: what its stages took.
         options: of the job that ran.
         is_whole: other pipelines than these do not make the step longer.
+        is_apart: others are in another region.
         own: stages that run on the calibration's class of devices; None: all.
     """
     m, here = plan.micro_batch, range(plan.stages) if own is None else own
@@ -79,7 +81,8 @@ def refine(
     found = calibration.model_copy(update={"kinds": kinds, "notes": (*notes, note)})
     if own is not None:
         return found
-    shared = {"optimizer": _optimizer(calibration, options, plan, stages), **seen_networks(calibration, plan, stages)}
+    networks = seen_networks(calibration, plan, stages, is_apart=is_apart)
+    shared = {"optimizer": _optimizer(calibration, options, plan, stages), **networks}
     found = found.model_copy(update=shared)
     return _with_whole_steps(found, options, plan, max(each.step_s for each in stages)) if is_whole else found
 

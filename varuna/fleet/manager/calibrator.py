@@ -33,7 +33,7 @@ from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Not
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import RunPlanner, with_options
 from varuna.planner.micro_batch import describe_sizes, knows_sizes
-from varuna.planner.pricing.network import across_regions, are_apart, with_rings
+from varuna.planner.pricing.network import are_apart
 from varuna.planner.pricing.predict import Prediction
 from varuna.planner.pricing.spanning import stages_of
 
@@ -227,7 +227,7 @@ class Calibrator:
         Pipelines that are planned for any class may run on several: they say nothing of one.
         """
         found, names = self.calibration, set[str]()
-        is_apart = are_apart(plan.classes)  # what sums take is then of the network between regions
+        is_apart, across = are_apart(plan.classes), base.across_regions
         for replicas, cut in sorted(plan.cuts, key=lambda each: bool(each[1].stage_classes)):  # those on several last
             parts = dict[str, list[int] | None](stages_of(cut.stage_classes)) or {cut.device_class: None}
             for name, own in parts.items():
@@ -235,17 +235,16 @@ class Calibrator:
                 names.add(name)
                 if stages and (plan.is_by_class or base.classes == ("",)):
                     alone, is_whole = plan.as_if_all(cut) if plan.more else plan, not plan.more
-                    known = base.of(name)
-                    seen = with_rings(known, across_regions(base).rings) if is_apart else known
-                    refined = refine(seen, alone, stages, options=self._for_job, is_whole=is_whole, own=own)
-                    if is_apart and own is None:
-                        base = base.model_copy(update={"across_regions": refined.across_vms})
-                        refined = with_rings(refined, known.across_vms.rings)
+                    known = base.of(name).model_copy(update={"across_regions": across})
+                    refined = refine(
+                        known, alone, stages, options=self._for_job, is_whole=is_whole, is_apart=is_apart, own=own
+                    )
+                    across = refined.across_regions
                     hardware = refined.hardware.model_copy(update={"device_class": name})
                     refined = refined.model_copy(update={"hardware": hardware})
                     found = refined if found is None else found.with_class(refined)
         if found is not None:
-            found = found.model_copy(update={"across_regions": base.across_regions})
+            found = found.model_copy(update={"across_regions": across})
         # Figures that were for any class make room for what was measured.
         return found if found is None or "" in plan.classes else found.without_any()
 

@@ -22,12 +22,6 @@ def across_regions(calibration: Calibration) -> NetworkCosts:
     return calibration.across_regions or _BETWEEN_REGIONS
 
 
-def with_rings(calibration: Calibration, rings: Sequence[Ring]) -> Calibration:
-    """The calibration with other all-reduces across VMs."""
-    network = calibration.across_vms.model_copy(update={"rings": tuple(rings)})
-    return calibration.model_copy(update={"across_vms": network})
-
-
 def crossings(stages: int, replicas: int, gpus_per_vm: int) -> tuple[bool, ...]:
     """For each link of a pipeline, whether it leaves the VM.
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from varuna.calibration.format import Calibration
 from varuna.core.plan import Plan
-from varuna.planner.pricing.network import across_regions, are_apart, ring_s, with_rings
+from varuna.planner.pricing.network import across_regions, are_apart, ring_s
 from varuna.planner.pricing.spanning import spanning_costs
 from varuna.schedule.actions import Kind
 from varuna.simulator.bounds import bottleneck_s
@@ -152,7 +152,7 @@ def _as_far_as_it_reaches(calibration: Calibration, plan: Plan, alike: Plan, nam
     if are_apart(plan.classes):
         networks.append(across_regions(calibration))
     slowest = max(networks, key=lambda each: ring_s(each.rings, _SUMMED_BYTES, ranks=plan.replicas, in_flight=1))
-    return with_rings(known, slowest.rings)
+    return known.model_copy(update={"across_vms": known.across_vms.model_copy(update={"rings": slowest.rings})})
 
 
 def _simulated(
