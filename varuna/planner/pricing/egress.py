@@ -26,7 +26,7 @@ def leaving_bytes(plan: Plan, calibration: Calibration) -> Mapping[str, float]:
         return found
     figures, share = profile(calibration, plan.micro_batch), 2 * (plan.replicas - 1) / plan.replicas
     for section, size_bytes in enumerate(figures.reduced_bytes.values):
-        homes = [regions[plan.home_of(replica, section)] for replica in range(plan.replicas)]
+        homes = [regions[rank] for rank in plan.homes_of(section)]
         for here, after in zip(homes, [*homes[1:], homes[0]], strict=True):
             found[here] += share * size_bytes * (here != after)
     for replica in range(plan.replicas):

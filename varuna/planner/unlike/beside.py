@@ -6,7 +6,7 @@ from varuna.core.devices import ClassSize
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.predict import Simulated
-from varuna.planner.unlike.parts import PipelineGroup, Rank, Span, ranked_alone, rate_of, together
+from varuna.planner.unlike.parts import Rank, Span, ranked_alone, rate_of, together
 
 _MOST_ALONE = 3
 """Pipelines of a class that are kept for themselves, at most, as is tried."""
@@ -26,8 +26,6 @@ def with_pipelines_beside(
         rank: ranks plans for workers of one class.
         span: finds pipelines that run on several.
     """
-    if not alone or request.stages is not None:
-        return []
     tried = [*spanned[:1], *_of_fewer(request, alone, span)]
     found = [_beside(request, simulated.plan, alone, rank) for simulated in tried]
     return [simulated for simulated in found if simulated is not None]
@@ -41,7 +39,7 @@ def _of_fewer(request: PlanRequest, alone: Mapping[ClassSize, Plan], span: Span)
             if left < 1:
                 break
             classes = tuple(
-                size.model_copy(update={"workers": left}) if size is kept else size for size in request.classes
+                size.model_copy(update={"workers": left}) if size == kept else size for size in request.classes
             )
             fewer = {"classes": classes, "workers": sum(size.workers for size in classes)}
             yield from span(request.model_copy(update=fewer), [plan.micro_batch])[:1]
@@ -49,7 +47,7 @@ def _of_fewer(request: PlanRequest, alone: Mapping[ClassSize, Plan], span: Span)
 
 def _beside(request: PlanRequest, spanned: Plan, alone: Mapping[ClassSize, Plan], rank: Rank) -> Simulated | None:
     """The plan, with pipelines of one class of all workers that it leaves idle; None if there can be none."""
-    parts, rate = [PipelineGroup(spanned, rate_of(spanned))], rate_of(spanned)
+    parts, rate = [spanned], rate_of(spanned)
     for size, plan in alone.items():
         left = size.workers - spanned.classes.get(size.name, 0)
         if not left:
@@ -57,6 +55,5 @@ def _beside(request: PlanRequest, spanned: Plan, alone: Mapping[ClassSize, Plan]
         expected = rate_of(plan) * left / plan.workers
         batch = max(spanned.micro_batch, round(request.global_batch * expected / (rate + expected)))
         asked = {"global_batch": batch, "micro_batch": spanned.micro_batch, "lowers_micro_batch": False, "mixes": False}
-        found = ranked_alone(request, size.model_copy(update={"workers": left}), rank, **asked).plans
-        parts += [PipelineGroup(each, rate_of(each)) for each in found[:1]]
+        parts += ranked_alone(request, size.model_copy(update={"workers": left}), rank, **asked).plans[:1]
     return together(request, parts) if len(parts) > 1 else None

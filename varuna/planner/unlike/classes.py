@@ -17,7 +17,7 @@ from varuna.planner.pricing.network import across_regions, are_apart
 from varuna.planner.pricing.predict import Prediction, Simulated
 from varuna.planner.unlike.beside import with_pipelines_beside
 from varuna.planner.unlike.left_over import CLEARLY
-from varuna.planner.unlike.parts import DEPTHS, PipelineGroup, Rank, Span, ranked_alone, rate_of, together
+from varuna.planner.unlike.parts import DEPTHS, Rank, Span, ranked_alone, rate_of, together
 
 _ALIKE = 1.5
 """Up to so many times as long classes may compute to be in one pipeline, where each fits alone."""
@@ -46,8 +46,12 @@ def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
         return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)
     if len(alone) > 1:
         found |= _of_several(request, alone, rank, span)
-        if not found:
-            return rank(as_slowest(_through_regions(request)))  # says what is missing
+        is_apart = are_apart(size.name for size in alone)
+        if not found or not may_mix_classes(request) or (not is_apart and _are_alike(request)):
+            as_one = rank(as_slowest(_through_regions(request)))
+            found |= dict(zip(as_one.plans, as_one.predictions, strict=True))
+            if not found:
+                return as_one
     if not request.leaves_idle:
         most = max(plan.workers for plan in found)
         found = {plan: prediction for plan, prediction in found.items() if plan.workers == most}
@@ -64,18 +68,13 @@ def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
 def _of_several(
     request: PlanRequest, alone: Mapping[ClassSize, Ranking], rank: Rank, span: Span
 ) -> dict[Plan, Prediction]:
-    """Plans that use several of these classes."""
+    """Plans for several of these classes, each pipeline or stage for one."""
     is_apart, fits = are_apart(size.name for size in alone), any(ranking.plans for ranking in alone.values())
     found: dict[Plan, Prediction] = {}
     for part in _regions(request) if is_apart else ():
-        inside = _of_several(part, {size: alone[size] for size in part.classes}, rank, span)
-        found |= {plan: prediction for plan, prediction in inside.items() if plan.is_by_class}  # nobody else's seats
-    whole = _through_regions(request)
+        found |= _of_several(part, {size: alone[size] for size in part.classes}, rank, span)
     if not is_apart or not (found or fits):
-        found |= dict(_over_several(whole, alone, rank, span))
-    if not (found or fits) or not may_mix_classes(request) or (not is_apart and _are_alike(request)):
-        as_one = rank(as_slowest(whole))
-        found |= dict(zip(as_one.plans, as_one.predictions, strict=True))
+        found |= dict(_over_several(_through_regions(request), alone, rank, span))
     if may_mix_classes(request):
         found |= dict(_mixes(request, {size: alone[size] for size in alone if alone[size].plans}, rank))
     return found
@@ -177,7 +176,7 @@ def _mixes(request: PlanRequest, alone: dict[ClassSize, Ranking], rank: Rank) ->
 
 
 class _Mix(NamedTuple):
-    parts: tuple[PipelineGroup, ...]
+    parts: tuple[Plan, ...]
     simulated: Simulated
 
 
@@ -186,13 +185,13 @@ def _of_all(
 ) -> _Mix | None:
     """Pipelines of all classes with this m. Each class first gets the plans that suit its share of the batch."""
     whole, alone_of = sum(rates.values()), {size.name: ranking for size, ranking in alone.items()}
-    choices: list[list[PipelineGroup]] = []
+    choices: list[tuple[Plan, ...]] = []
     for size in alone:
         batch = max(micro_batch, round(request.global_batch * rates[size] / whole))
         asked = {"global_batch": batch, "micro_batch": micro_batch, "lowers_micro_batch": False, "mixes": False}
         plans = ranked_alone(request, size, rank, **asked).plans[:DEPTHS]
         if plans:
-            choices.append([PipelineGroup(plan, rate_of(plan)) for plan in plans])
+            choices.append(plans)
     if len(choices) < 2:
         return None
     chosen = [each[0] for each in choices]
@@ -207,9 +206,9 @@ def _of_all(
     if best is None:
         return None
     for position, part in enumerate(chosen):  # one of two depths, of a class that would leave workers over
-        plan = alone_of[part.plan.device_class].plans[0]
+        plan = alone_of[part.device_class].plans[0]
         if plan.more and plan.micro_batch == micro_batch:
-            tried = [*chosen[:position], PipelineGroup(plan, rate_of(plan)), *chosen[position + 1 :]]
+            tried = [*chosen[:position], plan, *chosen[position + 1 :]]
             mix = together(request, tried)
             if mix is not None and mix.step_s < best.step_s:
                 chosen, best = tried, mix

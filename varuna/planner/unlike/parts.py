@@ -1,8 +1,7 @@
-"""Parts of a plan for workers of several classes: pipelines that are planned alone, and put together. Pure."""
+"""Parts of a plan for workers of several classes: plans of pipelines alone, which are put together. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from varuna.core.devices import ClassSize
 from varuna.core.plan import Plan
@@ -18,13 +17,6 @@ DEPTHS = 3
 """Plans of a class that are tried beside those of the others."""
 
 
-class PipelineGroup(NamedTuple):
-    """Pipelines of one class, or over several, by a plan for them alone."""
-
-    plan: Plan
-    examples_per_s: float
-
-
 def ranked_alone(request: PlanRequest, size: ClassSize, rank: Rank, **changes: object) -> Ranking:
     """The ranking of one class; its plans say that they are for it."""
     asked = request.of_class(size)
@@ -37,20 +29,20 @@ def rate_of(plan: Plan) -> float:
     return plan.global_batch / plan.step_s if plan.step_s else float("inf")
 
 
-def together(request: PlanRequest, parts: Sequence[PipelineGroup], **how: int) -> Simulated | None:
+def together(request: PlanRequest, parts: Sequence[Plan], **how: int) -> Simulated | None:
     """One plan of the pipelines of all parts, the fastest pipelines first; None: there are too few micro-batches."""
     kinds = [
-        PipelineKind(cut, len(replicas), part.examples_per_s * part.plan.rate_of(replicas.start) / _paces(part.plan))
+        PipelineKind(cut, len(replicas), rate_of(part) * part.rate_of(replicas.start) / _paces(part))
         for part in parts
-        for replicas, cut in part.plan.cuts
+        for replicas, cut in part.cuts
     ]
     kinds.sort(key=lambda kind: -kind.pace)
-    micro_batch = parts[0].plan.micro_batch
+    micro_batch = parts[0].micro_batch
     if sum(kind.replicas for kind in kinds) > -(-request.global_batch // micro_batch):
         return None
     fastest = kinds[0].pace
     scaled = [kind._replace(pace=kind.pace / fastest) for kind in kinds]
-    return dealt(scaled, parts[0].plan.model_copy(update={"global_batch": request.global_batch}), request, **how)
+    return dealt(scaled, parts[0].model_copy(update={"global_batch": request.global_batch}), request, **how)
 
 
 def _paces(plan: Plan) -> float:
