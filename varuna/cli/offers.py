@@ -14,7 +14,7 @@ from varuna.calibration.file import read_calibration
 from varuna.calibration.format import Calibration
 from varuna.cli.plan import asked
 from varuna.cli.shared import options
-from varuna.core.devices import MAX_ZONE, class_in
+from varuna.core.devices import MAX_ZONE, REGION, class_in
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.units import format_duration
 from varuna.core.value import Value
@@ -42,7 +42,7 @@ class _Entry(Value):
     price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     losses_per_hour: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     gpus_per_vm: int | None = Field(default=None, ge=1)
-    region: str = Field(default="", max_length=MAX_ZONE, pattern=r"^[\w.:+-]*$")
+    region: str | None = Field(default=None, max_length=MAX_ZONE, pattern=REGION)
     egress_per_gb: float | None = Field(default=None, ge=0, allow_inf_nan=False)
 
 
@@ -119,12 +119,12 @@ def read_offers(path: Path) -> tuple[Calibration, tuple[Offer, ...]]:
         offers.append(
             Offer(
                 name=entry.name,
-                device_class=class_in(name, entry.region),
+                device_class=class_in(name, entry.region or ""),
                 most=entry.most,
                 price_per_hour=price,
                 losses_per_hour=entry.losses_per_hour,
                 gpus_per_vm=vm_size,
-                egress_per_gb=egress.get(entry.region, 0.0),
+                egress_per_gb=egress.get(entry.region or "", 0.0),
             )
         )
     assert known is not None
@@ -138,16 +138,15 @@ def _egress(path: Path, entries: Sequence[_Entry]) -> dict[str, float]:
         UsageError: two offers contradict each other, or only some have a region.
     """
     found: dict[str, float] = {}
-    if without := [entry.name for entry in entries if not entry.region]:
-        within = [entry.name for entry in entries if entry.region]
-        if within:
-            raise UsageError(
-                f"{path}: offer {within[0]!r} has a region, and {without[0]!r} has none. Give all or none."
-            )
+    has_region = {entry.region is not None: entry.name for entry in reversed(entries)}
+    if len(has_region) > 1:
+        raise UsageError(
+            f"{path}: offer {has_region[True]!r} has a region, and {has_region[False]!r} has none. Give all or none."
+        )
     for entry in entries:
         if entry.egress_per_gb is None:
             continue
-        if not entry.region:
+        if entry.region is None:
             raise UsageError(f"{path}: offer {entry.name!r} has egress_per_gb, but no region. Add region.")
         if found.setdefault(entry.region, entry.egress_per_gb) != entry.egress_per_gb:
             raise UsageError(

@@ -21,8 +21,9 @@ _RESERVED_PART = 16
 _AT = "@ "
 """Before the region of a device class."""
 MAX_ZONE = 100
-ZONE = r"^[\w.:+-]+(/[\w.:+-]+)*$"
-"""Of a zone: its region, a slash and its own name, or a name alone, which is then the region's too."""
+_NAME = r"[\w.:+-]+"
+REGION, ZONE = rf"^{_NAME}$", rf"^{_NAME}(/{_NAME})*$"
+"""A zone is its region, a slash and its own name, or a name alone, which is then the region's too."""
 
 
 def is_zone(text: str) -> bool:

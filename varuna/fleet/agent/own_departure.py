@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from varuna.fleet.net.protocol import MAX_REASON, AdviceSeen, SpotNoticeSeen, SpotSeen, ZoneSeen
+from varuna.fleet.net.protocol import MAX_REASON, AdviceSeen, MachineSeen, SpotNoticeSeen, SpotSeen, ZoneSeen
 from varuna.fleet.notices.notice import Preemptible, ZoneNotice
 
 
@@ -23,8 +23,6 @@ class RiskWarning:
 
 Foreseen = SpotWarning | RiskWarning | Preemptible | ZoneNotice
 """What an agent learns of its machine's place and future."""
-Seen = SpotNoticeSeen | AdviceSeen | SpotSeen | ZoneSeen
-"""What it tells the manager of that."""
 
 
 class OwnDeparture:
@@ -67,9 +65,9 @@ class OwnDeparture:
         """Whether the deadline has passed."""
         return self._until_s is not None and now_s >= self._until_s
 
-    def to_say(self, now_s: float) -> list[Seen]:
+    def to_say(self, now_s: float) -> list[MachineSeen]:
         """What the manager should know; again, if it has started anew."""
-        said: list[Seen] = []
+        said: list[MachineSeen] = []
         if self._zone:
             said.append(ZoneSeen(zone=self._zone))
         if self._is_spot:

@@ -182,8 +182,8 @@ class _Seating:
         self.seats: dict[int, str] = {}
         self.free = [dict.fromkeys(slot.ranks) for slot in plan.slots]
         """By slot of the plan: its free ranks, ascending."""
-        self._at: dict[str, list[int]] = {}  # by node and by zone: the ranks of its workers
-        self._in: dict[str, list[int]] = {}
+        self._at: dict[str, list[int]] = {}  # by node: the ranks of its workers
+        self._in: dict[str, list[int]] = {}  # by zone, where there are several
         self._has_zones = len(set(zones.values())) > 1
 
     def sit(self, rank: int, worker: str) -> None:

@@ -23,12 +23,12 @@ from varuna.fleet.net.protocol import (
     BAD_TWIN,
     MAX_JOIN_BYTES,
     STALLED,
-    AdviceSeen,
     Dismiss,
     DownBody,
     Greet,
     Joined,
     JoinRequest,
+    MachineSeen,
     Output,
     Parted,
     Printed,
@@ -36,13 +36,10 @@ from varuna.fleet.net.protocol import (
     Pulse,
     PulseAnswer,
     Said,
-    SpotNoticeSeen,
-    SpotSeen,
     Started,
     UpBody,
     UpItem,
     Welcome,
-    ZoneSeen,
     greeting,
     up_frame,
 )
@@ -339,8 +336,10 @@ class AgentServer:
 
     def _note(self, link: AgentLink, body: UpBody) -> None:
         """Pass on what an agent says."""
-        if not isinstance(body, SpotNoticeSeen | AdviceSeen | SpotSeen | ZoneSeen):
-            check_belongs(link.node, body.worker)
+        if isinstance(body, MachineSeen):
+            self._pulses.post(foreseen(link.node, body, time.monotonic()))
+            return
+        check_belongs(link.node, body.worker)
         match body:
             case Started(worker=worker):
                 link.workers.add(worker)
@@ -354,8 +353,6 @@ class AgentServer:
             case ProcessEnded(worker=worker, exited=exited):
                 link.workers.discard(worker)
                 self._pulses.post(WorkerExited(worker, exited.code, exited.stderr_tail))
-            case SpotNoticeSeen() | AdviceSeen() | SpotSeen() | ZoneSeen():
-                self._pulses.post(foreseen(link.node, body, time.monotonic()))
             case Output():
                 self._logs.write(body)
             case Printed(worker=worker, data=data):

@@ -7,7 +7,7 @@ remembers nothing but its journal.
 from dataclasses import dataclass
 
 from varuna.core.messages import FromWorker, Hello, Suspect
-from varuna.fleet.net.protocol import AdviceSeen, SpotNoticeSeen, SpotSeen, WorkerSnapshot, ZoneSeen
+from varuna.fleet.net.protocol import AdviceSeen, MachineSeen, SpotNoticeSeen, SpotSeen, WorkerSnapshot, ZoneSeen
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AdviceReceived,
@@ -95,7 +95,7 @@ def check_speaker(worker: str, message: FromWorker) -> None:
         raise ValueError(f"worker {worker} claims to be {message.worker}")
 
 
-def foreseen(node: str, seen: SpotNoticeSeen | AdviceSeen | SpotSeen | ZoneSeen, now_s: float) -> Event:
+def foreseen(node: str, seen: MachineSeen, now_s: float) -> Event:
     """The event for what an agent has learned of its machine's place and future."""
     match seen:
         case SpotNoticeSeen(in_s=in_s, reason=reason):

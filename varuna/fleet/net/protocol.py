@@ -184,8 +184,11 @@ class ZoneSeen(Value):
     zone: str = Field(pattern=ZONE, max_length=MAX_ZONE)
 
 
+MachineSeen = SpotNoticeSeen | AdviceSeen | SpotSeen | ZoneSeen
+"""What an agent says of its machine, and not of a worker."""
+
 UpBody = Annotated[
-    Started | Said | Parted | ProcessEnded | Output | Printed | SpotNoticeSeen | AdviceSeen | SpotSeen | ZoneSeen,
+    Started | Said | Parted | ProcessEnded | Output | Printed | MachineSeen,
     Field(discriminator="kind"),
 ]
 
