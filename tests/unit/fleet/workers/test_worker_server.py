@@ -168,6 +168,11 @@ def test_a_taken_port_is_an_error_with_a_way_out(server: WorkerServer) -> None:
 
 def join(server: WorkerServer, token: str = "secret") -> tuple[ManagedMembership, list[int], list[tuple[int, str]]]:
     member = ManagedMembership(server.worker_url, token, "w0")
+    return member, *join_as(member)
+
+
+def join_as(member: ManagedMembership) -> tuple[list[int], list[tuple[int, str]]]:
+    """The holds and the flags that the member hears of."""
     holds: list[int] = []
     flags: list[tuple[int, str]] = []
     member.join(
@@ -176,7 +181,7 @@ def join(server: WorkerServer, token: str = "secret") -> tuple[ManagedMembership
         on_hold=holds.append,
         on_flag=lambda generation, flag: flags.append((generation, flag)),
     )
-    return member, holds, flags
+    return holds, flags
 
 
 def test_a_member_says_hello_beats_complains_and_leaves(
@@ -229,12 +234,7 @@ def test_a_member_with_a_wrong_token_learns_why(server: WorkerServer) -> None:
 def test_without_a_manager_a_member_cannot_join() -> None:
     member = ManagedMembership("ws://127.0.0.1:9/worker", "", "w0")
     with pytest.raises(FleetError, match="cannot reach the manager"):
-        member.join(
-            make_job(),
-            beat=lambda: Beat(generation=0, step=0, activity=""),
-            on_hold=lambda generation: None,
-            on_flag=lambda generation, flag: None,
-        )
+        join_as(member)
 
 
 # -- work of others ------------------------------------------------------------------------------------------
@@ -300,9 +300,4 @@ def test_a_worker_that_was_ended_before_it_joined_waits_for_nothing(server: Work
     member = ManagedMembership(server.worker_url, "secret", "w0")
     member.close()
     with pytest.raises(FleetError, match="was ended before it had joined"):
-        member.join(
-            make_job(),
-            beat=lambda: Beat(generation=0, step=0, activity=""),
-            on_hold=lambda generation: None,
-            on_flag=lambda generation, flag: None,
-        )
+        join_as(member)
