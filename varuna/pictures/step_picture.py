@@ -117,7 +117,7 @@ def _strips(rank: RankTimeline | None, alignment: Alignment, zero_s: float) -> I
 
 
 def _sends(trace: StepTrace) -> tuple[tuple[Bar, ...], ...]:
-    """Messages of a simulated step: each leaves at the end of its action."""
+    """Messages of a simulated step: each leaves as its action ends, or a little earlier."""
     last, found = len(trace.rows) - 1, []
     for stage, row in enumerate(trace.rows):
         bars = []
@@ -125,10 +125,12 @@ def _sends(trace: StepTrace) -> tuple[tuple[Bar, ...], ...]:
             kind = action.kind.value
             if kind == "F" and stage < last:
                 link = trace.costs.links[stage]
-                bars.append(Bar("activation", action.micro_batch, end_s, end_s + link.latency_s + link.activation_s))
+                begin_s, way_s = end_s - link.early_s, link.activation_s + link.latency_s
+                bars.append(Bar("activation", action.micro_batch, begin_s, begin_s + way_s))
             elif kind in "BI" and stage:
                 link = trace.costs.links[stage - 1]
-                bars.append(Bar("gradient", action.micro_batch, end_s, end_s + link.latency_s + link.gradient_s))
+                begin_s, way_s = end_s - link.early_s, link.gradient_s + link.latency_s
+                bars.append(Bar("gradient", action.micro_batch, begin_s, begin_s + way_s))
         found.append(tuple(bars))
     return tuple(found)
 

@@ -74,7 +74,7 @@ class _Paths:
     def __init__(self, costs: PipelineCosts, *, splits: bool) -> None:
         self._costs = costs
         stages, links = costs.stages, costs.links
-        self.travels_s = travels_s = [mean_travel_s(link) for link in links]
+        self.travels_s = travels_s = [mean_travel_s(link) - link.early_s for link in links]
         self.backwards_s = [
             min(stage.backward_s, stage.input_s) if splits and k else stage.backward_s for k, stage in enumerate(stages)
         ]

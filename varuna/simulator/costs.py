@@ -52,7 +52,8 @@ class LinkCosts:
     """
 
     latency_s: float = 0.0
-    """below 0, by its serialisation at most, where a message leaves before the action that gives it has ended"""
+    early_s: float = 0.0
+    """for which a message is under way before the action that gives it has ended: no longer than that takes"""
     activation_s: float = 0.0
     gradient_s: float = 0.0
     jitter: Jitter = field(default_factory=Jitter)
@@ -121,7 +122,7 @@ def travel_times_s(link: LinkCosts, count: int, chance: random.Random | None) ->
 
 
 def mean_travel_s(link: LinkCosts) -> float:
-    """Latency and the mean of the jitter."""
+    """Latency and the mean of the jitter, after a message's serialisation."""
     return link.latency_s + mean_delay_s(link.jitter)
 
 

@@ -157,10 +157,14 @@ class _Stage:
 class _Channel:
     """A directed FIFO link; where it shares lines with others, its messages flow."""
 
-    __slots__ = ("arrivals", "flow", "free_s", "receiver", "serialisation_s")
+    __slots__ = ("arrivals", "early_s", "flow", "free_s", "receiver", "serialisation_s")
 
-    def __init__(self, receiver: _Stage, arrivals: Arrivals, serialisation_s: float, flow: SharedLink | None) -> None:
+    def __init__(
+        self, receiver: _Stage, arrivals: Arrivals, serialisation_s: float, early_s: float, flow: SharedLink | None
+    ) -> None:
         self.receiver, self.arrivals, self.serialisation_s, self.flow = receiver, arrivals, serialisation_s, flow
+        self.early_s = early_s
+        """how long before the end of its action a message is ready"""
         self.free_s = 0.0
 
     def send(self, ready_s: float) -> float:
@@ -185,9 +189,9 @@ def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, s
         arrivals = Arrivals(stage.activations if is_down else stage.gradients, link, weather)
         seconds = link.activation_s if is_down else link.gradient_s
         if not (is_crowded and seconds * link.line_share):
-            return _Channel(stage, arrivals, seconds, None)
+            return _Channel(stage, arrivals, seconds, link.early_s, None)
         flow = SharedLink(len(flowing), seconds, link.line_share, (lines[sender].out, lines[receiver].into))
-        flowing.append(_Channel(stage, arrivals, seconds, flow))
+        flowing.append(_Channel(stage, arrivals, seconds, link.early_s, flow))
         return flowing[-1]
 
     for k, (stage, stage_costs) in enumerate(zip(pipeline, costs.stages, strict=True)):
@@ -250,10 +254,11 @@ def _run(pipeline: list[_Stage], flowing: list[_Channel]) -> None:
         heapreplace(events, (end_s, index, stage))
         if channel is None:
             continue
+        ready_s = max(now_s, end_s - channel.early_s)
         if channel.flow is not None:
-            heappush(passing, (end_s, 2 * channel.flow.number, channel, False))
+            heappush(passing, (ready_s, 2 * channel.flow.number, channel, False))
             continue
-        arrival_s = channel.send(end_s)
+        arrival_s = channel.send(ready_s)
         receiver = channel.receiver
         if receiver.idle:
             heappush(events, (arrival_s, receiver.index, receiver))

@@ -1,7 +1,11 @@
 """Messages that share the lines of hosts."""
 
+from dataclasses import replace
+from statistics import mean
+
 import pytest
 
+from varuna.calibration.format import Jitter
 from varuna.simulator.bounds import bottleneck_s, lower_bounds_s
 from varuna.simulator.channels import HostLine, SharedLink, busiest_line_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, uniform
@@ -105,3 +109,15 @@ def test_nothing_is_faster_than_its_bound(seed: int, policy: str) -> None:
     limits = [12] * len(costs.stages)
     [bound] = lower_bounds_s(costs, micro_batches=12, stash_limits=[limits], policy=policy)
     assert trace.step_s >= bound - 1e-9
+
+
+def test_messages_that_leave_early_on_a_crowded_line_wake_their_receiver() -> None:
+    """A stage that waits is told of a message, however early that left."""
+    link = LinkCosts(early_s=0.9, activation_s=3.0, gradient_s=3.0, line_share=1.0, jitter=Jitter(mean_s=0.5))
+    on_time = replace(link, early_s=0.0)
+    for stages in (3, 4, 6):
+        early_s, late_s = (
+            mean(simulate(uniform(stages, link=each), micro_batches=8, seed=seed).step_s for seed in range(20))
+            for each in (link, on_time)
+        )
+        assert early_s < late_s

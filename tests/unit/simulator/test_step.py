@@ -35,7 +35,15 @@ def pipelines(draw: st.DrawFn, keeps: st.SearchStrategy[bool] | None = None) -> 
         allreduce_s=seconds,
         keeps_all=st.just(False) if keeps is None else keeps,
     )
-    one_link = st.builds(LinkCosts, latency_s=seconds, activation_s=seconds, gradient_s=seconds, jitter=jitters)
+    one_link = st.builds(
+        LinkCosts,
+        latency_s=seconds,
+        early_s=seconds,
+        activation_s=seconds,
+        gradient_s=seconds,
+        jitter=jitters,
+        line_share=st.sampled_from([0.0, 0.0, 0.7, 1.0]),
+    )
     return PipelineCosts(
         stages=tuple(draw(st.lists(one_stage, min_size=stages, max_size=stages))),
         links=tuple(draw(st.lists(one_link, min_size=stages - 1, max_size=stages - 1))),

@@ -201,7 +201,8 @@ class Pricer:
             # Sockets take a message while the action that gives it still runs.
             gone_s = min(profile.calibration.hand_over_s, travels_s + min(there, back) / link.bytes_per_s)
             known = self._links[section, crosses] = LinkCosts(
-                latency_s=travels_s - gone_s,
+                latency_s=max(0.0, travels_s - gone_s),
+                early_s=max(0.0, gone_s - travels_s),
                 activation_s=there / link.bytes_per_s,
                 gradient_s=back / link.bytes_per_s,
                 jitter=link.jitter,

@@ -61,4 +61,4 @@ def joined(costs: Mapping[str, PipelineCosts], classes: Sequence[str]) -> Pipeli
 
 
 def _message_s(link: LinkCosts) -> float:
-    return link.latency_s + link.activation_s + link.gradient_s
+    return link.latency_s - link.early_s + link.activation_s + link.gradient_s
