@@ -38,7 +38,7 @@ def step_s(
     job = ("--steps", steps, "--global-batch", MICRO_BATCHES, "--micro-batch", 1, "--compute", sleep_s)
     config = FleetConfig(workers=workers, replace=False, slow_ratio=SLOW_RATIO if deals else None)
     with tempfile.TemporaryDirectory() as folder:
-        args = (*map(str, job), "--slow-workers", names, *(["--by-class"] if by_class else []))
+        args = (*map(str, job), "--slow-class" if by_class else "--slow-workers", names)
         plan = planner(memory_bytes=None, stages=1)
         calibrator = Calibrator(plan, run_dir=Path(folder) / "run", cache=None) if by_class else None
         play = Play(Path(folder), *args, planner=lambda workers: 1, config=config, calibrator=calibrator)

@@ -157,7 +157,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes in addition")
     parser.add_argument("--compute", type=float, default=0.0, help="seconds that each forward takes in addition")
     parser.add_argument("--slow-workers", help="those whose forwards take twice as long, such as w0,w3")
-    parser.add_argument("--by-class", action="store_true", help="slow workers are of a class of devices of their own")
+    parser.add_argument("--slow-class", help="those of a class of devices whose forwards take twice as long")
     parser.add_argument("--spare-state", action="store_true", help="misbehave, and be fast, only while D >= 2")
     parser.add_argument("--raise-at", type=int, help="step at which the worker of stage 1 raises")
     parser.add_argument("--break-at", type=int, help="step after which rank 0 leaves the loop")
@@ -181,10 +181,11 @@ def main() -> None:
     seen: list[varuna.Step] = []
     notes = {"turns": 0, "losses": 0.0}  # the user's own state
     misbehave(args.misbehave, args.folder, args.spare_state, seen)
-    is_slow = os.environ.get("VARUNA_WORKER") in (args.slow_workers or "").split(",")
-    factor = 2.0 if is_slow else 1.0
-    if args.by_class:
-        os.environ["VARUNA_DEVICE_CLASS"] = "slow" if is_slow else "fast"
+    name = os.environ.get("VARUNA_WORKER")
+    slow_one, slow_class = (name in (names or "").split(",") for names in (args.slow_workers, args.slow_class))
+    factor = (2.0 if slow_one else 1.0) * (2.0 if slow_class else 1.0)
+    if args.slow_class:
+        os.environ["VARUNA_DEVICE_CLASS"] = "slow" if slow_class else "fast"
     if args.compute:
         subscribe(lambda span: time.sleep(factor * args.compute) if (span.name, span.phase) == ("F", "begin") else None)
     stage: list[int] = []

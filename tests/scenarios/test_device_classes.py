@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("warm_start")]
 
 def test_each_class_gets_what_it_can_run_and_keeps_its_seats(tmp_path: Path) -> None:
     job = ("--steps", "60", "--dropout", "0.1", "--global-batch", "24", "--micro-batch", "1")
-    slow = ("--compute", "0.08", "--slow-workers", "w2,w3", "--by-class")
+    slow = ("--compute", "0.08", "--slow-class", "w2,w3")
     calibrator = Calibrator(planner(memory_bytes=None, stages=1), run_dir=tmp_path / "run", cache=None)
     config = FleetConfig(workers=4, slow_ratio=1.5)
     play = Play(tmp_path, *job, *slow, planner=lambda n: 1, config=config, calibrator=calibrator)
@@ -69,9 +69,44 @@ def test_each_class_gets_what_it_can_run_and_keeps_its_seats(tmp_path: Path) -> 
     checked(tmp_path, job, 60)
 
 
+def test_a_slow_worker_of_a_class_gets_fewer_micro_batches_than_its_peers(tmp_path: Path) -> None:
+    job = ("--steps", "40", "--dropout", "0.1", "--global-batch", "30", "--micro-batch", "1")
+    slow = ("--compute", "0.05", "--slow-class", "w2,w3,w4", "--slow-workers", "w4")
+    calibrator = Calibrator(planner(memory_bytes=None, stages=1), run_dir=tmp_path / "run", cache=None)
+    config = FleetConfig(workers=5, slow_ratio=1.5, replace=False)
+    play = Play(tmp_path, *job, *slow, planner=lambda n: 1, config=config, calibrator=calibrator)
+
+    def is_dealt() -> bool:
+        record = play.run.manager.fleet.record
+        by_class = {cut.device_class: [record.plan.speed_of(each) for each in them] for them, cut in record.plan.cuts}
+        fast, slow = by_class.get("fast", []), by_class.get("slow", [])
+        return (fast, slow[:-1]) == ([1.0, 1.0], [1.0, 1.0]) and slow[-1] < 1
+
+    def share_of(name: str) -> int:
+        record = play.run.manager.fleet.record
+        return record.plan.shares[record.grid.index(name)]
+
+    try:
+        play.trains(0)
+        wait_for(lambda: is_dealt() and share_of("w0") > share_of("w2") > share_of("w4"), 90)
+        assert list(play.run.manager.fleet.slow) == ["w4"]
+        newest = play.run.manager.fleet.generation
+        for victim in ("w4", "w0"):
+            pid = play.run.workers.pid(victim)
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            play.trains(newest + 1)
+            newest = play.run.manager.fleet.generation
+        assert play.run.manager.fleet.record.plan.classes == {"fast": 1, "slow": 2}
+        assert play.run.manager.fleet.record.plan.speeds == ()
+    finally:
+        play.finish()
+    checked(tmp_path, job, 40)
+
+
 def test_one_pipeline_runs_on_several_classes_and_loses_and_gets_workers(tmp_path: Path) -> None:
     job = ("--steps", "60", "--dropout", "0.1", "--global-batch", "12", "--micro-batch", "1", "--layers", "4")
-    slow = ("--compute", "0.005", "--slow-workers", "w1,w2", "--by-class")
+    slow = ("--compute", "0.005", "--slow-class", "w1,w2")
 
     def over_both(job: JobFacts, workers: int, micro_batch: int | None, known: Calibration | None) -> Plan:
         request = run_request(job, workers=workers, micro_batch=micro_batch, calibration=known)

@@ -1,7 +1,7 @@
 """How many micro-batches each replica runs: all as many, or the more the faster it is. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
@@ -63,12 +63,14 @@ def shares_text(shares: Sequence[int]) -> str:
     return ", ".join(f"{counted(replicas, 'replica')} of {share}" for share, replicas in Counter(shares).items())
 
 
-def pipeline_speeds(speeds: Sequence[float], depths: Iterable[int]) -> tuple[float, ...]:
-    """Speeds of replicas that take workers in this order, each as fast as its slowest; () if nobody is slower than 1.
+def pipeline_speeds(speeds: Mapping[str, Sequence[float]], seats: Iterable[Iterable[str]]) -> tuple[float, ...]:
+    """Speeds of pipelines that take workers in this order, each as fast as its slowest; () if nobody is slower than 1.
 
     Args:
-        speeds: of workers, fastest first; () if all are of full speed.
-        depths: number of stages, by replica.
+        speeds: of workers, by class of their devices, fastest first; whoever is not in it is of full speed.
+        seats: by pipeline: the class of each of its stages.
     """
-    found = tuple(speeds[end - 1] for end in accumulate(depths)) if speeds else ()
+    waiting = {name: iter(each) for name, each in speeds.items()}
+    nobody = iter(())
+    found = tuple(min(next(waiting.get(name, nobody), 1.0) for name in classes) for classes in seats)
     return () if all(speed == 1.0 for speed in found) else found

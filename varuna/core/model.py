@@ -165,7 +165,9 @@ class JobFacts(Value):
         default=0.0, ge=0, description="of workers, as the run has seen them; said by who plans, not by workers"
     )
     speeds: tuple[float, ...] = Field(
-        default=(), description="of the workers to plan for, fastest first, relative; () for all 1; said by who plans"
+        default=(),
+        description="of the workers to plan for, relative, in the order of the classes, and of each the fastest first; "
+        "() for all 1; said by who plans",
     )
     classes: tuple[ClassSize, ...] = Field(
         default=(), description="of devices of the workers to plan for; () where none is known; said by who plans"

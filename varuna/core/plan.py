@@ -1,15 +1,15 @@
 """A plan: how P stages x D replicas run a global batch, and who does which part of it."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
 from pydantic import Field, model_validator
 
-from varuna.core.dealing import are_speeds, ends_of_shares
+from varuna.core.dealing import are_speeds, ends_of_shares, pipeline_speeds
 from varuna.core.value import Value
 
 
@@ -160,8 +160,8 @@ class Plan(Value):
     global_batch: int = Field(ge=1, description="M, examples per step")
     speeds: tuple[float, ...] = Field(
         default=(),
-        description="by replica, fastest first: what its slowest worker computes while one of full speed computes 1; "
-        "() where all are as fast",
+        description="by replica, fastest first among those that are cut alike: what its slowest worker computes while "
+        "one of full speed computes 1; () where all are as fast",
     )
     starts: tuple[int, ...] = Field(description="first section of each stage, ascending from 0")
     sections: int = Field(ge=1, description="number of sections of the model")
@@ -197,15 +197,12 @@ class Plan(Value):
             each.cut(self.sections).check()
         if self.replicas > self.micro_batches:
             raise ValueError(f"{self.replicas} replicas cannot share {self.micro_batches} micro-batches")
-        if self.speeds and (len(self.speeds) != self.replicas or not are_speeds(self.speeds)):
+        if self._alike < 1:
+            raise ValueError(f"{self.replicas - self._alike} of {self.replicas} replicas cannot be more pipelines")
+        alike = [self.speeds[replicas.start : replicas.stop] for replicas, _ in self.cuts]
+        if self.speeds and (len(self.speeds) != self.replicas or not all(map(are_speeds, alike))):
             raise ValueError(
-                f"speeds {self.speeds} must give each of {self.replicas} replicas more than 0 and at most 1, "
-                "fastest first"
-            )
-        if self.more and (self.speeds or self._alike < 1):
-            raise ValueError(
-                f"more pipelines ({self.replicas - self._alike} of {self.replicas} replicas) need others before them, "
-                "and workers of one speed"
+                f"speeds {self.speeds} of {self.replicas} replicas: not more than 0 and at most 1, fastest first"
             )
         return self
 
@@ -273,10 +270,7 @@ class Plan(Value):
         return next((cut for replicas, cut in self.cuts if replica in replicas), self.first_cut)
 
     def rank_of(self, replica: int, stage: int) -> int:
-        """Rank: replica * P + stage where all are cut alike.
-
-        A pipeline's stages are neighbours (paper §"Varuna Manager").
-        """
+        """Rank: replica * P + stage where all are cut alike; stages are neighbours (paper §"Varuna Manager")."""
         if not self.more or replica < self._alike:
             return replica * self.stages + stage
         return sum(self.depths[:replica]) + stage
@@ -370,7 +364,14 @@ class Plan(Value):
         """By replica: micro-batches that it runs while the fastest one runs 1; () if all run as many."""
         if not self.more:
             return self.speeds
-        return (*(1.0,) * self._alike, *(each.pace for each in self.more for _ in range(each.replicas)))
+        paces = (*(1.0,) * self._alike, *(each.pace for each in self.more for _ in range(each.replicas)))
+        return tuple(pace * self.speed_of(replica) for replica, pace in enumerate(paces))
+
+    def at_speeds(self, speeds: Mapping[str, Sequence[float]]) -> "Plan":
+        """This plan for workers of these speeds, by class of device, fastest first; all others are of full speed."""
+        known = speeds if self.is_by_class else {"": sorted(chain(*speeds.values()), reverse=True)}
+        seats = (map(cut.class_of, range(cut.stages)) for replicas, cut in self.cuts for _ in replicas)
+        return self.model_copy(update={"speeds": pipeline_speeds(known, seats)})
 
     def rate_of(self, replica: int) -> float:
         """Micro-batches that ``replica`` runs while the fastest one runs 1."""

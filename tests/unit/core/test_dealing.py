@@ -66,7 +66,17 @@ def test_equal_replicas_differ_by_one_at_most() -> None:
 
 
 def test_a_pipeline_is_as_fast_as_its_slowest_worker() -> None:
-    assert pipeline_speeds((1.0, 1.0, 0.8, 0.5, 0.5), (2, 2)) == (1.0, 0.5)
-    assert pipeline_speeds((1.0, 1.0, 1.0, 0.5), (3,)) == ()
-    assert pipeline_speeds((), (3, 3)) == ()
-    assert pipeline_speeds((1.0, 1.0, 0.9, 0.5), (3, 1)) == (0.9, 0.5)
+    def of(speeds: tuple[float, ...], *depths: int) -> tuple[float, ...]:
+        return pipeline_speeds({"": speeds}, [[""] * depth for depth in depths])
+
+    assert of((1.0, 1.0, 0.8, 0.5, 0.5), 2, 2) == (1.0, 0.5)
+    assert of((1.0, 1.0, 1.0, 0.5), 3) == ()
+    assert of((), 3, 3) == ()
+    assert of((1.0, 1.0, 0.9, 0.5), 3, 1) == (0.9, 0.5)
+
+
+def test_pipelines_take_the_fastest_of_their_classes() -> None:
+    speeds = {"fat": (1.0, 0.5), "thin": (1.0, 1.0, 0.8)}
+    assert pipeline_speeds(speeds, [["fat"], ["fat"], ["thin"]]) == (1.0, 0.5, 1.0)
+    assert pipeline_speeds(speeds, [["thin"] * 2, ["thin", "fat"]]) == (1.0, 0.8)
+    assert pipeline_speeds(speeds, [["fat", "thin"], ["thin"], ["other"]]) == ()

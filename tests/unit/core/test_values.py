@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from varuna.core.errors import UsageError
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipelines, Plan
 from varuna.core.units import format_bytes, format_duration, parse_bytes, step_number
 from varuna.core.vote import VoteLayout
 
@@ -79,6 +79,20 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
     for stay in [(1,), (4, 1), (-1, 1)]:
         with pytest.raises(ValidationError, match=r"stash_on_device|on the device"):
             Plan.model_validate({**given, "stash_limits": (3, 1), "stash_on_device": stay})
+
+
+def test_pipelines_that_are_cut_alike_are_listed_by_their_speed() -> None:
+    given = {"stages": 1, "replicas": 4, "micro_batch": 1, "global_batch": 30, "starts": (0,), "sections": 2}
+    more = Pipelines(replicas=2, pace=0.6, starts=(0, 1), stash_limits=(2, 1))
+    plan = Plan.model_validate({**given, "stash_limits": (1,), "more": (more,), "speeds": (1.0, 0.5, 1.0, 0.5)})
+    assert plan.rates == (1.0, 0.5, 0.6, 0.3)
+    assert sum(plan.shares) == 30
+    assert plan.shares[0] > plan.shares[2] > plan.shares[1] > plan.shares[3]
+    for speeds in ((1.0, 0.5, 0.8, 0.9), (0.5, 0.6, 0.5, 0.5), (1.0, 1.0)):
+        with pytest.raises(ValidationError, match="fastest first"):
+            Plan.model_validate({**dict(plan), "speeds": speeds})
+    with pytest.raises(ValidationError, match="cannot be more pipelines"):
+        Plan.model_validate({**dict(plan), "replicas": 2, "speeds": ()})
 
 
 def test_a_stage_keeps_its_last_sections_and_has_nothing_to_recompute_if_those_are_all() -> None:

@@ -4,9 +4,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any, TypeVar
 
-from varuna.core.dealing import pipeline_speeds
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import (
     Assign,
@@ -70,18 +70,17 @@ def make_plan(job: JobFacts, workers: int, micro_batch: int | None, *, stages: i
     if workers < depth:
         raise NoPlanError(f"{depth} stages need {depth} workers, {workers} are there")
     replicas = workers // depth
-    speeds = pipeline_speeds(job.speeds, (depth,) * replicas)
-    return Plan(
+    even = Plan(
         stages=depth,
         replicas=replicas,
-        speeds=speeds,
         micro_batch=micro_batch or 2,
         global_batch=job.global_batch,
         starts=tuple(stage * sections // depth for stage in range(depth)),
         sections=sections,
         stash_limits=(2,) * depth,
-        step_s=1.0 / (depth * (sum(speeds) or replicas)),
     )
+    dealt = even.at_speeds({"": job.speeds})
+    return dealt.model_copy(update={"step_s": 1.0 / (depth * (sum(dealt.speeds) or replicas))})
 
 
 def two_stages(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
@@ -92,25 +91,34 @@ def unlike_pipelines(job: JobFacts, workers: int, micro_batch: int | None) -> Pl
     """Two pipelines that use all workers, one a stage deeper if they are odd."""
     sections = len(job.model.sections)
     deep, shallow = min(sections, -(-workers // 2)), min(sections, workers // 2)
-    if deep == shallow or not shallow or job.speeds:
+    if deep == shallow or not shallow:
         return make_plan(job, workers, micro_batch, stages=shallow or deep)
-    first = make_plan(job, 2 * deep, micro_batch, stages=deep)
+    first = make_plan(_equal(job), 2 * deep, micro_batch, stages=deep)
     starts = tuple(stage * sections // shallow for stage in range(shallow))
     other = Pipelines(replicas=1, pace=shallow / deep, starts=starts, stash_limits=(2,) * shallow)
-    return Plan.model_validate({**dict(first), "more": (other,)})
+    return Plan.model_validate({**dict(first), "more": (other,)}).at_speeds({"": job.speeds})
 
 
 def by_class(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-    """A pipeline on each class of devices, of at most two stages; slow workers are no reason for another one."""
+    """A pipeline on each class of devices, of at most two stages and its fastest workers."""
     depths = {each.name: min(2, each.workers) for each in job.classes}
-    if not depths or job.speeds:
+    if not depths:
         return two_stages(job, workers, micro_batch)
-    plans = {name: make_plan(job, depth, micro_batch, stages=depth) for name, depth in depths.items()}
+    plans = {name: make_plan(_equal(job), depth, micro_batch, stages=depth) for name, depth in depths.items()}
     named = [(name, plan.first_cut) for name, plan in sorted(plans.items(), key=lambda each: -each[1].stages)]
     more = tuple(Pipelines.of(cut._replace(device_class=name), replicas=1, pace=0.5) for name, cut in named[1:])
     name, first = named[0][0], next(iter(plans.values())).as_if_all(named[0][1])
     update = {"device_class": name, "replicas": len(named), "more": more, "step_s": 1.0 / sum(depths.values())}
-    return Plan.model_validate({**dict(first), **update})
+    return Plan.model_validate({**dict(first), **update}).at_speeds(speeds_by_class(job))
+
+
+def speeds_by_class(job: JobFacts) -> dict[str, tuple[float, ...]]:
+    ends = accumulate((each.workers for each in job.classes), initial=0)
+    return {each.name: job.speeds[at : at + each.workers] for each, at in zip(job.classes, ends, strict=False)}
+
+
+def _equal(job: JobFacts) -> JobFacts:
+    return job.model_copy(update={"speeds": ()})
 
 
 def make_vote(plan: Plan, generation: int, step: int) -> Vote:

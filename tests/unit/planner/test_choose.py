@@ -141,3 +141,16 @@ def test_each_class_has_its_own_memory() -> None:
         assert set(plan.classes) == {"A", "B"}
         assert all(max(cut.memory_bytes) <= limits[cut.device_class] for _, cut in plan.cuts)
         assert any(max(cut.memory_bytes) > 2 * GB for _, cut in plan.cuts)
+
+
+@pytest.mark.parametrize(("fast", "slow"), [(2, 3), (2, 4), (5, 3)])
+def test_classes_of_which_nothing_is_known_are_equal_and_apart_however_long_their_sums_take(
+    fast: int, slow: int
+) -> None:
+    """A run learns what a class can do from pipelines of that class."""
+    sizes = tuple(ClassSize(name=name, workers=count) for name, count in (("A", fast), ("B", slow)))
+    quick = model([section(parameter_bytes=10 * MB, forward_s=1e-4)] * 4)
+    asked = job(quick, micro_batch=1).model_copy(update={"global_batch": 8 * (fast + slow), "classes": sizes})
+    plan = plan_run(asked, workers=fast + slow, stages=1)
+    assert plan.classes == {"A": fast, "B": slow}
+    assert set(plan.shares) == {8}

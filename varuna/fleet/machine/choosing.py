@@ -7,8 +7,8 @@ unless another one is clearly better.
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
-from varuna.core.dealing import pipeline_speeds
 from varuna.core.devices import are_enough
 from varuna.core.errors import NoPlanError
 from varuna.core.plan import Plan
@@ -63,17 +63,22 @@ def is_faster(fleet: Fleet, dealt: Plan, even: Plan) -> bool:
     Nominal figures of a network are no reason to send workers away: until something was measured, speeds are compared.
     """
     if fleet.expected_s is None:
-        return dealt.stages * sum(map(dealt.speed_of, range(dealt.replicas))) > even.workers
+        return sum(depth * dealt.speed_of(replica) for replica, depth in enumerate(dealt.depths)) > even.workers
     return dealt.step_s < even.step_s
 
 
 def speeds_of(fleet: Fleet, names: Iterable[str]) -> tuple[float, ...]:
-    """How fast workers are, the fastest first; () if none is slower than others, or if their devices are not alike."""
-    names = tuple(names)
-    if len(fleet.counted(names)) > 1:
-        return ()
-    speeds = tuple(sorted((fleet.speed_of(name) for name in names), reverse=True))
-    return speeds if speeds and speeds[-1] < 1 else ()
+    """How fast workers are, by class of device as in ``classes_of``, the fastest first; () if none is slow."""
+    speeds = tuple(chain.from_iterable(_speeds_by_class(fleet, names).values()))
+    return speeds if speeds and min(speeds) < 1 else ()
+
+
+def _speeds_by_class(fleet: Fleet, names: Iterable[str]) -> dict[str, list[float]]:
+    """How fast workers are, the fastest first, by class of device, in the order of their names."""
+    found: dict[str, list[float]] = {}
+    for name, device_class in sorted(fleet.device_classes(names).items(), key=lambda each: -fleet.speed_of(each[0])):
+        found.setdefault(device_class, []).append(fleet.speed_of(name))
+    return dict(sorted(found.items()))
 
 
 def with_slow_ones(fleet: Fleet) -> tuple[str, ...]:
@@ -131,7 +136,7 @@ def _clearly_better(fleet: Fleet, known: Planned, names: Sequence[str], *, by_sp
     Args:
         fleet: between two generations, or before that.
         known: what was found.
-        names: of the workers that it is for, fastest first.
+        names: of the workers that it is for.
         by_speed: how fast each is counts.
     """
     plan = known.plan
@@ -140,9 +145,8 @@ def _clearly_better(fleet: Fleet, known: Planned, names: Sequence[str], *, by_sp
     old = fleet.record.plan
     if old.replicas == 1 < plan.replicas:  # state that is held twice is worth more than the same seats
         return plan
-    speeds = [fleet.speed_of(name) if by_speed else 1.0 for name in names]
-    seats = pipeline_speeds(speeds, old.depths)
-    if any(old.speed_of(d) * ABOUT > speed for d, speed in enumerate(seats)):
+    now = old.at_speeds(_speeds_by_class(fleet, names) if by_speed else {})
+    if any(old.speed_of(replica) * ABOUT > speed for replica, speed in enumerate(now.speeds)):
         return plan  # somebody is slower than the old one was made for
     return old if plan.step_s >= known.running_s * (1 - fleet.config.min_gain) else plan
 
@@ -153,7 +157,7 @@ def plan_for(transition: Transition, names: Sequence[str], speeds: tuple[float, 
     Args:
         transition: asks, and takes what was answered.
         names: of the workers.
-        speeds: theirs, fastest first; () if they are equal.
+        speeds: theirs, as of ``speeds_of``; () if they are equal.
 
     Raises:
         NoPlanError: nothing fits.

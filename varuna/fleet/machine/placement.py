@@ -1,14 +1,13 @@
 """Who sits where in a new generation, so that as little state as possible moves. Pure."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import groupby
 
 from varuna.core.devices import are_enough
 from varuna.core.messages import Transfer
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipelines, Plan
 from varuna.core.sharded_optimizer import Holders, held_by
 
 Holdings = Mapping[str, frozenset[int]]
@@ -139,7 +138,7 @@ def seat_by_speed(
         own: see ``seat``.
         lent: see ``seat``.
         holders: see ``seat``.
-        classes: see ``seat``; a plan with speeds names none.
+        classes: see ``seat``.
     """
     alike = partial(seat, holdings=holdings, weights=weights, nodes=nodes, zones=zones, own=own, lent=lent)
     if not plan.speeds:
@@ -149,29 +148,51 @@ def seat_by_speed(
         seated_alike = alike(plan, chosen, kept=kept, holders=holders, classes=classes)
         left = frozenset(workers).difference(chosen)
         return (*seated_alike, *(name for name in workers if name in left))
-    waiting = sorted(workers, key=lambda name: speeds.get(name, 1.0), reverse=True)
-    seated: list[str] = []
-    first = 0
-    for speed, group in groupby(range(plan.replicas), key=plan.speed_of):
-        replicas = len(list(group))
-        begin, count = first * plan.stages, replicas * plan.stages
+    seats: dict[int, str] = {}
+    waiting = dict.fromkeys(workers)
+    for speed in sorted(set(plan.speeds), reverse=True):
+        group = [replica for replica in range(plan.replicas) if plan.speed_of(replica) == speed]
+        ranks = [rank for replica in group for rank in plan.ranks_of(replica)]
+        part = _plan_of(plan, group)
         # More may be fast enough than there are seats: those whose state fits best get them.
-        enough = {name for name in waiting if speeds.get(name, 1.0) >= speed}
         found = alike(
-            plan.model_copy(update={"replicas": replicas, "speeds": ()}),
-            [name for name in workers if name in enough],
-            kept=kept[begin : begin + count],
-            holders=None if holders is None else _of_replicas(holders, range(first, first + replicas)),
-        )[:count]
-        seated += found
-        waiting = [name for name in waiting if name not in found]
-        first += replicas
-    return (*seated, *waiting)
+            part,
+            _fast_enough(part, waiting, speeds, speed, classes),
+            kept=[kept[rank] for rank in ranks] if kept else (),
+            holders=None if holders is None else _of_replicas(holders, group),
+            classes=classes,
+        )
+        for rank, name in zip(ranks, found, strict=False):
+            seats[rank] = name
+            del waiting[name]
+    spares = sorted(waiting, key=lambda name: speeds.get(name, 1.0), reverse=True)
+    return (*(seats[rank] for rank in range(plan.workers)), *spares)
 
 
-def _of_replicas(holders: Holders, replicas: range) -> Holders:
-    """Who of these replicas holds a section whole, counted from the first of them."""
-    return tuple(tuple(replica - replicas.start for replica in each if replica in replicas) for each in holders)
+def _fast_enough(
+    plan: Plan, workers: Iterable[str], speeds: Mapping[str, float], speed: float, classes: Mapping[str, str] | None
+) -> list[str]:
+    """Those of this speed at least; if that is too few for the plan, also the next slower ones."""
+    known = {name: speeds.get(name, 1.0) for name in workers}
+    for least in sorted({speed, *(each for each in known.values() if each < speed)}, reverse=True):
+        found = [name for name, its in known.items() if its >= least]
+        if are_enough(plan.classes, Counter((classes or {}).get(name, "") for name in found)):
+            break
+    return found
+
+
+def _plan_of(plan: Plan, group: Sequence[int]) -> Plan:
+    """These replicas of a plan alone, as if they were equally fast."""
+    counts = [(sum(replica in replicas for replica in group), cut) for replicas, cut in plan.cuts]
+    (_, first), *more = [(count, cut) for count, cut in counts if count]
+    pipelines = tuple(Pipelines.of(cut, replicas=count, pace=1.0) for count, cut in more)
+    return plan.as_if_all(first).model_copy(update={"replicas": len(group), "speeds": (), "more": pipelines})
+
+
+def _of_replicas(holders: Holders, group: Sequence[int]) -> Holders:
+    """Who of these replicas holds a section whole, by its place among them."""
+    place_of = {replica: place for place, replica in enumerate(group)}
+    return tuple(tuple(place_of[replica] for replica in each if replica in place_of) for each in holders)
 
 
 class _Seating:

@@ -40,7 +40,7 @@ class WhichPlan:
     losses_per_hour: float = 0.0
     """That the plan is for."""
     speeds: tuple[float, ...] = ()
-    """Of the workers, fastest first; () if they are equal."""
+    """Of the workers, in the order of the classes, and of each the fastest first; () if they are equal."""
     classes: tuple[ClassSize, ...] = ()
     """Of their devices; () where none is known."""
 

@@ -1,6 +1,7 @@
 """The request for a plan."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -19,7 +20,9 @@ class PlanRequest(Value):
     calibration: Calibration
     workers: int = Field(description="most ranks to use; each has a GPU, where there are any")
     speeds: tuple[float, ...] = Field(
-        default=(), description="of the workers, fastest first: at most 1, which is what was calibrated; () for all 1"
+        default=(),
+        description="of the workers, in the order of the classes, and of each the fastest first: at most 1, which is "
+        "what was calibrated; () for all 1",
     )
     classes: tuple[ClassSize, ...] = Field(
         default=(), description="of the workers' devices, where they are known; else all are as the calibration says"
@@ -50,16 +53,25 @@ class PlanRequest(Value):
     @model_validator(mode="after")
     def _consistent(self) -> "PlanRequest":
         speeds = self.speeds
-        if speeds and (len(speeds) != self.workers or not are_speeds(speeds)):
-            raise ValueError(
-                f"speeds must give each of {self.workers} workers more than 0 and at most 1, fastest first; these are "
-                f"{len(speeds)}: {speeds}"
-            )
         if self.classes and sum(each.workers for each in self.classes) != self.workers:
             raise ValueError(f"classes {self.classes} must name each of {self.workers} workers once")
-        if len(self.classes) > 1 and self.are_unequal:
-            raise ValueError("speeds are of workers of one class; those of several are equally fast in each")
+        if speeds and (len(speeds) != self.workers or not all(map(are_speeds, self.speeds_by_class.values()))):
+            raise ValueError(
+                f"speeds must give each of {self.workers} workers more than 0 and at most 1, fastest first in each "
+                f"class; these are {len(speeds)}: {speeds}"
+            )
         return self
+
+    @property
+    def speeds_by_class(self) -> dict[str, tuple[float, ...]]:
+        """Speeds of the workers of each class, fastest first; of all, where none is known."""
+        if not self.classes:
+            return {"": self.speeds}
+        ends = accumulate((size.workers for size in self.classes), initial=0)
+        return {
+            size.name: self.speeds[first : first + size.workers]
+            for size, first in zip(self.classes, ends, strict=False)
+        }
 
     def of_class(self, size: ClassSize) -> "PlanRequest":
         """The same question for the workers of one class alone, whose plans are of no class."""
@@ -71,6 +83,7 @@ class PlanRequest(Value):
         update = {
             "calibration": known,
             "workers": size.workers,
+            "speeds": self.speeds_by_class.get(size.name, ()),
             "classes": (),
             "memory_bytes": size.memory_bytes if memory_bytes is None else memory_bytes,
         }
@@ -79,6 +92,16 @@ class PlanRequest(Value):
     def for_class(self, name: str) -> "PlanRequest":
         """The same question for the workers of one class, if there are any."""
         return next((self.of_class(size) for size in self.classes if size.name == name), self)
+
+    def of_classes(self, sizes: Sequence[ClassSize]) -> "PlanRequest":
+        """The same question for the workers of some classes."""
+        speeds = self.speeds_by_class
+        update = {
+            "classes": tuple(sizes),
+            "workers": sum(size.workers for size in sizes),
+            "speeds": tuple(speed for size in sizes for speed in speeds[size.name]),
+        }
+        return self.model_copy(update=update)
 
     @property
     def are_unequal(self) -> bool:

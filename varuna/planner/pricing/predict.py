@@ -1,7 +1,7 @@
 """The predicted time of a plan's step, and what it is spent on."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from heapq import nlargest
 from operator import attrgetter
@@ -36,11 +36,20 @@ class Prediction:
     """Number of micro-batches that were not simulated."""
     pace_s: float
     """Seconds of each of them."""
+    micro_batches: int
+    """Simulated and repeated ones."""
+    speed: float = 1.0
+    """Of the pipeline's workers, by ``Plan.speeds``."""
 
     @property
     def step_s(self) -> float:
         """Seconds from the start of the step to the end of the optimizer step."""
         return self.trace.step_s + self.repeated * self.pace_s
+
+    @property
+    def after_s(self) -> float:
+        """Seconds from the last backward to the end of the step, however many micro-batches there are."""
+        return self.trace.exposed_reduce_s + self.trace.costs.optimizer_s
 
     @property
     def breakdown(self) -> "Breakdown":
@@ -111,13 +120,29 @@ def predict(costs: PipelineCosts, plan: Plan) -> Prediction:
     Of a long step only as many micro-batches are simulated as it takes the pipeline to get into its stride; each
     further one adds the bottleneck's time, or the pace seen if waiting made that slower (docs/planning.md).
     """
+    first, _ = plan.cuts[0]
+    return _longest(costs, plan, _most_of(plan, first), _simulated)
+
+
+def _longest(
+    costs: PipelineCosts, alike: Plan, most: Mapping[float, int], simulates: Callable[..., StepTrace]
+) -> Prediction:
+    """The longest step of pipelines that are cut alike, by what ``_most_of`` says of them."""
+    found = (
+        replace(predict_cut(costs.at_speed(speed), alike, count, simulates=simulates), speed=speed)
+        for speed, count in most.items()
+    )
+    return max(found, key=attrgetter("step_s"))
+
+
+def _most_of(plan: Plan, replicas: range) -> dict[float, int]:
+    """By speed, the most micro-batches that one of these replicas has, which are cut alike."""
     if not plan.speeds:
-        return predict_cut(costs, plan, len(plan.micro_batches_of(0)))
-    longest: dict[float, int] = {}
-    for replica, speed in enumerate(plan.speeds):  # of equally fast ones the first has the most
-        longest.setdefault(speed, len(plan.micro_batches_of(replica)))
-    each = (predict_cut(costs.at_speed(speed), plan, micro_batches) for speed, micro_batches in longest.items())
-    return max(each, key=attrgetter("step_s"))
+        return {1.0: len(plan.micro_batches_of(replicas.start))}
+    most: dict[float, int] = {}
+    for replica in replicas:  # of equally fast ones the first has the most
+        most.setdefault(plan.speed_of(replica), len(plan.micro_batches_of(replica)))
+    return most
 
 
 def predictions(plan: Plan, calibration: Calibration, *, gpus_per_vm: int | None = None) -> Sequence[Prediction]:
@@ -132,9 +157,8 @@ def predictions(plan: Plan, calibration: Calibration, *, gpus_per_vm: int | None
     for replicas, cut in plan.cuts:
         alike = plan.as_if_all(cut) if plan.more else plan
         known = partial(_as_far_as_it_reaches, calibration, plan, alike)
-        costs = spanning_costs(alike, known, gpus_per_vm=gpus_per_vm)
-        shared = len(plan.micro_batches_of(replicas.start))
-        found.append(predict_cut(costs, alike, shared, simulates=_again) if plan.more else predict(costs, plan))
+        costs, simulates = spanning_costs(alike, known, gpus_per_vm=gpus_per_vm), _again if plan.more else _simulated
+        found.append(_longest(costs, alike, _most_of(plan, replicas), simulates))
     return found
 
 
@@ -174,11 +198,11 @@ def predict_cut(
     limits = [min(limit, count) for limit in plan.stash_limits]
     trace = simulates(costs, count, plan.policy, tuple(limits), min(plan.split_last, count))
     if count == micro_batches:
-        return Prediction(trace=trace, repeated=0, pace_s=0.0)
+        return Prediction(trace=trace, repeated=0, pace_s=0.0, micro_batches=count)
     seen_s, backwards = _pace(trace, limits)
     is_known = backwards >= _MANY_BACKWARDS
     pace_s = seen_s if is_known else max(bottleneck_s(costs, stash_limits=plan.stash_limits), seen_s)
-    return Prediction(trace=trace, repeated=micro_batches - count, pace_s=pace_s)
+    return Prediction(trace=trace, repeated=micro_batches - count, pace_s=pace_s, micro_batches=micro_batches)
 
 
 class _Seen(NamedTuple):

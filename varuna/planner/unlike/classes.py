@@ -18,6 +18,7 @@ from varuna.planner.pricing.predict import Prediction, Simulated
 from varuna.planner.unlike.beside import with_pipelines_beside
 from varuna.planner.unlike.left_over import CLEARLY
 from varuna.planner.unlike.parts import DEPTHS, Rank, Span, ranked_alone, rate_of, together
+from varuna.planner.unlike.speeds import of_these_workers
 
 _ALIKE = 1.5
 """Up to so many times as long classes may compute to be in one pipeline, where each fits alone."""
@@ -55,6 +56,8 @@ def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
     if not request.leaves_idle:
         most = max(plan.workers for plan in found)
         found = {plan: prediction for plan, prediction in found.items() if plan.workers == most}
+        # Only pipelines that are for a class say what it can do.
+        found = {plan: prediction for plan, prediction in found.items() if plan.is_by_class} or found
     ranked = sorted(found.items(), key=lambda each: (_score(each[0], request), each[0].stages))
     fits = {size.name for size, ranking in alone.items() if ranking.plans}
     return Ranking(
@@ -98,6 +101,7 @@ def as_slowest(request: PlanRequest) -> PlanRequest:
         update={
             "calibration": slowest.calibration.model_copy(update={"hardware": hardware}),
             "workers": request.workers,
+            "speeds": tuple(sorted(request.speeds, reverse=True)),
             "memory_bytes": min(limits, default=None),
         }
     )
@@ -108,11 +112,7 @@ def _regions(request: PlanRequest) -> list[PlanRequest]:
     regions: dict[str, list[ClassSize]] = {}
     for size in request.classes:
         regions.setdefault(region_of(size.name), []).append(size)
-    return [
-        request.model_copy(update={"classes": tuple(sizes), "workers": sum(size.workers for size in sizes)})
-        for sizes in regions.values()
-        if len(sizes) > 1
-    ]
+    return [request.of_classes(sizes) for sizes in regions.values() if len(sizes) > 1]
 
 
 def _through_regions(request: PlanRequest) -> PlanRequest:
@@ -153,8 +153,10 @@ def _over_several(request: PlanRequest, alone: Mapping[ClassSize, Ranking], rank
     if not may_mix_classes(request) or request.stages is not None or not (lacks or request.workers <= _FEW):
         return []
     fitting = {size: ranking.plans[0] for size, ranking in alone.items() if ranking.plans}
-    found = span(request, [plan.micro_batch for plan in fitting.values()])
-    return [*found, *with_pipelines_beside(request, fitting, found, rank, span)]
+    equal = request.model_copy(update={"speeds": ()})
+    spanned = span(equal, [plan.micro_batch for plan in fitting.values()])
+    found = [*spanned, *with_pipelines_beside(equal, fitting, spanned, rank, span)]
+    return [of_these_workers(each, request) for each in found]
 
 
 def _mixes(request: PlanRequest, alone: dict[ClassSize, Ranking], rank: Rank) -> list[tuple[Plan, Prediction]]:

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 from varuna.core.plan import Cut, Pipelines, Plan
 from varuna.planner.asking.request import PlanRequest
-from varuna.planner.pricing.predict import Simulated, predictions
+from varuna.planner.pricing.predict import Prediction, Simulated, predictions
 
 _ROUNDS = 3
-"""Of finding by how much one pipeline is faster than another, from what a whole step takes."""
+"""Of finding how fast pipelines are from what a whole step takes."""
+_LEAST = 1e-3
+"""Of the first pipelines' pace: less would hardly be a micro-batch."""
 
 
 class PipelineKind(NamedTuple):
@@ -18,7 +20,14 @@ class PipelineKind(NamedTuple):
     cut: Cut
     replicas: int
     pace: float
-    """Micro-batches that one of them runs while one of the first kind runs 1: a guess."""
+    """Micro-batches that one of them runs while one of the first kind runs 1, both of full speed: a guess."""
+    speeds: tuple[float, ...] = ()
+    """By pipeline, fastest first; () if all are of full speed."""
+
+    @property
+    def strength(self) -> float:
+        """How many pipelines of full speed are as fast."""
+        return sum(self.speeds) or self.replicas
 
 
 def dealt(kinds: Sequence[PipelineKind], like: Plan, request: PlanRequest, *, rounds: int = _ROUNDS) -> Simulated:
@@ -32,15 +41,37 @@ def dealt(kinds: Sequence[PipelineKind], like: Plan, request: PlanRequest, *, ro
     """
     first, rest, paces = kinds[0], kinds[1:], [kind.pace for kind in kinds]
     replicas = sum(kind.replicas for kind in kinds)
-    alike = like.as_if_all(first.cut).model_copy(update={"replicas": replicas, "step_s": 0.0})
-    tried = list[Simulated]()
+    speeds = tuple(speed for kind in kinds for speed in kind.speeds or (1.0,) * kind.replicas)
+    changed = {"replicas": replicas, "step_s": 0.0, "speeds": speeds if min(speeds) < 1 else ()}
+    alike = like.as_if_all(first.cut).model_copy(update=changed)
+    tried: dict[tuple[int, ...], Simulated] = {}  # by shares
     for _ in range(rounds):
         shares = zip(rest, paces[1:], strict=True)
         more = tuple(Pipelines.of(kind.cut, replicas=kind.replicas, pace=pace) for kind, pace in shares)
         plan = alike.model_copy(update={"more": more})
+        if plan.shares in tried:
+            break
         found = predictions(plan, request.calibration, gpus_per_vm=request.gpus_per_vm)
         longest = max(found, key=attrgetter("step_s"))
-        tried.append(Simulated(plan.model_copy(update={"step_s": longest.step_s}), longest))
-        ended_s = [each.step_s for each in found]
-        paces = [min(1.0, pace * ended_s[0] / end_s) for pace, end_s in zip(paces, ended_s, strict=True)]
-    return min(tried, key=attrgetter("step_s"))
+        tried[plan.shares] = Simulated(plan.model_copy(update={"step_s": longest.step_s}), longest)
+        paces = _paces(kinds, found, plan.micro_batches)
+    return min(tried.values(), key=attrgetter("step_s"))
+
+
+def _paces(kinds: Sequence[PipelineKind], found: Sequence[Prediction], micro_batches: int) -> list[float]:
+    """The pace of each kind with which all steps end together, by a step of each.
+
+    A pipeline of P stages takes about n + P - 1 of its micro-batches' times for n of them (``core.dealing``), and what
+    follows its last backward. So one in which more follows runs fewer, and only for that.
+    """
+    fills = [kind.cut.stages - 1 for kind in kinds]
+    rates = [  # micro-batches per second of full speed
+        (each.micro_batches + fill) / (each.step_s - each.after_s) / each.speed
+        for each, fill in zip(found, fills, strict=True)
+    ]
+    strengths = [rate * kind.strength for rate, kind in zip(rates, kinds, strict=True)]
+    begun = micro_batches + sum(fill * kind.replicas for fill, kind in zip(fills, kinds, strict=True))
+    after = sum(each.after_s * strength for each, strength in zip(found, strengths, strict=True))
+    end_s = (begun + after) / sum(strengths)
+    ran = [rate * (end_s - each.after_s) for rate, each in zip(rates, found, strict=True)]
+    return [min(1.0, max(_LEAST, each / ran[0])) for each in ran]

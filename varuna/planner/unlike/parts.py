@@ -1,6 +1,6 @@
 """Parts of a plan for workers of several classes: plans of pipelines alone, which are put together. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from varuna.core.devices import ClassSize
@@ -31,11 +31,7 @@ def rate_of(plan: Plan) -> float:
 
 def together(request: PlanRequest, parts: Sequence[Plan], **how: int) -> Simulated | None:
     """One plan of the pipelines of all parts, the fastest pipelines first; None: there are too few micro-batches."""
-    kinds = [
-        PipelineKind(cut, len(replicas), rate_of(part) * part.rate_of(replicas.start) / _paces(part))
-        for part in parts
-        for replicas, cut in part.cuts
-    ]
+    kinds = [kind for part in parts for kind in _kinds(part)]
     kinds.sort(key=lambda kind: -kind.pace)
     micro_batch = parts[0].micro_batch
     if sum(kind.replicas for kind in kinds) > -(-request.global_batch // micro_batch):
@@ -45,6 +41,9 @@ def together(request: PlanRequest, parts: Sequence[Plan], **how: int) -> Simulat
     return dealt(scaled, parts[0].model_copy(update={"global_batch": request.global_batch}), request, **how)
 
 
-def _paces(plan: Plan) -> float:
-    """Of all replicas together, the fastest counting 1."""
-    return sum(map(plan.rate_of, range(plan.replicas)))
+def _kinds(part: Plan) -> Iterator[PipelineKind]:
+    """Pipelines of a part, with the examples per second of one of full speed as their pace."""
+    each = rate_of(part) / sum(map(part.rate_of, range(part.replicas)))
+    for replicas, cut in part.cuts:
+        pace = each * part.rate_of(replicas.start) / part.speed_of(replicas.start)
+        yield PipelineKind(cut, len(replicas), pace, part.speeds[replicas.start : replicas.stop])

@@ -3,8 +3,8 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.unit.fleet.support import make_job, make_plan
-from varuna.core.dealing import pipeline_speeds
+from tests.unit.fleet.support import by_class, make_job, make_plan
+from varuna.core.devices import ClassSize
 from varuna.core.plan import Plan
 from varuna.fleet.machine.placement import seat_by_speed, transfers
 
@@ -14,8 +14,7 @@ FRONT, BACK = frozenset({0, 1}), frozenset({2, 3})
 
 
 def dealt(workers: int, speeds: tuple[float, ...], stages: int = 2) -> Plan:
-    plan = make_plan(JOB, workers, None, stages=stages)
-    return plan.model_copy(update={"speeds": pipeline_speeds(speeds, (stages,) * plan.replicas)})
+    return make_plan(JOB, workers, None, stages=stages).at_speeds({"": speeds})
 
 
 def test_stages_change_pipelines_and_no_state_moves() -> None:
@@ -52,3 +51,25 @@ def test_no_pipeline_is_slower_than_its_plan_says(stages: int, values: list[floa
     assert sorted(members) == sorted(names)
     for rank, name in enumerate(members[: plan.workers]):
         assert speeds.get(name, 1.0) >= plan.speed_of(plan.place_of(rank).replica)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([1.0, 0.8, 0.5, 0.1])), min_size=1, max_size=12))
+def test_seats_of_a_class_go_to_its_workers_by_their_speed(workers: list[tuple[str, float]]) -> None:
+    classes = {f"w{number}": name for number, (name, _) in enumerate(workers)}
+    speeds = {f"w{number}": speed for number, (_, speed) in enumerate(workers)}
+    ordered = sorted(workers, key=lambda each: (each[0], -each[1]))
+    names = [name for name, _ in ordered]
+    sizes = tuple(ClassSize(name=name, workers=names.count(name)) for name in sorted(set(names)))
+    job = JOB.model_copy(update={"classes": sizes, "speeds": tuple(speed for _, speed in ordered)})
+    plan = by_class(job, len(workers), None)
+    members = seat_by_speed(plan, list(classes), speeds, {}, EVEN, classes=classes)
+    assert sorted(members) == sorted(classes)
+    for rank, name in enumerate(members[: plan.workers]):
+        assert plan.class_of(rank) == classes[name]
+        assert speeds[name] >= plan.speed_of(plan.place_of(rank).replica)
+
+
+def test_a_plan_that_is_kept_seats_whoever_is_nearly_fast_enough() -> None:
+    plan = dealt(4, (1.0, 1.0, 0.5, 0.5))
+    members = seat_by_speed(plan, ["a", "b", "c", "d", "e"], {"a": 0.1, "b": 0.46, "c": 0.47}, {}, EVEN)
+    assert members == ("d", "e", "b", "c", "a")

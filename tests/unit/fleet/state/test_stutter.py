@@ -5,7 +5,16 @@ from functools import partial
 
 import pytest
 
-from tests.unit.fleet.support import Driver, by_class, make_job, make_plan, sends, two_stages, unlike_pipelines
+from tests.unit.fleet.support import (
+    Driver,
+    by_class,
+    make_job,
+    make_plan,
+    sends,
+    speeds_by_class,
+    two_stages,
+    unlike_pipelines,
+)
 from varuna.core.messages import Beat, Leaving, RaiseFlag
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -293,26 +302,57 @@ def test_stages_of_unlike_pipelines_are_compared_by_what_they_were_predicted_to_
     assert slow in driver.fleet.record.cause
 
 
-def test_like_is_compared_with_like_and_a_slow_class_is_no_straggler() -> None:
-    classes = "aaaabbbb"
+def all_of_each_class(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    """As many pipelines of each class, of two stages, as it has workers for."""
+    plan, count = by_class(job, workers, micro_batch), {each.name: each.workers // 2 for each in job.classes}
+    more = tuple(each.model_copy(update={"replicas": count[each.device_class]}) for each in plan.more)
+    changed = {"replicas": sum(count.values()), "more": more, "speeds": ()}
+    found = Plan.model_validate({**dict(plan), **changed}).at_speeds(speeds_by_class(job))
+    return found.model_copy(update={"step_s": 1.0 / (sum(found.speeds) or found.replicas)})
+
+
+OF_B = {f"w{number}": 3.0 for number in range(4, 8)}
+
+
+def of_two_classes() -> Driver:
+    """Workers w0 to w3 are of one, the others of one that is three times as slow, which nobody knows."""
     config = FleetConfig(workers=8, slow_ratio=SLOW_RATIO, replace=False)
-
-    def pipelines(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        """Two of each class, of two stages: as for one of each, twice."""
-        plan = by_class(job, workers, micro_batch)
-        more = tuple(each.model_copy(update={"replicas": 2}) for each in plan.more)
-        return Plan.model_validate({**dict(plan), "replicas": 4, "more": more})
-
-    driver = Driver(config, plan=pipelines, job=LONG, class_of=lambda name: classes[int(name[1:])])
+    driver = Driver(config, plan=all_of_each_class, job=LONG, class_of=lambda name: "a" if name < "w4" else "b")
     driver.gather()
     driver.voted(0, 1)
     assert driver.fleet.record.plan.classes == {"a": 4, "b": 4}
-    driver.feed(Recalibrated(driver.fleet.generation, (1.0, 1.0, 1.0, 1.0)))  # nobody knows that b is slower
-    slow = {f"w{number}": 3.0 for number in range(4, 8)}
-    beat_all(driver, 30, **slow)
+    driver.feed(Recalibrated(driver.fleet.generation, (1.0, 1.0, 1.0, 1.0)))
+    beat_all(driver, 30, **OF_B)
+    return driver
+
+
+def test_like_is_compared_with_like_and_a_slow_class_is_no_straggler() -> None:
+    driver = of_two_classes()
     assert not driver.fleet.slow
-    beat_all(driver, 30, **{**slow, "w6": 6.0})
+    beat_all(driver, 30, **{**OF_B, "w6": 6.0})
     assert list(driver.fleet.slow) == ["w6"]
+
+
+def test_a_straggler_of_a_class_has_a_smaller_share_in_its_class() -> None:
+    driver = of_two_classes()
+    beat_all(driver, 30, **{**OF_B, "w5": 6.0})
+    driver.voted(2)
+    held_all(driver, 3)
+    plan, grid = driver.fleet.record.plan, driver.fleet.record.grid
+    assert plan.speeds == pytest.approx((1.0, 1.0, 1.0, 0.5), rel=0.04)
+    assert "w5" in grid[6:]
+    assert plan.shares[3] < plan.shares[2] < plan.shares[0]
+    assert driver.fleet.record.moved_sections == 0, "stages change pipelines"
+    driver.voted(3)
+    driver.feed(Recalibrated(driver.fleet.generation, (1.0, 1.0, 1.0, 1.0)))
+    beat_all(driver, 40, **{**OF_B, "w5": 6.0})  # that is what is known of it
+    assert isinstance(driver.fleet.phase, Running)
+    assert driver.fleet.phase.regroup is None
+    beat_all(driver, 40, **OF_B)
+    driver.voted(4)
+    held_all(driver, 5)
+    assert driver.fleet.record.plan.speeds == ()
+    assert "worker w5 is faster than it was" in driver.fleet.record.cause
 
 
 def test_in_pipelines_on_several_classes_nobody_is_a_straggler() -> None:
