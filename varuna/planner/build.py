@@ -307,8 +307,12 @@ class Builder:
     def _limited(self, sharing: int) -> Spans:
         if sharing not in self._spans:
             limits = {"limit_bytes": self.request.limit_bytes, "host_limit_bytes": self.request.host_limit_bytes}
-            self._spans[sharing] = Spans(self.profile, **limits, replicas=sharing, splits=self.may_keep)
+            self._spans[sharing] = self._spans_of(sharing, **limits)
         return self._spans[sharing]
+
+    def _spans_of(self, sharing: int, **limits: int | None) -> Spans:
+        reads_here = not self.request.memory_apart
+        return Spans(self.profile, **limits, replicas=sharing, splits=self.may_keep, reads_here=reads_here)
 
     def sizer(self, wanted: tuple[int, ...], stash_moves: bool, sharing: int, *, unlimited: bool = False) -> Sizer:
         """What stages with these in-flight depths take.
@@ -323,7 +327,7 @@ class Builder:
         stages = len(wanted)
         least = tuple(min(depth, stages - k) for k, depth in enumerate(wanted)) if flexible else wanted
         return Sizer(
-            Spans(self.profile, replicas=sharing, splits=self.may_keep) if unlimited else self._limited(sharing),
+            self._spans_of(sharing) if unlimited else self._limited(sharing),
             wanted=wanted,
             least=least,
             may_keep=self.may_keep,

@@ -70,7 +70,7 @@ def refusal(
 
 def test_a_lack_of_memory_names_the_closest_stage_and_every_way_out() -> None:
     assert refusal(memory_bytes=GB) == (
-        "no plan fits: stage 1 of P=4 needs 1.22 GiB but each worker has 954 MiB: 298 MiB too little. "
+        "no plan fits: stage 1 of P=4 needs 1.23 GiB but each worker has 954 MiB: 305 MiB too little. "
         "Add workers, raise --memory or pass a smaller micro_batch."
     )
 

@@ -165,7 +165,7 @@ def test_stash_limits_shrink_before_a_depth_is_rejected() -> None:
         return ranking.plans[0].stash_limits if ranking.plans else ()
 
     assert ask(None) == (14, 11, 8, 1)
-    assert ask(520 * MB) == (7, 4, 4, 1)
+    assert ask(540 * MB) == (7, 4, 4, 1)
     assert ask(400 * MB) == ()
 
 

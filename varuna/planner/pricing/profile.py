@@ -63,8 +63,10 @@ class Profile:
     weight_s: SpanSums
     """W; 0 where a section cannot be split."""
     activation_bytes: SpanSums
-    forward_bytes: Peaks
-    """Needed while F of a section runs."""
+    forward_bytes: tuple[float, ...]
+    """Needed while F of a section runs, besides what it takes."""
+    inner_forward_bytes: Peaks
+    """The same with what the section before has made."""
     working_bytes: Peaks
     """Needed while R or B of a section runs, with the activations of all sections from the first up to it."""
     splitting_bytes: Peaks
@@ -136,6 +138,7 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
     boundary_bytes = whole(lambda kind: kind.boundary_bytes * m)
     back_bytes = whole(lambda kind: _gradient_boundary_bytes(kind) * m)
     activation_bytes = SpanSums.of(lay(lambda kind: kind.activation_bytes * m))
+    forward_bytes = lay(lambda kind: kind.forward_bytes * m)
     backward_bytes = lay(lambda kind: kind.backward_bytes * m + kind.fixed_bytes)
     split_bytes = lay(lambda kind: _split_bytes(kind, m))
     fixed_bytes = lay(lambda kind: kind.fixed_bytes)
@@ -151,7 +154,8 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         input_s=SpanSums.of(lay(lambda kind: trained(kind, kind.input_s or kind.backward_s))),
         weight_s=SpanSums.of(lay(lambda kind: trained(kind, kind.weight_s) if kind.splits else 0.0)),
         activation_bytes=activation_bytes,
-        forward_bytes=Peaks.of(lay(lambda kind: kind.forward_bytes * m)),
+        forward_bytes=tuple(forward_bytes),
+        inner_forward_bytes=Peaks.of(list(map(add, forward_bytes, (0, *boundary_bytes[:-1])))),
         working_bytes=Peaks.of(list(map(add, alive, backward_bytes))),
         splitting_bytes=Peaks.of(list(map(sub, map(add, alive, split_bytes), left))),
         weighing_bytes=Peaks.of(list(map(add, left, fixed_bytes))),

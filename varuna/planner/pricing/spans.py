@@ -35,6 +35,7 @@ class Spans:
         host_limit_bytes: int | None = None,
         replicas: int = 1,
         splits: bool = False,
+        reads_here: bool = False,
     ) -> None:
         """Prepare prefix sums.
 
@@ -44,6 +45,7 @@ class Spans:
             host_limit_bytes: of a worker's share of host memory; None: unlimited.
             replicas: D, if the job shares optimizer state out.
             splits: backwards may run as I and W, on all stages but the first.
+            reads_here: samples are read into the same memory, as on a CPU.
         """
         self.profile, self.limit_bytes, self.host_limit_bytes = profile, limit_bytes, host_limit_bytes
         self.reserved = profile.calibration.hardware.reserved_bytes
@@ -54,7 +56,9 @@ class Spans:
         self._tied_span = min(gaps, default=profile.sections)  # shorter stages hold no parameter twice
         self._resident, self._activations = profile.resident_bytes.before, profile.activation_bytes.before
         self._own, self._inputs = profile.own_bytes.before, profile.input_bytes.before
-        self._working, self._forward = profile.working_bytes.over, profile.forward_bytes.over
+        self._working, self._forward = profile.working_bytes.over, profile.forward_bytes
+        self._inner_forward = profile.inner_forward_bytes.over
+        self._being_read = int(self._inputs[-1]) if reads_here else 0
         self._splitting, self._weighing = profile.splitting_bytes.over, profile.weighing_bytes.over
         self._queued = profile.queued_bytes.before
         self._splits = splits and self._queued[-1] > 0
@@ -96,8 +100,12 @@ class Spans:
         if is_over or self.host_bytes(start, stop, copies) > host_limit:
             return _NONE
         read, incoming = self._inputs[stop] - self._inputs[start], self.incoming[start]
-        ahead = SAMPLES_AHEAD * read
-        return Room(free - ahead, incoming, incoming + read)
+        return Room(free - self.ahead(start, stop), incoming, incoming + read)
+
+    def ahead(self, start: int, stop: int) -> float:
+        """Samples that a stage reads ahead: what it needs of them, and all of those that are being read."""
+        read = self._inputs[stop] - self._inputs[start]
+        return SAMPLES_AHEAD * read + self._being_read if read else 0.0
 
     def first_kept(self, start: int, stop: int, room_bytes: float) -> int:
         """First section of a stage from which activations are kept, within the room of a micro-batch in flight."""
@@ -130,7 +138,8 @@ class Spans:
     def live(self, start: int, stop: int, recomputes: bool) -> float:
         """Activations of a micro-batch and what a section at work needs; another's F may run beside an R.
 
-        Between I and W of a section, what its linears took and the gradients of what they made take their place.
+        Between I and W of a section, what its linears took and the gradients of what they made take their place. F of
+        any section but a stage's first, whose input is in the stash, also has what the section before has made.
         """
         activations = self._activations
         working = self._working(start, stop) - activations[start]
@@ -140,7 +149,10 @@ class Spans:
             working = max(working, splitting, self._weighing(start, stop) - queued[start])
         if not recomputes:
             return working
-        return max(working, activations[stop] - activations[start] + self._forward(start, stop))
+        forward = self._forward[start]
+        if stop - start > 1:
+            forward = max(forward, self._inner_forward(start + 1, stop))
+        return max(working, activations[stop] - activations[start] + forward)
 
     def update(self, start: int, stop: int, copies: bool) -> float:
         """Bytes that the optimizer needs while it steps, with streamed state and the copies of a tentative step."""

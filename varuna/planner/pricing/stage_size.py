@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.spans import Spans
-from varuna.schedule.buffers import SAMPLES_AHEAD, STASH_IN_TRANSIT
+from varuna.schedule.buffers import STASH_IN_TRANSIT
 
 
 class Size(NamedTuple):
@@ -221,7 +221,8 @@ class Sizer:
             optimizer=optimizer,
             reserved=spans.reserved,
             stash=(size.on_device + self.waiting[stage]) * spans.incoming[start]
-            + (size.on_device + SAMPLES_AHEAD) * int(profile.input_bytes.over(span)),
+            + size.on_device * int(profile.input_bytes.over(span))
+            + int(spans.ahead(start, stop)),
             kept=kept + (size.depth - 1) * held,
             live=int(spans.live(start, stop, self._recomputes[stage])) - kept,
             messages=spans.messages(start, stop),

@@ -42,7 +42,7 @@ def test_a_stage_needs_state_stash_activations_and_messages() -> None:
         reserved=7 * MB,
         stash=(3 + 2) * 20 * 2 * MB,  # two more may have arrived: stage 0 runs up to 5
         kept=3 * 20 * 50 * MB + 2 * 40 * MB,  # and what each began with; the live one's is among its activations
-        live=20 * 50 * MB,
+        live=20 * (50 + 2) * MB,  # and what the other section takes while F of another micro-batch runs
         messages=(3 + 1 + 3 + 3) * 40 * MB,  # activations in, gradients out, activations out, gradients in
         update=600 * MB,
     )
@@ -92,7 +92,7 @@ def test_what_a_section_needs_at_work_counts_where_it_is_highest() -> None:
     sizes = sizer(model([early, late, late]), (2, 1))
     assert sizes.detail(0, 0, 3, Size(1, 0)).live == (50 + 400 + 7) * MB  # B of the first, when the others are through
     assert sizes.detail(1, 1, 3, Size(1, 0)).live == (50 + 50 + 20) * MB  # B of the last, with all activations
-    assert sizes.detail(0, 1, 3, Size(2, 0)).live == (50 + 50 + 30) * MB  # F of another micro-batch meanwhile
+    assert sizes.detail(0, 1, 3, Size(2, 0)).live == (50 + 50 + 30 + 2) * MB  # F of another micro-batch meanwhile
 
 
 def queueing(queued: int, split: int) -> ModelFacts:
@@ -135,6 +135,18 @@ def test_samples_count_while_their_micro_batch_is_in_flight_and_as_they_are_read
     sizes = sizer(model([reading, section(), section()]), (3, 1))
     assert sizes.detail(0, 0, 2, Size(3, 0)).stash == (3 + SAMPLES_AHEAD) * MB
     assert sizes.detail(1, 2, 3, Size(1, 0)).stash == (1 + 2) * 2 * MB
+
+
+def test_on_a_cpu_whole_samples_count_while_they_are_read_even_if_a_stage_needs_a_part() -> None:
+    pixels, labels = (section().model_copy(update={"input_bytes": size}) for size in (5 * MB, MB))
+    facts = model([pixels, section(), labels])
+    for reads_here, more in ((False, 0), (True, 6 * MB)):
+        spans = Spans(profile(calibrated(facts), 1), reads_here=reads_here)
+        assert [spans.ahead(0, 1), spans.ahead(1, 2), spans.ahead(2, 3)] == [
+            SAMPLES_AHEAD * 5 * MB + more,
+            0,
+            SAMPLES_AHEAD * MB + more,
+        ]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
