@@ -70,6 +70,8 @@ def pipeline_speeds(speeds: Mapping[str, Sequence[float]], seats: Iterable[Itera
         speeds: of workers, by class of their devices, fastest first; whoever is not in it is of full speed.
         seats: by pipeline: the class of each of its stages.
     """
+    if not any(speeds.values()):
+        return ()
     waiting = {name: iter(each) for name, each in speeds.items()}
     nobody = iter(())
     found = tuple(min(next(waiting.get(name, nobody), 1.0) for name in classes) for classes in seats)

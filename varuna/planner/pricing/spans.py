@@ -117,15 +117,20 @@ class Spans:
         """What a micro-batch in flight holds beside its input: kept activations, and what the first of them began with.
 
         The input of the stage is in the stash; of any other section the one before has made it, and has not kept it.
-        Where all is kept, W's wait for idle time: what they wait with may be more, but the input is through.
+        Where all is kept, W's wait for idle time: what they wait with may be more (``more_held``).
         """
         activations = self._activations[stop] - self._activations[first_kept]
         if start < first_kept:
             return activations + self.incoming[first_kept] if first_kept < stop else activations
-        if not self._splits or not start:
-            return activations
+        return activations + self.more_held(start, first_kept, stop)
+
+    def more_held(self, start: int, first_kept: int, stop: int) -> float:
+        """By how much that is more for a micro-batch whose W waits: its input is through."""
+        if start < first_kept or not self._splits or not start:
+            return 0.0
         each = self.incoming[start] + self._inputs[stop] - self._inputs[start]
-        return max(activations, self._queued[stop] - self._queued[start] - each)
+        activations = self._activations[stop] - self._activations[first_kept]
+        return max(0.0, self._queued[stop] - self._queued[start] - each - activations)
 
     def messages(self, start: int, stop: int) -> int:
         """Bytes at both ends: messages that leave, and buffers for the next ones that arrive.

@@ -207,14 +207,23 @@ class Sizer:
             return self._wanted[stage]
         return int((limit - self.host_bytes(start, stop)) // each)
 
-    def detail(self, stage: int, start: int, stop: int, size: Size) -> StageBytes:
-        """Return the parts of the memory of stage ``stage`` with sections [start, stop)."""
+    def detail(self, stage: int, start: int, stop: int, size: Size, split_last: int | None = None) -> StageBytes:
+        """Return the parts of the memory of stage ``stage`` with sections [start, stop).
+
+        Args:
+            stage: its number.
+            start: its first section.
+            stop: one past its last section.
+            size: depth, and what is kept and moved.
+            split_last: so many W's wait at most; None: all may.
+        """
         profile, spans, span = self._profile, self._spans, range(start, stop)
         twice_parameters, twice_optimizer = spans.counted_twice(start, stop)
         parameters = int(profile.parameter_bytes.over(span)) - twice_parameters
         optimizer = int(profile.optimizer_bytes.over(span)) - twice_optimizer - spans.lent(start, stop)
         kept = int(profile.activation_bytes.over(range(stop - size.kept, stop)))
         held = int(spans.held(start, stop - size.kept, stop))
+        early = 0 if split_last is None else max(0, size.depth - 1 - split_last)
         return StageBytes(
             parameters=parameters,
             gradients=int(profile.gradient_bytes.over(span)),
@@ -223,7 +232,7 @@ class Sizer:
             stash=(size.on_device + self.waiting[stage]) * spans.incoming[start]
             + size.on_device * int(profile.input_bytes.over(span))
             + int(spans.ahead(start, stop)),
-            kept=kept + (size.depth - 1) * held,
+            kept=kept + (size.depth - 1) * held - early * int(spans.more_held(start, stop - size.kept, stop)),
             live=int(spans.live(start, stop, self._recomputes[stage])) - kept,
             messages=spans.messages(start, stop),
             update=int(spans.update(start, stop, self._copies)),
