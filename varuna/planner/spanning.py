@@ -31,6 +31,8 @@ _MOST_SIZES = 2
 _MOST_NUMBERS = 8
 """Numbers of pipelines that are looked at."""
 _PRECISION = 1e-3  # of balancing
+_LEAST_S = 1e-12
+"""Of a micro-batch, where a calibration says that nothing takes any time."""
 _NEAR = 1.05
 """A guess at the slowest stage's time, over what it would be if sections could be divided."""
 
@@ -115,7 +117,9 @@ class _Spanning:
         self._vm_sizes = [part.vm_size for part in parts]
         self._any = self._builders[classes[0].name]  # for what is the same in all
         self._sections = request.calibration.section_count
-        self._works_s = {name: builder.profile.work_s.before[-1] for name, builder in self._builders.items()}
+        self._works_s = {
+            name: max(builder.profile.work_s.before[-1], _LEAST_S) for name, builder in self._builders.items()
+        }
         self._cuts_s = [max(each) for each in zip(*(one.cuts_s for one in self._builders.values()), strict=True)]
 
     def built(self) -> Iterator[_Built]:

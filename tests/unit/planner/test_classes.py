@@ -72,6 +72,11 @@ def test_it_is_never_slower_than_the_best_class_alone() -> None:
             assert plan.classes["A"] == 3
 
 
+def test_classes_that_take_no_time_at_all_get_a_plan() -> None:
+    plan = best_plan(asked({"A": 2, "B": 3}, of_class("A", 0.0), of_class("B", 0.0), leaves_idle=False))
+    assert plan.workers == 5
+
+
 def test_a_class_that_is_too_slow_to_help_idles() -> None:
     plan = best_plan(asked({"A": 8, "B": 1}, of_class("A"), of_class("B", 500.0)))
     assert plan.classes == {"A": 8}
