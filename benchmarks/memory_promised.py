@@ -250,26 +250,27 @@ def plan_of(facts: Any, case: Case) -> Any:
     """The planner's plan for a case."""
     from varuna.calibration.nominal import nominal_calibration
     from varuna.planner.asking.request import PlanRequest
+    from varuna.planner.build import Builder
     from varuna.planner.choose import best_plan
+    from varuna.planner.pricing.profile import profile
 
-    def with_memory(memory_bytes: int | None) -> Any:
-        return best_plan(
-            PlanRequest(
-                calibration=nominal_calibration(facts),
-                workers=case.stages * case.replicas,
-                stages=case.stages,
-                global_batch=case.micro_batches * MICRO_BATCH,
-                micro_batch=MICRO_BATCH,
-                memory_bytes=memory_bytes,
-                tentative=facts.combines,
-                leaves_idle=False,
-            )
-        )
-
-    plan = with_memory(None)
+    request = PlanRequest(
+        calibration=nominal_calibration(facts),
+        workers=case.stages * case.replicas,
+        stages=case.stages,
+        global_batch=case.micro_batches * MICRO_BATCH,
+        micro_batch=MICRO_BATCH,
+        tentative=facts.combines,
+        leaves_idle=False,
+    )
+    plan = best_plan(request)
     if case.memory is not None:
-        plan = with_memory(int(max(plan.memory_bytes) * case.memory))
-    return plan.model_copy(update={"split_last": case.micro_batches}) if case.splits else plan
+        request = request.model_copy(update={"memory_bytes": int(max(plan.memory_bytes) * case.memory)})
+        plan = best_plan(request)
+    if not case.splits:
+        return plan
+    split = plan.model_copy(update={"split_last": case.micro_batches})
+    return Builder(request, profile(request.calibration, MICRO_BATCH)).promised(split)
 
 
 class LateLines:

@@ -11,7 +11,6 @@ from varuna.planner.asking.request import PlanRequest
 from varuna.planner.balance import Weigh, balance_stages
 from varuna.planner.estimate import Guess, Shape, is_short, longest_run
 from varuna.planner.pricing.costs import Pricer
-from varuna.planner.pricing.predict import Simulated
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.spans import Spans
 from varuna.planner.pricing.stage_size import Size, Sizer, entry_bytes
@@ -235,9 +234,9 @@ class Builder:
         made = made_plan(self.request, shape, built.starts, built.sizes, [sizer] * shape.stages)
         return made.model_copy(update={"split_last": built.split_last, "step_s": built.bound_s})
 
-    def promised(self, found: Simulated) -> Simulated:
+    def promised(self, plan: Plan) -> Plan:
         """The plan with the memory that it needs: of its own depths, and with as many W's as it lets wait."""
-        plan, cut = found.plan, found.plan.first_cut
+        cut = plan.first_cut
         shape = Shape(plan.stages, plan.replicas, plan.micro_batch)
         sizer = self.sizer(plan.stash_limits, bool(plan.stash_on_device), self.sharing(shape))
         stay = plan.stash_on_device or plan.stash_limits
@@ -246,7 +245,7 @@ class Builder:
             span, size = cut.sections_of(stage), Size(depth, len(cut.kept_sections_of(stage)), depth - stay[stage])
             detail = sizer.detail(stage, span.start, span.stop, size, split_last=plan.split_last)
             memory_bytes.append(detail.total)
-        return found._replace(plan=plan.model_copy(update={"memory_bytes": tuple(memory_bytes)}))
+        return plan.model_copy(update={"memory_bytes": tuple(memory_bytes)})
 
     def _sizes(self, sizer: Sizer, starts: tuple[int, ...]) -> tuple[Size, ...]:
         return sizes_of([sizer] * len(starts), starts, self.profile.sections)

@@ -139,7 +139,8 @@ def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...], effort: 
     found = search(request, builders, guessers, possible, effort)
     shown, rest = found.best[: request.wanted], found.best[request.wanted :]
     split = [*map(with_best_split, shown), *rest]
-    ranked = _best_first(request, [builders[each.plan.micro_batch].promised(each) for each in split])
+    promised = [each._replace(plan=builders[each.plan.micro_batch].promised(each.plan)) for each in split]
+    ranked = _best_first(request, promised)
     fitting = {best.plan.stages for best in ranked} | {built.shape.stages for built in found.bounded}
     shallow = _shallow(builders, guessers, found.guessed, min(fitting, default=0))
     unseen = {depth.stages for depth in found.guessed} - {misfit.shape.stages for misfit in shallow}
