@@ -90,6 +90,15 @@ def are_enough(wanted: Mapping[str, int], there: Mapping[str, int]) -> bool:
     return all(workers <= there.get(name, 0) for name, workers in wanted.items())
 
 
+def by_class(sizes: Iterable[ClassSize], values: tuple[float, ...]) -> dict[str, tuple[float, ...]]:
+    """Values of workers that are listed class by class; all are () if there are none."""
+    found, first = dict[str, tuple[float, ...]](), 0
+    for size in sizes:
+        found[size.name] = values[first : first + size.workers]
+        first += size.workers
+    return found
+
+
 def class_sizes(workers: Iterable[tuple[str, DeviceFacts | None]]) -> tuple[ClassSize, ...]:
     """How many workers are of each class, by its name; () where none says what it is.
 

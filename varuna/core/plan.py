@@ -201,9 +201,7 @@ class Plan(Value):
             raise ValueError(f"{self.replicas - self._alike} of {self.replicas} replicas cannot be more pipelines")
         alike = [self.speeds[replicas.start : replicas.stop] for replicas, _ in self.cuts]
         if self.speeds and (len(self.speeds) != self.replicas or not all(map(are_speeds, alike))):
-            raise ValueError(
-                f"speeds {self.speeds} of {self.replicas} replicas: not more than 0 and at most 1, fastest first"
-            )
+            raise ValueError(f"{self.replicas} speeds, more than 0 and at most 1, fastest first, are not {self.speeds}")
         return self
 
     # -- who is where ----------------------------------------------------------------------------------------------

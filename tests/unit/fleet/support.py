@@ -4,9 +4,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
 from typing import Any, TypeVar
 
+from varuna.core import devices
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import (
     Assign,
@@ -109,12 +109,7 @@ def by_class(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
     more = tuple(Pipelines.of(cut._replace(device_class=name), replicas=1, pace=0.5) for name, cut in named[1:])
     name, first = named[0][0], next(iter(plans.values())).as_if_all(named[0][1])
     update = {"device_class": name, "replicas": len(named), "more": more, "step_s": 1.0 / sum(depths.values())}
-    return Plan.model_validate({**dict(first), **update}).at_speeds(speeds_by_class(job))
-
-
-def speeds_by_class(job: JobFacts) -> dict[str, tuple[float, ...]]:
-    ends = accumulate((each.workers for each in job.classes), initial=0)
-    return {each.name: job.speeds[at : at + each.workers] for each, at in zip(job.classes, ends, strict=False)}
+    return Plan.model_validate({**dict(first), **update}).at_speeds(devices.by_class(job.classes, job.speeds))
 
 
 def _equal(job: JobFacts) -> JobFacts:

@@ -82,9 +82,9 @@ def _speeds_by_class(fleet: Fleet, names: Iterable[str]) -> dict[str, list[float
 
 
 def with_slow_ones(fleet: Fleet) -> tuple[str, ...]:
-    """All workers that stay and are heard, the fastest first; () if none is slow."""
+    """All workers that stay and are heard; () if none is slow."""
     names = fleet.staying
-    return tuple(sorted(names, key=fleet.speed_of, reverse=True)) if any(name in fleet.slow for name in names) else ()
+    return names if any(name in fleet.slow for name in names) else ()
 
 
 def _seated_safely(fleet: Fleet, plan: Plan, usable: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:

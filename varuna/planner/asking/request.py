@@ -1,14 +1,13 @@
 """The request for a plan."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from varuna.calibration.format import Calibration
 from varuna.core.dealing import are_speeds
-from varuna.core.devices import ClassSize, device_of
+from varuna.core.devices import ClassSize, by_class, device_of
 from varuna.core.value import Value
 
 Objective = Literal["time", "dollar"]
@@ -65,13 +64,7 @@ class PlanRequest(Value):
     @property
     def speeds_by_class(self) -> dict[str, tuple[float, ...]]:
         """Speeds of the workers of each class, fastest first; of all, where none is known."""
-        if not self.classes:
-            return {"": self.speeds}
-        ends = accumulate((size.workers for size in self.classes), initial=0)
-        return {
-            size.name: self.speeds[first : first + size.workers]
-            for size, first in zip(self.classes, ends, strict=False)
-        }
+        return by_class(self.classes, self.speeds) if self.classes else {"": self.speeds}
 
     def of_class(self, size: ClassSize) -> "PlanRequest":
         """The same question for the workers of one class alone, whose plans are of no class."""

@@ -11,10 +11,10 @@ from tests.unit.fleet.support import (
     make_job,
     make_plan,
     sends,
-    speeds_by_class,
     two_stages,
     unlike_pipelines,
 )
+from varuna.core import devices
 from varuna.core.messages import Beat, Leaving, RaiseFlag
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -307,7 +307,7 @@ def all_of_each_class(job: JobFacts, workers: int, micro_batch: int | None) -> P
     plan, count = by_class(job, workers, micro_batch), {each.name: each.workers // 2 for each in job.classes}
     more = tuple(each.model_copy(update={"replicas": count[each.device_class]}) for each in plan.more)
     changed = {"replicas": sum(count.values()), "more": more, "speeds": ()}
-    found = Plan.model_validate({**dict(plan), **changed}).at_speeds(speeds_by_class(job))
+    found = Plan.model_validate({**dict(plan), **changed}).at_speeds(devices.by_class(job.classes, job.speeds))
     return found.model_copy(update={"step_s": 1.0 / (sum(found.speeds) or found.replicas)})
 
 
