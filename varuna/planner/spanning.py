@@ -15,7 +15,7 @@ from varuna.planner.balance import balance_stages
 from varuna.planner.build import Builder, made_plan, sizes_of
 from varuna.planner.estimate import Shape, longest_run
 from varuna.planner.micro_batch import candidate_sizes
-from varuna.planner.pricing.predict import Simulated, simulated
+from varuna.planner.pricing.predict import SHORTEST_S, Simulated, simulated
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spanning import joined, stages_of
 from varuna.planner.pricing.stage_size import Size, Sizer
@@ -31,8 +31,6 @@ _MOST_SIZES = 2
 _MOST_NUMBERS = 8
 """Numbers of pipelines that are looked at."""
 _PRECISION = 1e-3  # of balancing
-_LEAST_S = 1e-12
-"""Of a micro-batch, where a calibration says that nothing takes any time."""
 _NEAR = 1.05
 """A guess at the slowest stage's time, over what it would be if sections could be divided."""
 
@@ -118,7 +116,7 @@ class _Spanning:
         self._any = self._builders[classes[0].name]  # for what is the same in all
         self._sections = request.calibration.section_count
         self._works_s = {
-            name: max(builder.profile.work_s.before[-1], _LEAST_S) for name, builder in self._builders.items()
+            name: max(builder.profile.work_s.before[-1], SHORTEST_S) for name, builder in self._builders.items()
         }
         self._cuts_s = [max(each) for each in zip(*(one.cuts_s for one in self._builders.values()), strict=True)]
 

@@ -19,6 +19,7 @@ from varuna.simulator.trace import StepTrace
 
 _SIMULATED_FORWARDS = 2_000  # over all stages; with their R and B some 10 ms
 _SIMULATED_TURNS = 1  # micro-batches per stage beyond those in flight: until the pipeline is in its stride
+SHORTEST_S = 1e-12  # of a micro-batch, where a calibration says that nothing takes any time
 _REMEMBERED = 16  # steps, of up to a MB each: pipelines of a mix are tried again with other shares of a batch
 _FEWEST_BACKWARDS = 8  # for a pace to mean something
 _FULLEST = 4  # stages that are looked at
@@ -36,8 +37,6 @@ class Prediction:
     """Number of micro-batches that were not simulated."""
     pace_s: float
     """Seconds of each of them."""
-    micro_batches: int
-    """Simulated and repeated ones."""
     speed: float = 1.0
     """Of the pipeline's workers, by ``Plan.speeds``."""
 
@@ -45,6 +44,11 @@ class Prediction:
     def step_s(self) -> float:
         """Seconds from the start of the step to the end of the optimizer step."""
         return self.trace.step_s + self.repeated * self.pace_s
+
+    @property
+    def micro_batches(self) -> int:
+        """Simulated and repeated ones."""
+        return len(self.trace.rows[0].backward_order) + self.repeated
 
     @property
     def after_s(self) -> float:
@@ -198,11 +202,11 @@ def predict_cut(
     limits = [min(limit, count) for limit in plan.stash_limits]
     trace = simulates(costs, count, plan.policy, tuple(limits), min(plan.split_last, count))
     if count == micro_batches:
-        return Prediction(trace=trace, repeated=0, pace_s=0.0, micro_batches=count)
+        return Prediction(trace=trace, repeated=0, pace_s=0.0)
     seen_s, backwards = _pace(trace, limits)
     is_known = backwards >= _MANY_BACKWARDS
     pace_s = seen_s if is_known else max(bottleneck_s(costs, stash_limits=plan.stash_limits), seen_s)
-    return Prediction(trace=trace, repeated=micro_batches - count, pace_s=pace_s, micro_batches=micro_batches)
+    return Prediction(trace=trace, repeated=micro_batches - count, pace_s=pace_s)
 
 
 class _Seen(NamedTuple):

@@ -122,14 +122,14 @@ class Spans:
         activations = self._activations[stop] - self._activations[first_kept]
         if start < first_kept:
             return activations + self.incoming[first_kept] if first_kept < stop else activations
-        return activations + self.more_held(start, first_kept, stop)
+        return activations + self.more_held(start, stop)
 
-    def more_held(self, start: int, first_kept: int, stop: int) -> float:
+    def more_held(self, start: int, stop: int) -> float:
         """By how much that is more for a micro-batch whose W waits: its input is through."""
-        if start < first_kept or not self._splits or not start:
+        if not self._splits or not start:
             return 0.0
         each = self.incoming[start] + self._inputs[stop] - self._inputs[start]
-        activations = self._activations[stop] - self._activations[first_kept]
+        activations = self._activations[stop] - self._activations[start]
         return max(0.0, self._queued[stop] - self._queued[start] - each - activations)
 
     def messages(self, start: int, stop: int) -> int:

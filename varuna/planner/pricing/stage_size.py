@@ -223,7 +223,10 @@ class Sizer:
         optimizer = int(profile.optimizer_bytes.over(span)) - twice_optimizer - spans.lent(start, stop)
         kept = int(profile.activation_bytes.over(range(stop - size.kept, stop)))
         held = int(spans.held(start, stop - size.kept, stop))
-        early = 0 if split_last is None else max(0, size.depth - 1 - split_last)
+        if split_last is None or size.kept < len(span):
+            spared = 0
+        else:
+            spared = max(0, size.depth - 1 - split_last) * int(spans.more_held(start, stop))
         return StageBytes(
             parameters=parameters,
             gradients=int(profile.gradient_bytes.over(span)),
@@ -232,7 +235,7 @@ class Sizer:
             stash=(size.on_device + self.waiting[stage]) * spans.incoming[start]
             + size.on_device * int(profile.input_bytes.over(span))
             + int(spans.ahead(start, stop)),
-            kept=kept + (size.depth - 1) * held - early * int(spans.more_held(start, stop - size.kept, stop)),
+            kept=kept + (size.depth - 1) * held - spared,
             live=int(spans.live(start, stop, self._recomputes[stage])) - kept,
             messages=spans.messages(start, stop),
             update=int(spans.update(start, stop, self._copies)),

@@ -6,14 +6,12 @@ from typing import NamedTuple
 
 from varuna.core.plan import Cut, Pipelines, Plan
 from varuna.planner.asking.request import PlanRequest
-from varuna.planner.pricing.predict import Prediction, Simulated, predictions
+from varuna.planner.pricing.predict import SHORTEST_S, Prediction, Simulated, predictions
 
 _ROUNDS = 3
 """Of finding how fast pipelines are from what a whole step takes."""
 _LEAST = 1e-3
 """Of the first pipelines' pace: less would hardly be a micro-batch."""
-_LEAST_S = 1e-12
-"""Of a pipeline, where a calibration says that nothing takes any time."""
 
 
 class PipelineKind(NamedTuple):
@@ -68,7 +66,7 @@ def _paces(kinds: Sequence[PipelineKind], found: Sequence[Prediction], micro_bat
     """
     fills = [kind.cut.stages - 1 for kind in kinds]
     rates = [  # micro-batches per second of full speed
-        (each.micro_batches + fill) / max(each.step_s - each.after_s, _LEAST_S) / each.speed
+        (each.micro_batches + fill) / max(each.step_s - each.after_s, SHORTEST_S) / each.speed
         for each, fill in zip(found, fills, strict=True)
     ]
     strengths = [rate * kind.strength for rate, kind in zip(rates, kinds, strict=True)]
@@ -76,4 +74,4 @@ def _paces(kinds: Sequence[PipelineKind], found: Sequence[Prediction], micro_bat
     after = sum(each.after_s * strength for each, strength in zip(found, strengths, strict=True))
     end_s = (begun + after) / sum(strengths)
     ran = [rate * (end_s - each.after_s) for rate, each in zip(rates, found, strict=True)]
-    return [min(1.0, max(_LEAST, each / max(ran[0], _LEAST_S))) for each in ran]
+    return [min(1.0, max(_LEAST, each / max(ran[0], SHORTEST_S))) for each in ran]
