@@ -17,7 +17,6 @@ import argparse
 import gc
 import json
 import os
-import queue
 import random
 import sys
 import threading
@@ -31,7 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.emulated.network import LARGE_BYTES, Passing
+from benchmarks.emulated.network import LARGE_BYTES, Line, Lines
 from benchmarks.forked import run_ranks
 from varuna.core.precision import Precision
 
@@ -273,25 +272,16 @@ def plan_of(facts: Any, case: Case) -> Any:
     return Builder(request, profile(request.calibration, MICRO_BATCH)).promised(split)
 
 
-class LateLines:
-    """Lines of this rank to others, which stand still now and then; messages stay in order."""
+class LateLines(Lines):
+    """Lines that stand still now and then."""
 
     def __init__(self, chance: random.Random) -> None:
+        super().__init__()
         self._chance = chance
-        self._lines: dict[object, queue.SimpleQueue[tuple[Callable[[], object], Passing]]] = {}
 
-    def send(self, destination: object, hand_over: Callable[[], object]) -> Passing:
-        """Queue a message; ``hand_over`` gives it to the real line, and waits."""
-        if destination not in self._lines:
-            self._lines[destination] = queue.SimpleQueue()
-            threading.Thread(target=self._pump, args=(self._lines[destination],), daemon=True).start()
-        passing = Passing()
-        self._lines[destination].put((hand_over, passing))
-        return passing
-
-    def _pump(self, line: "queue.SimpleQueue[tuple[Callable[[], object], Passing]]") -> None:
+    def _pump(self, line: Line) -> None:
         while True:
-            hand_over, passing = line.get()
+            _, hand_over, passing, _ = line.get()
             if self._chance.random() < 1 / LATE_ONE_OF:
                 time.sleep(LATE_S)
             elif self._chance.random() < 1 / 2:

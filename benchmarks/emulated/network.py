@@ -61,16 +61,14 @@ class Passing:
         self._through.set()
 
 
-_Line = queue.SimpleQueue[tuple[float, Callable[[], Any], Passing, float]]
+Line = queue.SimpleQueue[tuple[float, Callable[[], Any], Passing, float]]
 
 
-class DelayLines:
-    """One line for each destination of this rank."""
+class Lines:
+    """One line for each destination of this rank, on which messages stay in order."""
 
-    def __init__(self, network: Network, unit_s: float, seed: int) -> None:
-        self._network, self._unit_s = network, unit_s
-        self._random = random.Random(seed)
-        self._lines: dict[object, _Line] = {}
+    def __init__(self) -> None:
+        self._lines: dict[object, Line] = {}
 
     def send(self, destination: object, hand_over: Callable[[], Any], share: float = 1.0) -> Passing:
         """Queue a message; ``hand_over`` gives it to the real network once it has passed the line, and waits.
@@ -84,7 +82,20 @@ class DelayLines:
         self._lines[destination].put((time.perf_counter(), hand_over, passing, share))
         return passing
 
-    def _pump(self, line: _Line) -> None:
+    def _pump(self, line: Line) -> None:
+        """Hand over what is queued, each message when it is due."""
+        raise NotImplementedError
+
+
+class DelayLines(Lines):
+    """Lines of an emulated network."""
+
+    def __init__(self, network: Network, unit_s: float, seed: int) -> None:
+        super().__init__()
+        self._network, self._unit_s = network, unit_s
+        self._random = random.Random(seed)
+
+    def _pump(self, line: Line) -> None:
         latency, serialisation, jitter = self._network
         free_s = arrival_s = 0.0
         while True:

@@ -125,14 +125,17 @@ def _sends(trace: StepTrace) -> tuple[tuple[Bar, ...], ...]:
             kind = action.kind.value
             if kind == "F" and stage < last:
                 link = trace.costs.links[stage]
-                begin_s, way_s = end_s - link.early_s, link.activation_s + link.latency_s
-                bars.append(Bar("activation", action.micro_batch, begin_s, begin_s + way_s))
+                bars.append(_message("activation", action.micro_batch, end_s, link, link.activation_s))
             elif kind in "BI" and stage:
                 link = trace.costs.links[stage - 1]
-                begin_s, way_s = end_s - link.early_s, link.gradient_s + link.latency_s
-                bars.append(Bar("gradient", action.micro_batch, begin_s, begin_s + way_s))
+                bars.append(_message("gradient", action.micro_batch, end_s, link, link.gradient_s))
         found.append(tuple(bars))
     return tuple(found)
+
+
+def _message(kind: str, micro_batch: int, end_s: float, link: LinkCosts, serialisation_s: float) -> Bar:
+    begin_s = end_s - link.early_s
+    return Bar(kind, micro_batch, begin_s, begin_s + link.latency_s + serialisation_s)
 
 
 def _busy(rows: Sequence[Sequence[Bar]]) -> str:
