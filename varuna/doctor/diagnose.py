@@ -4,14 +4,19 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from varuna.core.units import format_bytes, format_duration
+from varuna.core.units import counted, format_bytes, format_duration
 from varuna.doctor.judging.finding import Finding, Severity
+from varuna.fleet.run_folder.predictions import CheckedPrediction
 from varuna.fleet.run_folder.sample_ledger import SampleLedger
 from varuna.fleet.state.run_events import RunEnded
 
 FEW_BYTES = 1 << 30
 FEW_SHARE = 0.02
 """Share of a disk; with less free than this, or than the bytes below, it counts as nearly full."""
+TOLERANCE = 0.05
+"""A step that was predicted so much wrong is worth a look."""
+_PREDICTIONS = 3
+"""Of so many generations, the newest ones."""
 CLOCK_SKEW_S = 5.0
 """Beyond this difference, expiry dates and logs of two machines cannot be compared."""
 
@@ -89,10 +94,12 @@ class Facts:
     lease_s: float = 6.0
     workers: Sequence[WorkerSeen] = ()
     single_holders: int = 0
-    """sections that one worker alone holds"""
+    """sections of which one worker alone has anything, without a copy in another one's memory"""
     checkpoint: CheckpointSeen | None = None
     """None: the run keeps no checkpoints"""
     steps_since_checkpoint: int | None = None
+    predictions: Sequence[CheckedPrediction] = ()
+    """by generation, the oldest first"""
     disks: Sequence[Disk] = ()
     listeners: Sequence[Listener] | None = field(default=())
     """None: this system does not tell"""
@@ -108,6 +115,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         *_ledger(facts),
         *_workers(facts),
         *_checkpoint(facts),
+        *(_prediction(each) for each in facts.predictions[-_PREDICTIONS:]),
         *_disks(facts.disks),
         *(_ports(facts.listeners, facts.untold) if facts.ended is None else ()),
         *_clocks(facts.clocks),
@@ -207,6 +215,20 @@ def _checkpoint(facts: Facts) -> list[Finding]:
     behind = facts.steps_since_checkpoint
     age = f", {behind} steps ago" if behind is not None and behind >= 0 else ""
     return [Finding(Severity.OK, "checkpoint", f"the newest one, of step {seen.step}{age}, is {how}")]
+
+
+def _prediction(checked: CheckedPrediction) -> Finding:
+    text = (
+        f"with plan {checked.shape}, {counted(checked.steps, 'step')} took {format_duration(checked.measured_s)} on "
+        f"average, {checked.deviation}"
+    )
+    if abs(checked.excess) <= TOLERANCE:
+        return Finding(Severity.OK, "prediction", text)
+    remedy = (
+        "The run has corrected its figures since. If it stays so, something else uses these machines or their network: "
+        "`varuna timeline` shows where the time goes."
+    )
+    return Finding(Severity.WARNING, "prediction", text, remedy)
 
 
 def _disks(disks: Sequence[Disk]) -> list[Finding]:

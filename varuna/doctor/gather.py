@@ -12,11 +12,13 @@ from typing import Any
 from varuna.checkpoint.io import restore
 from varuna.checkpoint.manifest import Manifest, newest_intact, survey
 from varuna.core.errors import CheckpointError, UsageError, VarunaError
+from varuna.core.plan import Copies
 from varuna.doctor.diagnose import CheckpointSeen, ClockReading, Disk, Facts, Listener, WorkerSeen
 from varuna.fleet.net import listening_sockets
 from varuna.fleet.run_folder.connection_file import Access
 from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.run_folder.past_events import kept_job
+from varuna.fleet.run_folder.predictions import checked_predictions
 from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.state.run_events import Audited, RunEnded, RunEvent
 from varuna.store.base import Store
@@ -51,14 +53,20 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
             WorkerSeen(worker["name"], worker["node"], worker["state"], worker["silent_s"])
             for worker in status.get("workers", ())
         ),
-        single_holders=int(plan.get("sections", 0)) if plan.get("replicas") == 1 else 0,
+        single_holders=int(plan["sections"]) if plan.get("replicas") == 1 and not _copied(plan) else 0,
         checkpoint=seen,
         steps_since_checkpoint=step + 1 - seen.step if seen and seen.step is not None and step is not None else None,
+        predictions=() if unreadable else checked_predictions(events),
         disks=(*_disks(folder, directory), *_disks_of(hosts)),
         listeners=None if listeners is None else (*listeners, *_listeners_of(hosts)),
         untold=tuple(name for name, host in hosts.items() if host.get("ports") is None),
         clocks=(*clocks, *_clocks_of(hosts, clocks)),
     )
+
+
+def _copied(plan: Mapping[str, Any]) -> bool:
+    """Whether the state of each stage has a copy in another worker's memory."""
+    return plan.get("copies") == Copies.STATE.value
 
 
 def _events(folder: Path) -> tuple[Sequence[RunEvent], str]:

@@ -66,12 +66,14 @@ def risk_line(row: GenerationRow, job: JobFacts | None) -> str:
 
 
 def closing_line(history: RunHistory, exit_code: int, elapsed_s: float, checkpoint: str | None, spent: str = "") -> str:
-    """One line for a run that is over: steps, loss, losses of workers survived, its checkpoint, its cost."""
+    """One line for a run that is over: steps, loss, step time, workers lost, checkpoint, cost."""
     steps = sorted(history.losses)
     words = [f"{counted(len(steps), 'step')} in {format_duration(elapsed_s)}"]
     if steps:
         first, last = history.losses[steps[0]], history.losses[steps[-1]]
         words.append(f"loss {first:.4f} to {last:.4f}" if len(steps) > 1 else f"loss {first:.4f}")
+    if (checked := history.prediction) is not None:
+        words.append(f"a step took {format_duration(checked.measured_s)}, {checked.deviation}")
     if history.lost:
         redone = sum(row.steps_redone for row in history.generations)
         words.append(f"{counted(history.lost, 'worker')} lost, {counted(redone, 'step')} redone")

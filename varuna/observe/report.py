@@ -6,6 +6,7 @@ from pydantic import Field
 
 from varuna.core.plan import Copies, Plan
 from varuna.core.value import Value
+from varuna.fleet.run_folder.predictions import CheckedPrediction, PredictionBook
 from varuna.fleet.state.run_events import (
     GenerationRecord,
     GenerationStarted,
@@ -86,9 +87,17 @@ class RunHistory:
         self.losses: dict[int, float] = {}
         self.morphs = self.lost = 0
         self._open = False
+        self._predictions = PredictionBook()
+
+    @property
+    def prediction(self) -> CheckedPrediction | None:
+        """The newest one that steps have followed; None: there is none yet."""
+        checked = self._predictions.checked
+        return checked[-1] if checked else None
 
     def take(self, event: RunEvent) -> Morph | None:
         """Note an event; returns the morph that it completes, or that it overtakes."""
+        self._predictions.take(event)
         match event:
             case GenerationStarted(record=record):
                 overtaken = Morph(*self.generations[-2:]) if self._open else None

@@ -15,16 +15,21 @@ from varuna.doctor.diagnose import (
     is_exposed,
 )
 from varuna.doctor.judging.finding import Severity, is_healthy
+from varuna.fleet.run_folder.predictions import CheckedPrediction
 from varuna.fleet.run_folder.sample_ledger import SampleLedger
 from varuna.fleet.state.run_events import RunEnded
 
 LEDGER = SampleLedger(first_step=0, steps=10, samples=160, undone=0, weights=(16.0,) * 10, faults=())
+PREDICTION = CheckedPrediction(
+    generation=0, shape="2x1", first=10, steps=40, predicted_s=1.02, measured_s=1.0, is_nominal=False
+)
 WELL = Facts(
     state="training",
     ledger=LEDGER,
     workers=(WorkerSeen("w0", "local", "joined", 0.3), WorkerSeen("w1", "local", "starting", None)),
     checkpoint=CheckpointSeen("ck", 8, read_bytes=1 << 20),
     steps_since_checkpoint=2,
+    predictions=(PREDICTION,),
     disks=(Disk("logs", "/run", 50 << 30, 100 << 30),),
     listeners=(
         Listener("the manager", "0.0.0.0", 7070, is_manager_port=True),
@@ -43,14 +48,24 @@ def test_a_run_that_is_well_is_said_to_be_well() -> None:
     findings = diagnose(WELL)
     assert {finding.level for finding in findings} == {Severity.OK}
     assert is_healthy(findings)
-    assert [f.subject for f in findings] == ["manager", "ledger", "leases", "checkpoint", "disk", "ports", "clock"]
+    assert [finding.subject for finding in findings] == [
+        "manager",
+        "ledger",
+        "leases",
+        "checkpoint",
+        "prediction",
+        "disk",
+        "ports",
+        "clock",
+    ]
+    assert findings[4].text == "with plan 2x1, 40 steps took 1.0 s on average, 2.0% less than predicted"
 
 
 def test_a_run_that_has_ended_needs_no_manager_and_no_workers() -> None:
     over = replace(WELL, unreachable="nobody answers", workers=(), ended=RunEnded(exit_code=0, text="10 steps done"))
     findings = diagnose(over)
     assert is_healthy(findings)
-    assert [f.subject for f in findings] == ["run", "ledger", "checkpoint", "disk", "clock"]
+    assert [f.subject for f in findings] == ["run", "ledger", "checkpoint", "prediction", "disk", "clock"]
     assert findings[0].text == "has ended in order: 10 steps done"
     failed = replace(over, ended=RunEnded(exit_code=3, text="worker w1 failed: no such file\nTraceback"))
     assert not is_healthy(diagnose(failed))
@@ -71,6 +86,12 @@ def test_a_run_that_has_ended_needs_no_manager_and_no_workers() -> None:
         (replace(WELL, workers=(WorkerSeen("w0", "n1", "joined", 31.0),)), "leases", Severity.WARNING, "w0 on n1"),
         (replace(WELL, workers=()), "workers", Severity.WARNING, "there are none"),
         (replace(WELL, single_holders=12), "copies", Severity.WARNING, "12 sections"),
+        (
+            replace(WELL, predictions=(PREDICTION.model_copy(update={"predicted_s": 0.9}),)),
+            "prediction",
+            Severity.WARNING,
+            "11.1% more than predicted",
+        ),
         (replace(WELL, checkpoint=None), "checkpoint", Severity.WARNING, "keeps none"),
         (replace(WELL, checkpoint=CheckpointSeen("ck", None)), "checkpoint", Severity.WARNING, "none yet"),
         (replace(WELL, checkpoint=CheckpointSeen("ck", 8, "shard x is cut")), "checkpoint", Severity.FAULT, "shard x"),
@@ -92,6 +113,12 @@ def test_what_is_not_well_is_said(facts: Facts, subject: str, level: Severity, s
     assert said in found.text
     assert found.remedy or subject == "ports"
     assert is_healthy(diagnose(facts)) is (level is not Severity.FAULT)
+
+
+def test_only_the_newest_predictions_are_shown() -> None:
+    many = tuple(PREDICTION.model_copy(update={"shape": f"{depth}x1"}) for depth in range(1, 6))
+    said = [each.text for each in diagnose(replace(WELL, predictions=many)) if each.subject == "prediction"]
+    assert [text[: len("with plan 5x1")] for text in said] == ["with plan 3x1", "with plan 4x1", "with plan 5x1"]
 
 
 @pytest.mark.parametrize(

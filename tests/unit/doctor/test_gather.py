@@ -3,17 +3,21 @@
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.unit.checkpoint.saves import save
+from tests.unit.fleet.support import make_job, two_stages
 from varuna.checkpoint.names import step_folder
+from varuna.core.plan import Copies
 from varuna.doctor.diagnose import diagnose
 from varuna.doctor.gather import gather, look_at_checkpoints
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.net import listening_sockets
 from varuna.fleet.net.host_facts import look
+from varuna.fleet.page.status import shown_plan
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access
 from varuna.fleet.workers.worker_server import WorkerServer
@@ -64,8 +68,37 @@ def test_every_byte_of_the_newest_checkpoint_is_compared(tmp_path: Path) -> None
     assert manifest.shards[0].file in look_at_checkpoints(directory, reads=True).problem
 
 
+@contextmanager
+def a_manager(folder: Path, status: dict[str, object], hosts: dict[str, object]) -> Iterator[Access]:
+    """Answers as a manager does."""
+    people = OperatorApi(
+        status=lambda: status,
+        logs=folder,
+        ask=lambda event: True,
+        audit=Audit(lambda event: None),
+        hosts=lambda: hosts,
+        operator_token="operator",
+    )
+    server = WorkerServer(port=0, token="t", on_event=lambda event: None)
+    server.start(people.routes())
+    try:
+        yield Access(host="127.0.0.1", port=server.port, certificate_pem=None, token="operator")
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(("copies", "alone"), [(Copies.STATE, 0), (Copies.TIME, 4), (Copies.NONE, 4)])
+def test_a_section_with_a_copy_in_another_memory_is_not_held_by_one_worker_alone(
+    tmp_path: Path, copies: Copies, alone: int
+) -> None:
+    plan = two_stages(make_job(), 2, 1).model_copy(update={"copies": copies})
+    assert plan.replicas == 1
+    with a_manager(tmp_path, {"state": "training", "plan": shown_plan(plan)}, {}) as access:
+        assert gather(tmp_path, access, reads=False).single_holders == alone
+
+
 def test_what_agents_tell_of_their_machines_is_looked_at_too(tmp_path: Path) -> None:
-    told = {
+    told: dict[str, object] = {
         "n1-vm": {
             "clock_ahead_s": -90.0,
             "disks": [{"use": "logs", "path": "/state", "free_bytes": 1 << 20, "size_bytes": 1 << 40}],
@@ -73,21 +106,8 @@ def test_what_agents_tell_of_their_machines_is_looked_at_too(tmp_path: Path) -> 
         },
         "n2-vm": {"clock_ahead_s": 0.1},
     }
-    people = OperatorApi(
-        status=lambda: {"state": "training"},
-        logs=tmp_path,
-        ask=lambda event: True,
-        audit=Audit(lambda event: None),
-        hosts=lambda: dict(told),
-        operator_token="operator",
-    )
-    server = WorkerServer(port=0, token="t", on_event=lambda event: None)
-    server.start(people.routes())
-    try:
-        access = Access(host="127.0.0.1", port=server.port, certificate_pem=None, token="operator")
+    with a_manager(tmp_path, {"state": "training"}, told) as access:
         findings = diagnose(gather(tmp_path, access, reads=False))
-    finally:
-        server.stop()
     said = {(each.level.value, each.subject, each.text) for each in findings}
     assert ("warning", "disk", "1 MiB of 1 TiB are free for logs (/state on n1-vm)") in said
     clock = next(each.text for each in findings if each.subject == "clock")

@@ -7,8 +7,9 @@ from tests.unit.observe.recorded_events import generation, plan, recorded
 from tests.unit.planner.models import model, section
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies
+from varuna.core.times import RankTimes
 from varuna.core.units import format_rate
-from varuna.fleet.state.run_events import WorkerLost
+from varuna.fleet.state.run_events import GenerationTimed, WorkerLost
 from varuna.observe.progress import (
     closing_line,
     generation_table,
@@ -91,4 +92,7 @@ def test_the_closing_line_counts_steps_and_losses_survived() -> None:
     assert closing_line(history, 0, 90.0, "/saved/step-2") == (
         "done   2 steps in 1m 30s   loss 4.0000 to 3.0000   1 worker lost, 0 steps redone   checkpoint /saved/step-2"
     )
+    times = RankTimes(steps=20, step_s=1.5, waited_s=0.0, reduced_s=0.0, actions={})
+    history.take(GenerationTimed(generation=0, predicted_s=1.48, stages=(times,)))
+    assert "   a step took 1.5 s, 1.4% more than predicted   1 worker lost" in closing_line(history, 0, 90.0, None)
     assert closing_line(RunHistory(), 1, 90.0, None) == "ended  0 steps in 1m 30s   no checkpoint"
