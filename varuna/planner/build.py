@@ -12,7 +12,7 @@ from varuna.planner.balance import Weigh, balance_stages
 from varuna.planner.estimate import Guess, Shape, is_short, longest_run
 from varuna.planner.pricing.costs import Pricer
 from varuna.planner.pricing.profile import Profile
-from varuna.planner.pricing.spans import Spans
+from varuna.planner.pricing.spans import Replication, Spans
 from varuna.planner.pricing.stage_size import Size, Sizer, entry_bytes
 from varuna.schedule.policy import stash_limit
 from varuna.simulator.bounds import lower_bounds_s
@@ -26,8 +26,8 @@ _DEEP = 16  # stages
 _MUCH = 0.1  # of a worker's memory: a smaller stash is not worth a look at plans that move it away
 
 
-_Way = tuple[tuple[int, ...], bool, int, int]
-"""Wanted depths, whether the stash may move, replicas that divide the state, and N if early stages get more."""
+_Way = tuple[tuple[int, ...], bool, Replication, int]
+"""Wanted depths, whether the stash may move, what D changes, and N if early stages get more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Builder:
 
     def __init__(self, request: PlanRequest, profile: Profile) -> None:
         self.request, self.profile = request, profile
-        self._spans: dict[int, Spans] = {}
+        self._spans: dict[Replication, Spans] = {}
         self.pricer = Pricer(profile, gpus_per_vm=request.vm_size)
         self._balanced: dict[_Way, tuple[tuple[int, ...], tuple[Size, ...]] | None] = {}
 
@@ -171,7 +171,7 @@ class Builder:
 
     def _build(self, shape: Shape, factor: int, hint_s: float, *, stash_moves: bool, leans: bool) -> BuiltPlan | None:
         longest = longest_run(shape, self.request.global_batch) if leans else 0
-        way = (self.wanted_depths(shape, factor), stash_moves, self.sharing(shape), longest)
+        way = (self.wanted_depths(shape, factor), stash_moves, self.replication(shape), longest)
         if way not in self._balanced:  # with another D it is mostly the same
             sizer = self.sizer(*way[:3])
             starts = balance_stages(
@@ -202,7 +202,7 @@ class Builder:
 
     def moved(self, built: BuiltPlan, starts: tuple[int, ...], factor: int) -> BuiltPlan | None:
         """The same shape with other boundaries or in-flight depths; None if it does not fit."""
-        sizer = self.sizer(self.wanted_depths(built.shape, factor), built.stash_moves, self.sharing(built.shape))
+        sizer = self.sizer(self.wanted_depths(built.shape, factor), built.stash_moves, self.replication(built.shape))
         ends = (*starts[1:], self.profile.sections)
         if any(sizer.size(k, starts[k], ends[k]) is None for k in range(built.shape.stages)):
             return None
@@ -210,7 +210,9 @@ class Builder:
 
     def misfit(self, shape: Shape) -> Misfit:
         """How many bytes a shape lacks, balanced as if there were enough memory."""
-        sizer = self.sizer(self.wanted_depths(shape, 1), self.request.memory_apart, self.sharing(shape), unlimited=True)
+        sizer = self.sizer(
+            self.wanted_depths(shape, 1), self.request.memory_apart, self.replication(shape), unlimited=True
+        )
         mean_s = (self.profile.work_s.before[-1] + self.profile.recompute_s.before[-1]) / shape.stages
         starts = balance_stages(sizer.seconds, sections=self.profile.sections, stages=shape.stages, hint_s=mean_s)
         spans = list(pairwise((*starts, self.profile.sections)))
@@ -230,7 +232,7 @@ class Builder:
     def plan(self, built: BuiltPlan) -> Plan:
         """Return the plan of ``built``, with its lower bound as ``step_s``."""
         shape = built.shape
-        sizer = self.sizer(self.wanted_depths(shape, built.factor), built.stash_moves, self.sharing(shape))
+        sizer = self.sizer(self.wanted_depths(shape, built.factor), built.stash_moves, self.replication(shape))
         made = made_plan(self.request, shape, built.starts, built.sizes, [sizer] * shape.stages)
         return made.model_copy(update={"split_last": built.split_last, "step_s": built.bound_s})
 
@@ -238,7 +240,7 @@ class Builder:
         """The plan with the memory that it needs: of its own depths, and with as many W's as it lets wait."""
         cut = plan.first_cut
         shape = Shape(plan.stages, plan.replicas, plan.micro_batch)
-        sizer = self.sizer(plan.stash_limits, bool(plan.stash_on_device), self.sharing(shape))
+        sizer = self.sizer(plan.stash_limits, bool(plan.stash_on_device), self.replication(shape))
         stay = plan.stash_on_device or plan.stash_limits
         memory_bytes = []
         for stage, depth in enumerate(plan.stash_limits):
@@ -313,34 +315,37 @@ class Builder:
         depths[-1] = 1  # its gradients are always there: a second micro-batch in flight would never be used
         return tuple(depths)
 
-    def sharing(self, shape: Shape) -> int:
-        """The number of replicas that divide optimizer state; for all else, D makes no difference to memory."""
-        return shape.replicas if self.profile.calibration.optimizer.sharded else 1
+    def replication(self, shape: Shape) -> Replication:
+        """What D changes about a stage's memory."""
+        sharing = shape.replicas if self.profile.calibration.optimizer.sharded else 1
+        return Replication(sharing, adds_copies=shape.replicas > 1 and not self.request.memory_apart)
 
-    def _limited(self, sharing: int) -> Spans:
-        if sharing not in self._spans:
+    def _limited(self, replication: Replication) -> Spans:
+        if replication not in self._spans:
             limits = {"limit_bytes": self.request.limit_bytes, "host_limit_bytes": self.request.host_limit_bytes}
-            self._spans[sharing] = self._spans_of(sharing, **limits)
-        return self._spans[sharing]
+            self._spans[replication] = self._spans_of(replication, **limits)
+        return self._spans[replication]
 
-    def _spans_of(self, sharing: int, **limits: int | None) -> Spans:
+    def _spans_of(self, replication: Replication, **limits: int | None) -> Spans:
         reads_here = not self.request.memory_apart
-        return Spans(self.profile, **limits, replicas=sharing, splits=self.may_keep, reads_here=reads_here)
+        return Spans(self.profile, **limits, replication=replication, splits=self.may_keep, reads_here=reads_here)
 
-    def sizer(self, wanted: tuple[int, ...], stash_moves: bool, sharing: int, *, unlimited: bool = False) -> Sizer:
+    def sizer(
+        self, wanted: tuple[int, ...], stash_moves: bool, replication: Replication, *, unlimited: bool = False
+    ) -> Sizer:
         """What stages with these in-flight depths take.
 
         Args:
             wanted: depths, by stage.
             stash_moves: what waits for R may wait in host memory.
-            sharing: replicas that divide optimizer state.
+            replication: what D changes.
             unlimited: whatever memory there is.
         """
         flexible = self.request.policy in _FLEXIBLE
         stages = len(wanted)
         least = tuple(min(depth, stages - k) for k, depth in enumerate(wanted)) if flexible else wanted
         return Sizer(
-            self._spans_of(sharing) if unlimited else self._limited(sharing),
+            self._spans_of(replication) if unlimited else self._limited(replication),
             wanted=wanted,
             least=least,
             may_keep=self.may_keep,

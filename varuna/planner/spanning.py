@@ -153,7 +153,7 @@ class _Spanning:
     def _one(self, shape: Shape, classes: tuple[str, ...], factor: int) -> _Built | None:
         """With in-flight depths by this factor; None if the stages do not fit."""
         by_class = {
-            name: builder.sizer(builder.wanted_depths(shape, factor), False, 1)
+            name: builder.sizer(builder.wanted_depths(shape, factor), False, builder.replication(shape))
             for name, builder in self._builders.items()
         }
         sizers = tuple(by_class[name] for name in classes)

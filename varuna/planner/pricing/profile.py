@@ -79,6 +79,7 @@ class Profile:
     """Kept between I and W."""
     parameter_bytes: SpanSums
     gradient_bytes: SpanSums
+    most_gradient_bytes: Peaks
     reduced_bytes: SpanSums
     """Bytes of gradients as an all-reduce sums them."""
     optimizer_bytes: SpanSums
@@ -163,6 +164,7 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         queued_bytes=queued_bytes,
         parameter_bytes=SpanSums.of(lay(lambda kind: kind.parameter_bytes)),
         gradient_bytes=SpanSums.of(lay(lambda kind: kind.summed_bytes)),
+        most_gradient_bytes=Peaks.of(lay(lambda kind: kind.summed_bytes)),
         reduced_bytes=SpanSums.of(lay(_reduced_bytes)),
         optimizer_bytes=SpanSums.of(lay(optimizer_bytes)),
         state_bytes=SpanSums.of(lay(lambda kind: kind.parameter_bytes + kind.optimizer_bytes)),

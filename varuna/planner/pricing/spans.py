@@ -24,6 +24,18 @@ class Room(NamedTuple):
 _NONE = Room(-1.0, 0, 0)
 
 
+class Replication(NamedTuple):
+    """What the number of replicas D changes about the memory of a stage."""
+
+    sharing: int = 1
+    """replicas that divide optimizer state"""
+    adds_copies: bool = False
+    """replicas add up copies of their sums, in the same memory, as on a CPU: room for one section's stays"""
+
+
+ALONE = Replication()
+
+
 class Spans:
     """Bytes of sections [start, stop) at one micro-batch size, within the memory of one worker."""
 
@@ -33,7 +45,7 @@ class Spans:
         *,
         limit_bytes: int | None = None,
         host_limit_bytes: int | None = None,
-        replicas: int = 1,
+        replication: Replication = ALONE,
         splits: bool = False,
         reads_here: bool = False,
     ) -> None:
@@ -43,7 +55,7 @@ class Spans:
             profile: of the sections.
             limit_bytes: of a worker; None: unlimited, and unknown, so that nothing is kept.
             host_limit_bytes: of a worker's share of host memory; None: unlimited.
-            replicas: D, if the job shares optimizer state out.
+            replication: what D changes.
             splits: backwards may run as I and W, on all stages but the first.
             reads_here: samples are read into the same memory, as on a CPU.
         """
@@ -69,7 +81,8 @@ class Spans:
         back = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
         self._front = [there + ACTIVATIONS_COMING * into for there, into in zip(back, self.incoming, strict=False)]
         self._rear = [0, *(MESSAGES_LEAVING * a + GRADIENTS_COMING * b for a, b in zip(behind, back[1:], strict=True))]
-        self._replicas = replicas if profile.calibration.optimizer.sharded else 1
+        self._replicas = replication.sharing if profile.calibration.optimizer.sharded else 1
+        self._adds_copies = replication.adds_copies
         self._has_host_bytes = bool(profile.host_bytes.before[-1])
         self._has_updates = bool(profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1)
         self._sharding: dict[tuple[int, int], Sharding] = {}
@@ -94,7 +107,7 @@ class Spans:
         state = self._resident[stop] - self._resident[start] + self.reserved
         if stop - start > self._tied_span:
             state -= sum(self.counted_twice(start, stop))
-        state -= self.lent(start, stop)
+        state += self.copied_sums(start, stop) - self.lent(start, stop)
         free = limit - state - self.messages(start, stop) - self.live(start, stop, recomputes)
         is_over = free < 0 or state + self.update(start, stop, copies) > limit
         if is_over or self.host_bytes(start, stop, copies) > host_limit:
@@ -195,6 +208,10 @@ class Spans:
         if known is None:
             known = self._sharding[start, stop] = sharding_of(self.profile, start, stop, self._replicas)
         return known
+
+    def copied_sums(self, start: int, stop: int) -> int:
+        """Room in which the sums of one section after another are added to those of other replicas."""
+        return int(self.profile.most_gradient_bytes.over(start, stop)) if self._adds_copies else 0
 
     def lent(self, start: int, stop: int) -> int:
         """Optimizer state that would be on the device, but is on other replicas."""

@@ -39,7 +39,10 @@ class StageBytes:
 
     parameters: int
     gradients: int
-    """One accumulator per section, also for tied parameters: a morph may part the sections."""
+    """One accumulator per section, also for tied parameters: a morph may part the sections.
+
+    On a CPU with D > 1, room for the largest as well: replicas' sums are added up in a copy.
+    """
     optimizer: int
     reserved: int
     """Memory that a job never gets."""
@@ -229,7 +232,7 @@ class Sizer:
             spared = max(0, size.depth - 1 - split_last) * int(spans.more_held(start, stop))
         return StageBytes(
             parameters=parameters,
-            gradients=int(profile.gradient_bytes.over(span)),
+            gradients=int(profile.gradient_bytes.over(span)) + spans.copied_sums(start, stop),
             optimizer=optimizer,
             reserved=spans.reserved,
             stash=(size.on_device + self.waiting[stage]) * spans.incoming[start]

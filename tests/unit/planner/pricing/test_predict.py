@@ -197,7 +197,7 @@ def test_gradients_that_cross_as_bf16_take_half_as_long_and_as_much_memory() -> 
         pipeline_costs(profile(each, 1), two, gpus_per_vm=1).stages[0].allreduce_s for each in (known, known.rounded())
     ]
     assert reduce_s[0] - reduce_s[1] == pytest.approx(200 * MB / (1200 * MB), rel=0.1)  # 200 of 400 MB less
-    job = JobFacts(model=facts, global_batch=8, micro_batch=1, seed=0, steps=1)
+    job = JobFacts(model=facts, global_batch=8, micro_batch=1, seed=0, steps=1, memory_apart=True)
     whole = plan_run(job, workers=2, stages=1, calibration=known)
     less = plan_run(
         job.model_copy(update={"network": Network(reduction="bf16")}), workers=2, stages=1, calibration=known

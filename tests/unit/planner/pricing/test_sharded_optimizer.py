@@ -11,7 +11,7 @@ from varuna.planner.choose import plan_run
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.network import reduce_s
 from varuna.planner.pricing.profile import profile
-from varuna.planner.pricing.spans import Spans
+from varuna.planner.pricing.spans import Replication, Spans
 from varuna.planner.pricing.stage_size import Size, Sizer
 from varuna.planner.sweep import rank_plans
 
@@ -20,7 +20,7 @@ LITTLE = 1500 * MB  # one worker alone needs 1800, and 1400 if eight share state
 
 
 def sizer(calibration: Calibration, replicas: int) -> Sizer:
-    spans = Spans(profile(calibration, 1), replicas=replicas)
+    spans = Spans(profile(calibration, 1), replication=Replication(sharing=replicas))
     return Sizer(spans, wanted=[1], least=[1], may_keep=False)
 
 
