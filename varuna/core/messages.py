@@ -167,7 +167,8 @@ class Held(Value):
     it holds whole, ``lent`` those whose optimizer state is with other replicas; ``votes`` are the newest vote results
     that it knows, so that no committed step goes unrecorded; ``sums`` what it has of a step that was broken off,
     ``wrong_sums`` that a vote has shown those of all ranks, and copies of them, to be wrong; ``copies`` are sections of
-    another rank that it keeps, whole and at the same step.
+    another rank that it keeps, whole and at the same step; ``makeable`` those whose copy is one step older, and which
+    it can bring to that step, if they are lost.
     """
 
     kind: Literal["held"] = "held"
@@ -179,6 +180,7 @@ class Held(Value):
     sums: HeldSums | None = None
     wrong_sums: bool = False
     copies: tuple[int, ...] = ()
+    makeable: tuple[int, ...] = ()
 
 
 class Voted(Value):

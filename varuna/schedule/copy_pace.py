@@ -17,6 +17,11 @@ LONGEST = 0.1
 PROCESSOR_S_PER_BYTE = 1.9e-9
 """Of a worker that sends copies and keeps as many of another's (``benchmarks.copy_cost``, 24 November 2026). Where
 processors do not train, as beside GPUs, it is more than a copy can cost."""
+LAST_SHARE = 0.005
+"""Of a step, that its vote may wait for the last copies of its sums: from them and the copy of its state, the update of
+a worker that is lost can be made again."""
+_LEAST_LAST_S = 0.05
+"""Sections are announced and taken one by one."""
 _SUMS_EVERY_S, _SUMS_SHARE = 5.0, 0.02
 """Seconds between copies of a step's sums of gradients, at least, and the share of time that making them may take."""
 LONGEST_PAUSE_S = 1.0
@@ -44,6 +49,15 @@ def state_copying_s(size_bytes: float, link_bytes_per_s: float, step_s: float) -
     """How long the copy of a state of so many bytes is under way in a step of ``step_s``."""
     hurried_bytes = min(size_bytes, link_bytes_per_s * HURRY * step_s)
     return hurried_bytes / link_bytes_per_s + copying_s(size_bytes - hurried_bytes, link_bytes_per_s)
+
+
+def last_sums_s(size_bytes: float, link_bytes_per_s: float, step_s: float) -> float:
+    """How long the vote on a step of ``step_s`` waits for the last copies of sums of so many bytes; 0: it does not.
+
+    In a short step no more is lost than that step and what came since a checkpoint.
+    """
+    wait_s = max(_LEAST_LAST_S, size_bytes / link_bytes_per_s if size_bytes else 0.0)
+    return wait_s if wait_s <= LAST_SHARE * step_s else 0.0
 
 
 class SumsPace(NamedTuple):

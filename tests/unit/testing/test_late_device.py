@@ -9,6 +9,9 @@ import pytest
 import varuna
 from tests.unit.engine.device.test_host_copies import Late
 from tests.unit.engine.late import Rash
+from tests.unit.testing import test_made_again
+from tests.unit.testing.keepers import Kept, Waiting, went_back
+from tests.unit.testing.test_made_again import after_the_vote, lossy
 from tests.unit.testing.test_saved_sums import ENOUGH, MICRO_BATCHES, STEP, go_on, lost, slow, text
 from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed
 from varuna.core.errors import VarunaError
@@ -72,6 +75,18 @@ def test_sums_outlive_a_loss_and_move(
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert 0 < outcome.kept[1] < MICRO_BATCHES
     assert len(devices.made) == max(shapes)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_update_that_was_lost_is_made_again_in_host_memory(
+    devices: Late, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr(sending, "last_sums_s", lambda *_: 10.0)
+    kept, undisturbed = Kept(), run(test_made_again.script, captures=CAPTURES).losses
+    outcome = lossy(kept, [Waiting(rank, 1, "apply", after_the_vote(kept, rank))])
+    assert outcome.losses == pytest.approx(undisturbed, rel=1e-6)
+    assert not went_back(outcome)
 
 
 @pytest.mark.timeout(200)

@@ -18,7 +18,7 @@ class Still:
         self._changed = threading.Condition()
         self._step = step
         self._closed = False
-        self._begun = -1
+        self._begun = self._ended = -1
 
     def begins(self, step: int) -> None:
         """The step on top of the state begins: until the state changes, no code of the user runs beside it."""
@@ -29,6 +29,12 @@ class Still:
         """Whether that step has begun."""
         with self._changed:
             return self._begun == step
+
+    def ends(self, step: int) -> None:
+        """All that the step adds on top of the state is there: it does not last any more, though the state rests."""
+        with self._changed:
+            self._ended = step
+            self._changed.notify_all()
 
     def changes(self) -> None:
         """The state is about to change; waits for a read in progress."""
@@ -55,9 +61,10 @@ class Still:
             return None if self._closed else self._step
 
     def lasts(self, step: int, bound_s: float) -> bool:
-        """Wait for so long; whether the state is that of ``step`` until then."""
+        """Wait for so long; whether ``step`` has then not ended, and the state that it is on top of still rests."""
         with self._changed:
-            return not self._changed.wait_for(lambda: self._closed or self._step != step, bound_s)
+            over = self._changed.wait_for(lambda: self._closed or self._step != step or self._ended == step, bound_s)
+            return not over
 
     def read(self, step: int, look: Callable[[], T]) -> T | None:
         """What ``look`` returns, which no update interrupts; None: the state is not that of ``step`` any more."""

@@ -1,7 +1,7 @@
 """Keeps copies of another rank's state, and of its sums of gradients, in host memory for the next generation."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,42 +29,97 @@ class CopiedSums(NamedTuple):
     values: Tensor
 
 
-class KeptCopy:
-    """Copies of another rank's state and sums, or of its sums alone. Once it is sealed, what arrives is dropped."""
+class WholeStep(NamedTuple):
+    """The state of a step, and all that its update reads beside the vote."""
 
-    def __init__(self) -> None:
+    step: int
+    states: dict[int, SectionState]
+    """by section, without files' frozen parameters"""
+    sums: dict[int, CopiedSums]
+    """by section with gradients"""
+    totals: dict[str, Tensor]
+    """of tied gradients, by parameter"""
+
+
+class KeptCopy:
+    """Copies of another rank's state and sums, or of its sums alone. Once it is sealed, what arrives is dropped.
+
+    If the sums of a step are all there when the copy of the next state begins, both are kept, with the state that they
+    are on top of, until that copy is complete: there is no other until then.
+    """
+
+    def __init__(self, owner: int | None = None) -> None:
+        """``owner``: rank whose copies they will be; None: nobody's."""
+        self.owner = owner
         self._lock = threading.Lock()
         self._sealed = False
         self._step: int | None = None
         self._memories: dict[int, Tensor] = {}  # by section
         self._layouts: Sequence[SectionLayout] = ()
         self._sums: dict[int, CopiedSums] = {}  # by section
+        self._totals: dict[str, Tensor] | None = None  # once the sums are those of a whole step
+        self._before: WholeStep | None = None
+        self._before_memories: dict[int, Tensor] = {}  # of its states
+        self._free: dict[int, Tensor] = {}  # memory of states, by section
         self._spares: list[Tensor] = []  # memory of sums that were replaced, or are of a step that is over
 
-    def begin(self, layouts: Sequence[SectionLayout]) -> Body | None:
-        """Drop the old copy; room for a new one, or None if there is none."""
+    def begin(self, step: int, layouts: Sequence[SectionLayout]) -> Body | None:
+        """Room for a step's state, or None if there is none; what cannot help any more is dropped."""
         with self._lock:
             if self._sealed:
                 return None
-            self._step, self._layouts = None, ()
-            self._drop_sums()
             sizes = {layout.section: layout.size_bytes for layout in layouts}
-            kept = {section: each for section, each in self._memories.items() if sizes.get(section) == each.numel()}
-            self._memories = kept
-            more_bytes = sum(size for section, size in sizes.items() if section not in kept)
-            if not has_room(more_bytes):
-                self._memories = {}
-                return None
-            for section, size in sizes.items():
-                if section not in kept:
-                    self._memories[section] = torch.empty(size, dtype=torch.uint8)
+            self._put_aside(step)
+            self._step, self._layouts = None, ()
+            if not self._take_room(sizes):
+                self._drop_before()
+                if not self._take_room(sizes):
+                    self._memories, self._free = {}, {}
+                    return None
             return Body.of_memory([self._memories[layout.section] for layout in layouts])
+
+    def _put_aside(self, step: int) -> None:
+        """Keep the state before that of ``step``, if its update can be made again; else its memory may be used."""
+        self._drop_before()
+        if self._totals is not None and self._step == step - 1:
+            self._before, self._before_memories = self._whole(self._totals), self._memories
+            self._sums = {}
+        else:
+            self._free |= self._memories
+            self._drop_sums()
+        self._memories, self._totals = {}, None
+
+    def _whole(self, totals: dict[str, Tensor]) -> WholeStep:
+        assert self._step is not None
+        return WholeStep(self._step, self._states(), self._sums, totals)
+
+    def _states(self) -> dict[int, SectionState]:
+        return {layout.section: layout.state_in(self._memories[layout.section]) for layout in self._layouts}
+
+    def _take_room(self, sizes: Mapping[int, int]) -> bool:
+        """Memory for states of these sizes, by section: what is free, and new."""
+        used = {section: each for section, each in self._free.items() if sizes.get(section) == each.numel()}
+        self._free = {}
+        if not has_room(sum(size for section, size in sizes.items() if section not in used)):
+            return False
+        self._memories = {
+            section: used[section] if section in used else torch.empty(size, dtype=torch.uint8)
+            for section, size in sizes.items()
+        }
+        return True
+
+    def _drop_before(self) -> None:
+        """There is a newer one, or one is needed more; its memory is used again."""
+        if self._before is not None:
+            self._spares += [each.values for each in self._before.sums.values()]
+            self._free, self._before = self._before_memories, None
 
     def complete(self, step: int, layouts: Sequence[SectionLayout]) -> None:
         """All of it is there."""
         with self._lock:
             if not self._sealed:
                 self._step, self._layouts = step, layouts
+                self._drop_before()
 
     def turn_to(self, step: int) -> None:
         """Only sums come, and from now on those of ``step``: what is there of another one is worth nothing."""
@@ -74,6 +129,7 @@ class KeptCopy:
                 self._drop_sums()
 
     def _drop_sums(self) -> None:
+        self._totals = None
         self._spares += [each.values for each in self._sums.values()]
         self._sums = {}
 
@@ -96,13 +152,30 @@ class KeptCopy:
                     self._spares.append(self._sums[section].values)
                 self._sums[section] = CopiedSums(held, values)
 
+    def complete_step(self, step: int, totals: dict[str, Tensor]) -> None:
+        """The sums that are there are those of the whole ``step``, with these totals."""
+        with self._lock:
+            if not self._sealed and self._step == step:
+                self._totals = totals
+
     def seal(self, step: int | None) -> dict[int, SectionState]:
         """Let nothing change it any more; by section, the states that it has of ``step``, as references."""
         with self._lock:
             self._sealed = True
-            if step is None or self._step != step:
-                return {}
-            return {layout.section: layout.state_in(self._memories[layout.section]) for layout in self._layouts}
+            return self._states() if step is not None and self._step == step else {}
+
+    def update_left(self, step: int | None) -> WholeStep | None:
+        """What makes the states of ``step`` once the update before it is made again; None: nothing, or they are there.
+
+        Once it is sealed.
+        """
+        with self._lock:
+            if step is None or self._step == step:
+                return None
+            newest = self._before
+            if self._step is not None and self._totals is not None:
+                newest = self._whole(self._totals)
+            return newest if newest is not None and newest.step == step - 1 else None
 
     def sums(self, step: int | None) -> dict[int, CopiedSums]:
         """By section, the sums that it has of ``step``, once it is sealed."""
@@ -156,17 +229,29 @@ class CopyKeeper:
                     return
                 if opening.kind == wire.CopyKind.SUM:
                     self._keep_sum(opening, HeldSums.model_validate_json(header))
+                elif opening.kind == wire.CopyKind.LAST:
+                    self._keep_last(opening, from_bytes(header))
                 else:
                     self._keep_state(opening, from_bytes(header))
         except wire.OtherIsGone:
             return
 
     def _keep_state(self, opening: wire.Opening, layouts: Sequence[SectionLayout]) -> None:
-        body = self._copy.begin(layouts)
+        body = self._copy.begin(opening.step, layouts)
         wire.answer(self._line, yes=body is not None)
         if body is not None and wire.receive_parts(self._line, opening, body.write):
             with span("kept", **self._where, step=opening.step):
                 self._copy.complete(opening.step, layouts)
+
+    def _keep_last(self, opening: wire.Opening, layouts: Sequence[SectionLayout]) -> None:
+        memories = [torch.empty(layout.size_bytes, dtype=torch.uint8) for layout in layouts]
+        wire.answer(self._line, yes=True)
+        if wire.receive_parts(self._line, opening, Body.of_memory(memories).write):
+            totals = dict[str, Tensor]()
+            for layout, memory in zip(layouts, memories, strict=True):
+                totals |= layout.state_in(memory).tensors
+            with span("kept-last", **self._where, step=opening.step):
+                self._copy.complete_step(opening.step, totals)
 
     def _keep_sum(self, opening: wire.Opening, held: HeldSums) -> None:
         if self._sums_alone:

@@ -1,9 +1,11 @@
 """Sends copies of this rank's state, and of its sums of gradients, to the rank that keeps them, beside the training.
 
 A state is sent once a step, as soon as it rests, unless other ranks hold it; then the sums of the step, of one section
-after another, every few seconds.
+after another, every few seconds. In a long step the vote waits for the last of them, as its update reads them: with the
+state before, that is as good as the state after it, whose copy takes longer.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -26,7 +28,20 @@ from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import SumWanted
 from varuna.process.console import warn
 from varuna.process.threads import start
-from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, CopyPace, pause_s, state_pause_s, sums_pace, sums_pause_s
+from varuna.schedule.copy_pace import (
+    PROCESSOR_S_PER_BYTE,
+    CopyPace,
+    last_sums_s,
+    pause_s,
+    state_pause_s,
+    sums_pace,
+    sums_pause_s,
+)
+
+_SHORTEST_S = 1e-6
+_LOOK_S = 0.05
+_PATIENCE = 2
+"""So many times what the last copies of sums may take: then the vote waits no longer."""
 
 States = Callable[[], Mapping[int, SectionState]]
 
@@ -44,6 +59,8 @@ class CopiedStage(NamedTuple):
     """of states"""
     step_s: float = 0.0
     """seconds of a step, as planned"""
+    repeats: Callable[[], bool] = lambda: True
+    """whether an update depends on nothing but state, sums and vote"""
 
 
 class _Frozen(NamedTuple):
@@ -76,6 +93,11 @@ class CopySender:
         self._still, self._steps, self._where = copied.still, steps, {"rank": rank, "stage": stage}
         self._pace, self._has_room = CopyPace(), True
         self._step_s, self._round_s = 0.0, 0.0  # of the newest step, and of copies of all sums in it
+        self._turns = threading.Condition()
+        self._there: int | None = None  # the step whose state the keeper has
+        self._begin_s = 0.0  # of that step
+        self._link_bytes_per_s = 0.0  # as that state went
+        self._last: int | None = None  # the step whose training thread waits for the last copies
         start("copy-sender", self._run)
 
     def _run(self) -> None:
@@ -114,12 +136,46 @@ class CopySender:
             try:
                 copy_s = self._copy(step, states) if tried else None
                 if copy_s is not None and stage is not None:
+                    with self._turns:
+                        self._there, self._begin_s = step, begin_s
                     self._copy_sums(step, stage, begin_s)
+                    self._copy_last(step, stage)
             except wire.OtherIsGone:
                 return
             except (CheckpointError, RuntimeError) as error:
                 warn(f"the state of rank {self._where['rank']} has no copy on another worker: {error}")
                 return
+            finally:
+                self._let_go()
+
+    def last_s(self, step: int) -> float:
+        """How long the vote on ``step`` should wait for the last copies of its sums, about; 0: not at all."""
+        stage = self._copied.stage
+        if stage is None or not self._copied.repeats():
+            return 0.0
+        with self._turns:
+            if self._there != step:
+                return 0.0
+            size_bytes = 4 * sum(stage.sums.sizes().values())
+            return last_sums_s(size_bytes, self._link_bytes_per_s, time.monotonic() - self._begin_s)
+
+    def finish(self, step: int, wait_s: float) -> None:
+        """Send the sums as the update of ``step`` will read them, and wait for that; it should take ``wait_s``.
+
+        The training thread calls this once they are complete, and changes nothing before it returns.
+        """
+        stage = self._copied.stage
+        assert stage is not None
+        with self._turns:
+            if self._there != step:
+                return
+            self._last = step
+            self._still.ends(step)
+            stage.sums.release()
+            deadline_s = time.monotonic() + _PATIENCE * wait_s
+            while self._last is not None and not self._inbox.ended and time.monotonic() < deadline_s:
+                self._turns.wait(_LOOK_S)
+            self._last = None  # from now on nothing is read
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -141,15 +197,19 @@ class CopySender:
         def fill(first: int, part: Tensor) -> bool:
             return bool(self._still.read(step, lambda: _read(body, first, part, copies, after)))
 
+        sent_s = 0.0
+
         def pause(part_s: float) -> None:
+            nonlocal sent_s
+            sent_s += part_s
             self._inbox.over.wait(state_pause_s(part_s, time.monotonic() - begin_s, self._step_s))
 
         with span("copy", **self._where, step=step):
             whole = wire.send_parts(self._line, opening, fill, pause, copies)
-        return time.monotonic() - begin_s if whole else None
-
-    def _pause(self, part_s: float) -> None:
-        self._inbox.over.wait(pause_s(part_s))
+        if not whole:
+            return None
+        self._link_bytes_per_s = body.size_bytes / max(sent_s, _SHORTEST_S)
+        return time.monotonic() - begin_s
 
     def _warn_once_of_room(self, size_bytes: int) -> None:
         if not self._pace.late:
@@ -185,6 +245,23 @@ class CopySender:
             wait_s = sums_pause_s(pace, self._round_s)
 
     def _copy_sum(self, step: int, stage: Stage, wanted: SumWanted) -> bool:
+        def goes_on() -> bool:
+            return self._still.lasts(step, 0.0)
+
+        def pause(part_s: float) -> None:
+            self._still.lasts(step, pause_s(part_s))
+
+        return self._send_sum(step, stage, wanted, goes_on, pause)
+
+    def _send_sum(
+        self,
+        step: int,
+        stage: Stage,
+        wanted: SumWanted,
+        goes_on: Callable[[], bool],
+        pause: Callable[[float], object],
+    ) -> bool:
+        """Send the sums of a section, which are in their room; False if they did not arrive as a whole."""
         held = HeldSums(
             micro_batch=stage.plan.micro_batch,
             sections=(),
@@ -198,12 +275,54 @@ class CopySender:
 
         def fill(first: int, part: Tensor) -> bool:
             body.read(first, part)
-            return self._still.lasts(step, 0.0)
+            return goes_on()
 
         if opening is None:
             return False
         with span("copy-sum", **self._where, step=step, index=wanted.section):
-            return wire.send_parts(self._line, opening, fill, self._pause)
+            return wire.send_parts(self._line, opening, fill, pause)
+
+    # -- the last sums of a step -------------------------------------------------------------------------------
+
+    def _copy_last(self, step: int, stage: Stage) -> None:
+        """Send all sums once more, without pauses, and totals of tied gradients, while the training thread waits."""
+        if not self._waits(step):
+            return
+        with span("copy-last", **self._where, step=step):
+            room = stage.sums.room()
+            for section, size in stage.sums.sizes().items():
+                with self._turns:  # the training thread goes on only between two sections
+                    wanted = stage.sums.last(section, room[:size]) if self._last == step else None
+                if wanted is None or not wanted.micro_batches:
+                    return
+                if not self._send_sum(step, stage, wanted, lambda: self._waits(step), lambda part_s: None):
+                    return
+            self._copy_totals(step, stage)
+
+    def _copy_totals(self, step: int, stage: Stage) -> None:
+        copies = self._copied.copies
+        totals = {stage.sections[0]: SectionState(stage.sections[0], dict(stage.totals.apart))}
+        header, body, after = _frozen(totals, copies)
+        opening = wire.offer(self._line, wire.CopyKind.LAST, step, header, body.size_bytes)
+
+        def fill(first: int, part: Tensor) -> bool:
+            with self._turns:
+                if self._last == step:
+                    body.read(first, part, copies, after)
+                return self._last == step
+
+        if opening is not None:
+            wire.send_parts(self._line, opening, fill, lambda part_s: None, copies)
+
+    def _waits(self, step: int) -> bool:
+        with self._turns:
+            return self._last == step
+
+    def _let_go(self) -> None:
+        """The training thread waits for nothing any more."""
+        with self._turns:
+            self._there = self._last = None
+            self._turns.notify_all()
 
 
 def _frozen(states: Mapping[int, SectionState], copies: HostCopies) -> _Frozen:

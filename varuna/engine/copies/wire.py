@@ -1,6 +1,7 @@
 """What crosses between the owner of a state and its keeper: one copy after another, each announced and in parts.
 
-For each copy, of a state or of one section's sums of gradients, and for the rest of a state that moves:
+For each copy, of a state or of one section's sums of gradients, for the rest of a state that moves, and for what the
+update of a step reads beside its last sums:
 
 1. owner: what it is, of which step, and the sizes of header, body and parts
 2. owner: the header
@@ -36,6 +37,7 @@ class CopyKind(IntEnum):
     STATE = 0
     SUM = 1
     REST = 2
+    LAST = 3
 
 
 class Line(NamedTuple):

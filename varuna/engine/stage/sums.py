@@ -186,6 +186,20 @@ class Sums:
         wanted.copied.wait()
         return wanted
 
+    def last(self, section: int, room: Tensor) -> SumWanted:
+        """A section's sums as they are, copied into ``room``; nothing may be added to them meanwhile."""
+        wanted = SumWanted(section, room)
+        wanted.micro_batches = self._held(section)
+        if wanted.micro_batches:
+            self._copies.down([(self._buckets[section].flat, room)]).wait()
+        return wanted
+
+    def release(self) -> None:
+        """Whoever waits for sums gets none: the step adds nothing more."""
+        for wanted in self._wanted:
+            self.forgo(wanted)
+            wanted.taken.set()
+
     def forgo(self, wanted: SumWanted) -> None:
         """Nobody waits for them any more."""
         with self._wishes:
@@ -293,6 +307,11 @@ class TiedTotals:
                 self._apart[name] = total
             else:
                 self.views[name].copy_(total)
+
+    @property
+    def apart(self) -> Mapping[str, Tensor]:
+        """Those that are not among the sums."""
+        return self._apart
 
     @property
     def known(self) -> Mapping[str, Tensor]:

@@ -71,6 +71,8 @@ class Generation:
     runtime: Runtime
     receiver: StateReceiver
     """of optimizer state that is still to come"""
+    sender: CopySender | None
+    """of copies to another rank"""
 
     @property
     def plan(self) -> Plan:
@@ -114,6 +116,13 @@ class Generation:
         if not self.receiver.is_over:
             with self.phase("rest of state", self.stage.next_step):
                 self.receiver.wait()
+
+    def copy_last(self, step: int) -> None:
+        """Wait until the last sums of a long step have a copy, if the state before them has one."""
+        wait_s = 0.0 if self.sender is None else self.sender.last_s(step)
+        if self.sender is not None and wait_s:
+            with self.phase("last copies", step):
+                self.sender.finish(step, wait_s)
 
     def span(self, name: str, index: int) -> AbstractContextManager[None]:
         """Mark work between two steps, for whoever listens."""
@@ -292,13 +301,13 @@ def open_generation(
         step=assignment.next_step,
         stage=stage.index,
     )
-    _open_copies(setting, assignment, inbox, groups, stage, copy)
-    return Generation(assignment, inbox, groups, stage, reducer, runtime, receiver)
+    sender = _open_copies(setting, assignment, inbox, groups, stage, copy)
+    return Generation(assignment, inbox, groups, stage, reducer, runtime, receiver, sender)
 
 
 def _open_copies(
     setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, copy: KeptCopy
-) -> None:
+) -> CopySender | None:
     """Send copies of this rank's state or sums, and keep another one's, if that was decided."""
 
     def states() -> dict[int, SectionState]:
@@ -317,24 +326,19 @@ def _open_copies(
             still=stage.still,
             **where,
         )
-    if assignment.copy_to is not None:
-        if has_state:
-            states()  # reads frozen parameters once, which the update would have to wait for
-        summed = stage if stage.sums.outlast and not stage.statistics.sections else None
-        CopySender(
-            groups.world,
-            assignment.copy_to,
-            CopiedStage(
-                stage.still,
-                states if has_state else None,
-                summed,
-                setting.job.traffic.state,
-                assignment.plan.step_s,
-            ),
-            inbox=inbox,
-            steps=setting.steps,
-            **where,
-        )
+    if assignment.copy_to is None:
+        return None
+    if has_state:
+        states()  # reads frozen parameters once, which the update would have to wait for
+    copied = CopiedStage(
+        stage.still,
+        states if has_state else None,
+        stage if stage.sums.outlast and not stage.statistics.sections else None,
+        setting.job.traffic.state,
+        assignment.plan.step_s,
+        repeats=lambda: not setting.loop.measured,
+    )
+    return CopySender(groups.world, assignment.copy_to, copied, inbox=inbox, steps=setting.steps, **where)
 
 
 def who(assignment: Assignment) -> str:

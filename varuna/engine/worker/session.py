@@ -242,9 +242,8 @@ class Session:
         heart.at(f"forms generation {assignment.generation}", WorkerPhase.FORMS)
         heart.inbox = inbox
         try:
-            formed = form(
-                self._setting, assignment, inbox, *standing.in_hand(), self._combines, heart.doing, heart.give_up
-            )
+            held, newest = standing.in_hand(assignment)
+            formed = form(self._setting, assignment, inbox, held, newest, self._combines, heart.doing, heart.give_up)
         except BaseException:
             inbox.abort(GenerationEnded(assignment.generation))
             raise
@@ -262,7 +261,7 @@ class Session:
             inbox.abort(GenerationEnded(assignment.generation))
             return None
         stage = build_stage(self._setting, assignment, formed.states)
-        copy = KeptCopy()
+        copy = KeptCopy(assignment.copy_from)
         standing.take(stage, assignment, copy)
         self._assignment = assignment
         if self._saver is not None:

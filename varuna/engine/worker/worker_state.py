@@ -17,10 +17,11 @@ from varuna.core.sums import joined
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.copies.following import sent_later
-from varuna.engine.copies.keeping import KeptCopy, has_room
+from varuna.engine.copies.keeping import KeptCopy, WholeStep, has_room
 from varuna.engine.links.groups import Groups
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
 from varuna.engine.stage.stage import Stage
+from varuna.engine.worker.late_update import can_be_made, made_again, needed
 from varuna.engine.worker.loop_state import Turn
 from varuna.engine.worker.step import apply_vote, layout_of
 
@@ -44,6 +45,7 @@ class WorkerState:
         self.generation = -1
         self.stage: Stage | None = None
         self._copy = KeptCopy()  # of what another rank has
+        self._made: dict[int, SectionState] = {}  # of what that rank had, and lost before it was copied
         self._serving: Groups | None = None
         self._kept: dict[int, SectionState] = {}
         self._kept_step: int | None = None
@@ -87,9 +89,27 @@ class WorkerState:
             state.scalars[COPIED_SUMS] = [list(span) for span in copied.held.copies[0].micro_batches]
         return states
 
-    def in_hand(self) -> tuple[dict[int, SectionState], Turn | None]:
-        """The states of ``states``, and the newest step that they contain."""
+    def in_hand(self, assignment: Assignment) -> tuple[dict[int, SectionState], Turn | None]:
+        """The states of ``states``, with what else an assignment needs, and the newest step that they contain.
+
+        Raises:
+            LinkError: what this rank has said that it can make of another one's state it cannot.
+        """
+        left, stage = self._left(), self.stage
+        if left is not None and stage is not None and not needed(assignment).isdisjoint(left.states):
+            owner, copy, self._copy = self._copy.owner, self._copy, KeptCopy()  # not twice, whatever comes of it
+            assert owner is not None
+            with self._span("make again", assignment.generation):
+                self._made = made_again(stage.job, stage.plan, owner, left, self._votes[-1])
+            self._copy = copy
         return self.states(), self.newest()
+
+    def _left(self) -> WholeStep | None:
+        """What makes the state of the rank that was copied, if that is lost just after an update; None: nothing."""
+        left, stage = self._copy.update_left(self.next_step), self.stage
+        if left is None or stage is None or not self._votes or self._made:
+            return None
+        return left if can_be_made(stage.job, stage.plan, left, self._votes[-1]) else None
 
     # -- into a generation -----------------------------------------------------------------------------------
 
@@ -125,7 +145,8 @@ class WorkerState:
             step, moves = self.next_step, [] if assignment is None else sent_later(assignment)
             whole = self._whole() if moves else {}
             goes_on = assignment is not None and not assignment.fresh and assignment.checkpoint is None
-            self._kept = self._copy.seal(step) if goes_on and stage is not None else {}
+            self._kept = {**self._copy.seal(step), **self._made} if goes_on and stage is not None else {}
+            self._made = {}
             self._kept |= {each.section: whole[each.section].at_host() for each in moves}  # a GPU has no room for both
             self._kept_step = step if self._kept else None
             self.stage, self._copy = stage, copy or KeptCopy()
@@ -170,7 +191,7 @@ class WorkerState:
     def _copies(self) -> dict[int, SectionState]:
         """By section, state of the same step that is not this rank's to train, as references."""
         kept = self._kept if self._kept_step == self.next_step else {}
-        return kept | self._copy.seal(self.next_step)
+        return kept | self._copy.seal(self.next_step) | self._made
 
     # -- votes -----------------------------------------------------------------------------------------------
 
@@ -269,7 +290,7 @@ class WorkerState:
 
     def _report(self, generation: int) -> None:
         sharding = self.stage.sharding if self.stage is not None else None
-        copies = tuple(sorted(self._copies()))
+        copies, left = tuple(sorted(self._copies())), self._left()
         kept = self._copy.sums(self.next_step)
         own = self.stage.held_sums() if self.stage is not None else None
         recorded = self._membership.recorded_step
@@ -284,6 +305,7 @@ class WorkerState:
             sums=joined([*([own] if own is not None else []), *(each.held for each in kept.values())]),
             wrong_sums=self.stage is not None and self.stage.sums.is_wrong,
             copies=copies,
+            makeable=() if left is None else tuple(sorted(left.states)),
         )
         with self._span("held", generation):
             self._membership.held(held)

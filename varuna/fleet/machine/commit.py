@@ -30,7 +30,8 @@ def note_held(transition: Transition, name: str, held: Held) -> None:
             return  # answered a Hold that crossed our Apply
         transition.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
     sections = frozenset((*held.sections, *held.copies))
-    holding = Holding(held.next_step, sections, frozenset(held.lent), held.sums, held.wrong_sums)
+    makeable, lent = frozenset(held.makeable), frozenset(held.lent)
+    holding = Holding(held.next_step, sections, makeable, lent, held.sums, held.wrong_sums)
     transition.update_worker(name, holding=holding)
     if isinstance(fleet.phase, Running) and fleet.phase.stopped is None and fleet.is_joined(name):
         transition.update(phase=replace(fleet.phase, stopped=name))

@@ -28,7 +28,7 @@ from varuna.fleet.state.questions import (
     WhichCheckpoint,
 )
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted
-from varuna.fleet.state.worker import Holding, Standing
+from varuna.fleet.state.worker import Holding, Standing, states_of
 
 # A store that has not answered for so long may not answer soon.
 
@@ -146,7 +146,7 @@ def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> Non
             case _:
                 pass
         return
-    holdings = {name: _holding(fleet, name).sections for name in live}
+    holdings = states_of({name: _holding(fleet, name) for name in live})
     lost = placement.uncovered(len(job.model.sections), holdings)
     if lost and fleet.history and fleet.more_to_come and _just_joined(fleet, transition.now_s):
         return  # nobody's state is kept waiting: whoever comes in the same moment is taken in too

@@ -87,7 +87,8 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> Objection | None:
     if why := _out_of_line(fleet, worker, held.votes):
         return why
     if held.next_step is None:
-        return Objection("it holds sections without a step") if held.sections or held.lent or held.copies else None
+        claims = held.sections or held.lent or held.copies or held.makeable
+        return Objection("it holds sections without a step") if claims else None
     known = max([fleet.recorded_step, *fleet.votes, *(vote.step for vote in held.votes)])
     first = fleet.record.first_step if fleet.history else 0
     if held.next_step > max(known + 1, first):
@@ -95,9 +96,10 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> Objection | None:
     if not _was_given(fleet, worker, held):
         named = ", ".join(str(section) for section in (*held.sections, *held.lent)[:8])
         return Objection(f"it claims to hold sections {named}, which it was never given")
-    if not _was_copied(fleet, worker, held):
-        named = ", ".join(str(section) for section in held.copies[:8])
-        return Objection(f"it claims to keep copies of sections {named}, which nobody has sent it")
+    for copies in (held.copies, held.makeable):
+        if not _was_copied(fleet, worker, held.next_step, copies):
+            named = ", ".join(str(section) for section in copies[:8])
+            return Objection(f"it claims to keep copies of sections {named}, which nobody has sent it")
     return objection_to_sums(fleet, worker, held.next_step, held.sums) if held.sums is not None else None
 
 
@@ -170,21 +172,21 @@ def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
     return False
 
 
-def _was_copied(fleet: Fleet, worker: str, held: Held) -> bool:
+def _was_copied(fleet: Fleet, worker: str, next_step: int, copies: tuple[int, ...]) -> bool:
     """A worker keeps a copy of one other seat's state, of this generation or (if that did not form) of one before.
 
     In the first step, also what it had before then: others may still get that.
     """
-    if not held.copies:
+    if not copies:
         return True
-    is_first, had = held.next_step == fleet.record.first_step, set[int]()
+    is_first, had = next_step == fleet.record.first_step, set[int]()
     for record in reversed(fleet.history):
         if not record.has_seat(worker):
             continue
         source, has_state = record.copied_from(record.ranks[worker]), record.plan.copies is Copies.STATE
         copied = tuple(record.plan.sections_at(source)) if has_state and source is not None else ()
         had.update(copied, record.plan.sections_at(record.ranks[worker]))
-        if held.copies == copied or (is_first and had.issuperset(held.copies)):
+        if copies == copied or (is_first and had.issuperset(copies)):
             return True
     return False
 

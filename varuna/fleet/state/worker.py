@@ -1,5 +1,6 @@
 """One worker, and one machine, as the manager sees them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -53,12 +54,24 @@ class Holding:
     next_step: int | None = None
     sections: frozenset[int] = frozenset()
     """Whole: its own, and copies of another rank's."""
+    makeable: frozenset[int] = frozenset()
+    """Of another rank, whose newest update it can make again."""
     lent: frozenset[int] = frozenset()
     """Without optimizer state, which other replicas hold."""
     sums: HeldSums | None = None
     """Of a step that was broken off."""
     wrong_sums: bool = False
     """A vote has shown that those of all ranks, and copies of them, are not what they should be."""
+
+
+def states_of(holdings: Mapping[str, Holding]) -> dict[str, frozenset[int]]:
+    """By worker, the sections whose state it has; of those that nobody has, one worker makes it who can."""
+    found = {name: holding.sections for name, holding in holdings.items()}
+    known = frozenset[int]().union(*found.values())
+    for name, holding in holdings.items():
+        found[name] |= holding.makeable - known
+        known |= holding.makeable
+    return found
 
 
 @dataclass(frozen=True, slots=True)

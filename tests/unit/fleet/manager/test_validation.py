@@ -58,6 +58,8 @@ def test_lies_are_named() -> None:
         (Held(generation=0, next_step=2, sections=(0,), lent=(1,)), "never given"),
         (Held(generation=0, next_step=2, sections=sections, copies=(2, 3)), "which nobody has sent it"),
         (Held(generation=0, next_step=None, copies=(2, 3)), "without a step"),
+        (Held(generation=0, next_step=2, sections=sections, makeable=(2, 3)), "which nobody has sent it"),
+        (Held(generation=0, next_step=None, makeable=(2, 3)), "without a step"),
         (Held(generation=0, next_step=9, sections=sections), "step 2 is not committed"),
         (Held(generation=0, next_step=None, sections=sections), "without a step"),
         (Held(generation=0, next_step=2, sections=sections, votes=(vote(driver, 1, vector=(1.0,)),)), "1 numbers"),

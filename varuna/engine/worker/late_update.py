@@ -1,0 +1,100 @@
+"""The update of another rank's stage made again here: what it made was lost with that rank, what it read was copied.
+
+A worker that dies just after a vote takes the state after it along. If its keeper has the state before, the sums of all
+micro-batches and the totals of tied gradients, then these and the vote make the same state once more, in host memory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from varuna.checkpoint.io.frozen import FROZEN
+from varuna.checkpoint.io.section_state import DTYPE_NAMES, SectionState
+from varuna.core.errors import LinkError
+from varuna.core.messages import Assignment, Vote
+from varuna.core.model import Memory
+from varuna.core.plan import Plan
+from varuna.core.sums import RestOfStep
+from varuna.engine.copies.keeping import WholeStep
+from varuna.engine.device.host_copies import HOST
+from varuna.engine.links.traffic import Traffic
+from varuna.engine.stage.job import Job
+from varuna.engine.stage.stage import Stage
+from varuna.engine.stage.sums import Begun
+from varuna.engine.worker.step import apply_vote
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def can_be_made(job: Job, plan: Plan, left: WholeStep, vote: Vote) -> bool:
+    """Whether the update of a step can be made again from what is left of it, and its vote."""
+    everything = ((0, plan.micro_batches),)
+    trained = [each for each in left.states if not job.model.trainable.isdisjoint(job.model.sections[each].parameters)]
+    held = {section: copied.held.copies[0].micro_batches for section, copied in left.sums.items()}
+    return vote.is_whole and vote.step == left.step and all(held.get(section) == everything for section in trained)
+
+
+def made_again(job: Job, plan: Plan, owner: int, left: WholeStep, vote: Vote) -> dict[int, SectionState]:
+    """The states after a step's update, by section; the memory of those before is taken over.
+
+    Args:
+        job: what the user asked for.
+        plan: of the generation in which the step ran.
+        owner: rank whose states they were.
+        left: what is left of the step.
+        vote: on it.
+
+    Raises:
+        LinkError: the update fails here.
+    """
+    place = plan.place_of(owner)
+    # On the device there may be room for the stage of one rank only.
+    here = replace(job, device=HOST, traffic=Traffic(), compiler=None, memory=Memory())
+    flats = {section: copied.values for section, copied in left.sums.items()}
+    absent = {section: _absent(job, state) for section, state in left.states.items()}
+    states = {
+        section: SectionState(section, {**state.tensors, **absent[section]}, state.scalars)
+        for section, state in left.states.items()
+    }
+    begun = Begun(RestOfStep(work=(), taken=(), kept=()), flats)
+    try:
+        stage = Stage(here, plan, place.stage, states, left.step, replica=place.replica, begun=begun)
+        for name, total in left.totals.items():
+            if name in stage.totals.views:
+                stage.totals.take(name, total.view(stage.totals.views[name].shape))
+        apply_vote(stage, vote.step, vote.vector)
+    except Exception as error:  # of the user's optimizer, which may want a device
+        raise LinkError(
+            f"the update of rank {owner}, which was lost with it, cannot be made again here: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return {section: _as_copied(stage.state_of(section), left.states[section], absent[section]) for section in states}
+
+
+def needed(assignment: Assignment) -> frozenset[int]:
+    """Sections of which a rank needs the state that it has, for itself or for others."""
+    if assignment.fresh or assignment.checkpoint is not None:
+        return frozenset()
+    mine = range(0) if assignment.is_spare else assignment.plan.sections_at(assignment.rank)
+    come = {each.section for each in assignment.transfers if each.target_rank == assignment.rank}
+    go = {each.section for each in assignment.transfers if each.source_rank == assignment.rank}
+    return frozenset(go | (set(mine) - come))
+
+
+def _absent(job: Job, state: SectionState) -> dict[str, Tensor]:
+    """Something in place of frozen parameters that are in files: no update reads them."""
+    found = {}
+    for path, mark in state.scalars.items():
+        if path.startswith(FROZEN) and isinstance(mark, list):
+            name = path.removeprefix(FROZEN)
+            found[f"parameters/{name}"] = torch.zeros((), dtype=_DTYPES[str(mark[0])]).expand(job.model.shapes[name])
+    return found
+
+
+def _as_copied(state: SectionState, before: SectionState, absent: Mapping[str, Tensor]) -> SectionState:
+    """The state without what stood in place of something, and with what is said of that."""
+    marks = {path: mark for path, mark in before.scalars.items() if path.startswith(FROZEN)}
+    tensors = {path: value for path, value in state.tensors.items() if path not in absent}
+    return SectionState(state.section, tensors, {**state.scalars, **marks})
