@@ -60,7 +60,7 @@ def risk_line(row: GenerationRow, job: JobFacts | None) -> str:
     if row.copies is Copies.STATE:
         return (
             "each section has a copy in another worker's memory: if a worker is lost, the step in flight runs again. "
-            f"Just after an update, before there is a new copy, the run goes back to {back}"
+            f"Just after the update of a short step, before there is a new copy, the run goes back to {back}"
         )
     return f"one copy of each section{_NO_COPIES[row.copies]}: if a worker is lost, the run goes back to {back}"
 

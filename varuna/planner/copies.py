@@ -10,7 +10,7 @@ from itertools import islice
 
 from varuna.core.plan import Copies, Plan
 from varuna.planner.asking.request import PlanRequest
-from varuna.planner.copy_costs import copied_rounds, largest_stage
+from varuna.planner.copy_costs import copied_rounds, largest_stage, waits_for_last_s
 from varuna.planner.goodput import expected
 from varuna.planner.pricing.profile import profile
 from varuna.schedule.copy_pace import LONGEST, state_copying_s
@@ -49,7 +49,9 @@ def _kept_bytes(plan: Plan, request: PlanRequest) -> list[int]:
     # Who keeps whose is decided with the seats.
     if plan.copies is Copies.SUMS:
         return [max(sums_bytes) + 2 * most_bytes] * len(spans)
-    whole_bytes = [int(figures.state_bytes.over(span)) + sums for span, sums in zip(spans, sums_bytes, strict=True)]
+    states = 2 if waits_for_last_s(plan, request) else 1  # until the next one is complete
+    pairs = zip(spans, sums_bytes, strict=True)
+    whole_bytes = [states * int(figures.state_bytes.over(span)) + sums for span, sums in pairs]
     return [max(whole_bytes[:stage] + whole_bytes[stage + 1 :]) + 2 * most_bytes for stage in range(plan.stages)]
 
 

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from varuna.core.plan import Plan
+from varuna.core.plan import Copies, Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.profile import profile
-from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, copying_s, state_copying_s, sums_pace
+from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, copying_s, last_sums_s, state_copying_s, sums_pace
 
 
 class Rounds(NamedTuple):
@@ -51,7 +51,16 @@ def copies_take_s(plan: Plan, request: PlanRequest) -> float:
     """Seconds of a step that copies of state and sums take from a worker whose only processor trains."""
     largest = largest_stage(plan, request)
     rounds = copied_rounds(plan, request).number
-    return PROCESSOR_S_PER_BYTE * (largest.state_bytes + rounds * largest.sums_bytes)
+    beside_s = PROCESSOR_S_PER_BYTE * (largest.state_bytes + rounds * largest.sums_bytes)
+    return beside_s + waits_for_last_s(plan, request)
+
+
+def waits_for_last_s(plan: Plan, request: PlanRequest) -> float:
+    """Seconds of a step in which its vote waits for the last copies of sums; 0: it does not."""
+    if plan.copies is not Copies.STATE:
+        return 0.0
+    link = request.calibration.across_vms.link.bytes_per_s
+    return last_sums_s(largest_stage(plan, request).sums_bytes, link, plan.step_s)
 
 
 def largest_stage(plan: Plan, request: PlanRequest) -> Largest:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from varuna.core.plan import Copies, Plan
 from varuna.core.saved import paying_every_s
 from varuna.planner.asking.request import PlanRequest
-from varuna.planner.copy_costs import copied_rounds, copies_take_s
+from varuna.planner.copy_costs import copied_rounds, copies_take_s, waits_for_last_s
 from varuna.planner.pricing.profile import profile
 from varuna.schedule.copy_pace import state_copying_s
 
@@ -73,7 +73,9 @@ def _again_s(plan: Plan, request: PlanRequest, state_bytes: float, link: float) 
         return undone_s
     complete_s = min(step_s, state_copying_s(state_bytes, link, step_s))
     bare = complete_s / step_s if step_s else 0.0
-    early_s = complete_s / 2 + _checkpoint_age_s(plan, request, state_bytes)
+    early_s = complete_s / 2
+    if not waits_for_last_s(plan, request):  # else the update is made again, and this step alone is lost
+        early_s += _checkpoint_age_s(plan, request, state_bytes)
     return bare * early_s + (1 - bare) * (copied_rounds(plan, request).lost_s(step_s) + flight_s)
 
 

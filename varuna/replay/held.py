@@ -45,4 +45,6 @@ def held_sums(
             its = members[owner].assignment
             rest = its.rest if its is not None and is_first else None
             found.append(broken_steps.copied(plan, owner, rest, state_complete_s=complete_s, until_s=until_s))
+        elif plan.copies is Copies.STATE and members[owner].name in life.gone_s and life.copies.is_makeable(owner):
+            worker.copied = frozenset(plan.sections_at(owner))
     return joined([each for each in found if each is not None])

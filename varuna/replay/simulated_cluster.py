@@ -22,7 +22,7 @@ from varuna.core.messages import (
     Voted,
 )
 from varuna.core.model import JobFacts
-from varuna.core.plan import Copies, Plan
+from varuna.core.plan import Plan
 from varuna.core.saved import SAVED_EVERY_S, paying_every_s
 from varuna.core.sums import HeldSums
 from varuna.core.vote import VoteLayout
@@ -43,7 +43,7 @@ from varuna.fleet.state.phases import Idle, Running
 from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, Planner, WhichCheckpoint, plan_answer
 from varuna.fleet.state.run_events import RunEvent
 from varuna.replay.broken_steps import BrokenSteps
-from varuna.replay.copied import StateCopies
+from varuna.replay.copied import state_copies
 from varuna.replay.costs import MorphCosts
 from varuna.replay.held import held_sums
 from varuna.replay.job import state_bytes
@@ -306,9 +306,7 @@ class SimulatedCluster:
         self._moves.seat([self._workers[name] for name in self._members(assignment)], assignment)
         self._grid = frozenset(self._members(assignment)[: plan.workers])
         if self.fleet.history[generation].keepers and self._costs.copies:
-            by_slot = self._bytes_by_slot(plan) if plan.copies is Copies.STATE else [0] * len(plan.slots)
-            held_bytes = [by_slot[plan.slot_of(rank)] for rank in range(plan.workers)]
-            self._life.copies = StateCopies(held_bytes, self._link_bytes_per_s, plan.step_s)
+            self._life.copies = state_copies(plan, self._job, self._link_bytes_per_s)
         self._beat(assignment)
         self._schedule(self.now_s + self._moves.rest_s, lambda: self._arrived(generation, assignment))
         self._begin_step(generation, assignment, assignment.next_step, 0.0)

@@ -35,6 +35,14 @@ def test_each_stage_has_a_copy_where_it_has_one_holder() -> None:
     assert made(stages=1, workers=1).copies is Copies.NONE, "nobody else is there"
 
 
+def test_in_a_long_step_the_older_state_is_kept_beside_the_newer_one() -> None:
+    """Steps of 64 micro-batches wait for no last copies; those of so many do."""
+    plan, without = made(global_batch=64_000), made(global_batch=64_000, copies=False)
+    assert (plan.shape, plan.copies) == ("4x1", Copies.STATE)
+    more = [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)]
+    assert more == [2 * STATE_BYTES + 3 * SUM_BYTES] * 4
+
+
 def test_with_replicas_sums_alone_have_a_copy() -> None:
     """On a worker of any stage: a second replica has each."""
     plan, without = made(stages=2), made(stages=2, copies=False)

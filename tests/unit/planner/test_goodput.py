@@ -8,7 +8,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import plan_run, run_request
-from varuna.planner.copy_costs import copied_rounds, copies_take_s
+from varuna.planner.copy_costs import copied_rounds, copies_take_s, waits_for_last_s
 from varuna.planner.goodput import expected, loss_cost_s
 from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE
 
@@ -53,15 +53,23 @@ def test_with_copies_the_length_of_a_step_hardly_matters_to_a_loss() -> None:
     assert loss_cost_s(long, request) - loss_cost_s(short, request) < 0.1 * (long.step_s - short.step_s)
 
 
-def test_copies_take_their_processor_time_of_state_and_each_round_of_sums() -> None:
+def test_copies_take_their_processor_time_of_state_and_each_round_of_sums_and_the_vote_waits_for_the_last() -> None:
     plan = with_copies(made(8, 8, 65536))
     request = asked(8)
     rounds = copied_rounds(plan, request)
     assert rounds.number >= 2
     assert copies_take_s(plan, request) == pytest.approx(
-        PROCESSOR_S_PER_BYTE * (300 * MB + rounds.number * 100 * MB), rel=1e-6
+        PROCESSOR_S_PER_BYTE * (300 * MB + rounds.number * 100 * MB) + 100 * MB / 0.5e9, rel=1e-6
     )
     assert expected(plan, request).step_s > plan.step_s
+
+
+def test_a_short_step_waits_for_no_last_copies() -> None:
+    long, short = (with_copies(made(8, 8, batch)) for batch in (65536, 64))
+    request = asked(8)
+    assert waits_for_last_s(long, request) == pytest.approx(100 * MB / 0.5e9)
+    assert waits_for_last_s(short, request) == 0
+    assert waits_for_last_s(made(4, 8, 65536).model_copy(update={"copies": Copies.SUMS}), request) == 0
 
 
 def test_an_idle_worker_costs_nothing_when_it_is_lost() -> None:

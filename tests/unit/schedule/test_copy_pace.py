@@ -11,6 +11,7 @@ from varuna.schedule.copy_pace import (
     CopyPace,
     SumsPace,
     copying_s,
+    last_sums_s,
     pause_s,
     state_copying_s,
     state_pause_s,
@@ -30,6 +31,20 @@ def test_a_states_copy_makes_haste_for_a_fiftieth_of_a_step() -> None:
     assert state_copying_s(2**30, 2**30, 100.0) == pytest.approx(1.0), "at once"
     assert state_copying_s(3 * 2**30, 2**30, 100.0) == pytest.approx(2.0 + 2.0), "the last third with pauses"
     assert state_copying_s(2**30, 2**30, 0.0) == copying_s(2**30, 2**30)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "step_s", "waits_s"),
+    [
+        (2**30, 200.0, 1.0),
+        (2**30, 199.0, 0.0),  # the step is too short for that
+        (2**10, 10.0, 0.05),
+        (2**10, 9.9, 0.0),
+        (0, 100.0, 0.05),  # a stage without gradients has the state before, and says so
+    ],
+)
+def test_a_long_step_waits_for_the_last_copies_of_its_sums(size_bytes: int, step_s: float, waits_s: float) -> None:
+    assert last_sums_s(size_bytes, 2**30, step_s) == waits_s
 
 
 def test_a_copy_may_take_a_tenth_of_a_step_or_a_moment() -> None:
