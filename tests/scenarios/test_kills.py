@@ -205,6 +205,16 @@ def test_losing_every_holder_of_a_section_falls_back_to_the_newest_checkpoint(
     assert "10" in done.err
 
 
+def test_the_update_of_a_long_step_is_made_again(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    """As above, after a step of over 10 s: the vote has waited until the other worker could make what was lost."""
+    steps = 3
+    done = disturbed(tmp_path, "apply:end:1:1", workers=2, slow="10.5", steps=steps)
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed, steps=steps)
+    assert [line["step"] for line in log] == list(range(steps))  # no step was redone
+    assert "ROLLBACK" not in done.err
+
+
 def test_without_checkpoints_the_run_goes_back_loudly(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     """To the copy of its state, if that was written in so short a time, or to the beginning."""
     done = disturbed(tmp_path, "apply:begin:4:1", workers=2)
