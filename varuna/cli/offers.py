@@ -44,6 +44,13 @@ class _Entry(Value):
     gpus_per_vm: int | None = Field(default=None, ge=1)
     region: str | None = Field(default=None, max_length=MAX_ZONE, pattern=REGION)
     egress_per_gb: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    zone: str | None = Field(default=None, max_length=MAX_ZONE, pattern=REGION)
+    zone_egress_per_gb: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+
+    @property
+    def zone_of_region(self) -> str:
+        """The zone with its region, if it has one; empty without a zone."""
+        return "/".join(filter(None, (self.region, self.zone))) if self.zone else ""
 
 
 def offers(
@@ -97,7 +104,7 @@ def read_offers(path: Path) -> tuple[Calibration, tuple[Offer, ...]]:
     """
     entries = _entries(path)
     known: Calibration | None = None
-    offers, egress = [], _egress(path, entries)
+    offers, egress, zone_egress = [], _egress(path, entries), _zone_egress(path, entries)
     for entry in entries:
         each = read_calibration(path.parent / entry.calibration).named()
         name, hardware = each.hardware.device_class, each.hardware
@@ -125,6 +132,8 @@ def read_offers(path: Path) -> tuple[Calibration, tuple[Offer, ...]]:
                 losses_per_hour=entry.losses_per_hour,
                 gpus_per_vm=vm_size,
                 egress_per_gb=egress.get(entry.region or "", 0.0),
+                zone=entry.zone or "",
+                zone_egress_per_gb=zone_egress.get(entry.zone_of_region, 0.0),
             )
         )
     assert known is not None
@@ -137,21 +146,43 @@ def _egress(path: Path, entries: Sequence[_Entry]) -> dict[str, float]:
     Raises:
         UsageError: two offers contradict each other, or only some have a region.
     """
+    _all_or_none(path, entries, "region")
+    return _prices(path, "egress_per_gb", "region", [(each, each.egress_per_gb, each.region or "") for each in entries])
+
+
+def _zone_egress(path: Path, entries: Sequence[_Entry]) -> dict[str, float]:
+    """Dollars for a GB that leaves a zone for another one of its region.
+
+    Raises:
+        UsageError: as above.
+    """
+    _all_or_none(path, entries, "zone")
+    said = [(each, each.zone_egress_per_gb, each.zone_of_region) for each in entries]
+    return _prices(path, "zone_egress_per_gb", "zone", said)
+
+
+def _all_or_none(path: Path, entries: Sequence[_Entry], what: str) -> None:
+    has = {getattr(entry, what) is not None: entry.name for entry in reversed(entries)}
+    if len(has) > 1:
+        raise UsageError(f"{path}: offer {has[True]!r} has a {what}, and {has[False]!r} has none. Give all or none.")
+
+
+def _prices(path: Path, name: str, what: str, said: Sequence[tuple[_Entry, float | None, str]]) -> dict[str, float]:
+    """By place, the one price that offers name.
+
+    Raises:
+        UsageError: they name two, or no place.
+    """
     found: dict[str, float] = {}
-    has_region = {entry.region is not None: entry.name for entry in reversed(entries)}
-    if len(has_region) > 1:
-        raise UsageError(
-            f"{path}: offer {has_region[True]!r} has a region, and {has_region[False]!r} has none. Give all or none."
-        )
-    for entry in entries:
-        if entry.egress_per_gb is None:
+    for entry, price, place in said:
+        if price is None:
             continue
-        if entry.region is None:
-            raise UsageError(f"{path}: offer {entry.name!r} has egress_per_gb, but no region. Add region.")
-        if found.setdefault(entry.region, entry.egress_per_gb) != entry.egress_per_gb:
+        if not place:
+            raise UsageError(f"{path}: offer {entry.name!r} has {name}, but no {what}. Add {what}.")
+        if found.setdefault(place, price) != price:
             raise UsageError(
-                f"{path}: offer {entry.name!r}: a GB that leaves {entry.region} costs {entry.egress_per_gb:g} here and "
-                f"{found[entry.region]:g} in another offer. Give one price."
+                f"{path}: offer {entry.name!r}: a GB that leaves {place} costs {price:g} here and {found[place]:g} in "
+                "another offer. Give one price."
             )
     return found
 
@@ -190,8 +221,8 @@ class RentedReport(Value):
     micro_batch: int
     examples_per_s: float = Field(description="that are left at the offers' losses")
     losses_per_hour: float
-    dollars_per_hour: float = Field(description="of its GPUs, and of what leaves a region")
-    egress_dollars_per_hour: float = Field(default=0.0, description="of that, for what leaves a region")
+    dollars_per_hour: float = Field(description="of its GPUs, and of what leaves a region or a zone")
+    egress_dollars_per_hour: float = Field(default=0.0, description="of that, for what leaves a region or a zone")
     dollars_per_million_examples: float
     hours: float | None
     dollars: float | None

@@ -4,6 +4,7 @@ Fleets are first compared by what each class of devices does alone, and by price
 are planned for as a run would be, with what losses cost at the offers' rates; of these, again those that none beats.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple, TypeVar
@@ -15,7 +16,7 @@ from varuna.core.plan import Plan
 from varuna.core.value import Value
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import by_goodput
-from varuna.planner.pricing.egress import leaving_bytes
+from varuna.planner.pricing.egress import crossing_bytes, seated
 from varuna.planner.sweep import rank_plans
 
 _PLANNED = 12
@@ -35,6 +36,13 @@ class Offer(Value):
     losses_per_hour: float = Field(default=0.0, ge=0, description="of a GPU, without notice")
     gpus_per_vm: int = Field(default=1, ge=1)
     egress_per_gb: float = Field(default=0.0, ge=0, description="dollars for what leaves its region, per 10^9 bytes")
+    zone: str = Field(default="", description="of its region")
+    zone_egress_per_gb: float = Field(default=0.0, ge=0, description="dollars for what leaves its zone for another one")
+
+    @property
+    def place(self) -> str:
+        """Region and zone."""
+        return f"{region_of(self.device_class)}/{self.zone}"
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -52,9 +60,9 @@ class Rented(NamedTuple):
     gpus: tuple[int, ...]
     """by offer"""
     dollars_per_hour: float
-    """of its GPUs, and of what leaves a region"""
+    """of its GPUs, and of what leaves a region or a zone"""
     egress_per_hour: float
-    """of that, dollars for what leaves a region"""
+    """of that, dollars for what leaves a region or a zone"""
     losses_per_hour: float
     plan: Plan
     examples_per_s: float
@@ -167,14 +175,21 @@ def _planned(request: PlanRequest, offers: Sequence[Offer], guess: _Guess) -> Re
     if used != guess.gpus:  # nobody rents what idles
         dollars_per_hour = sum(offer.price_per_hour * count for offer, count in zip(offers, used, strict=True))
         return _planned(request, offers, _Guess(used, dollars_per_hour, guess.examples_per_s))
-    egress = _egress_per_hour(best.plan, asked, offers)
+    egress = _egress_per_hour(best.plan, asked, offers, guess.gpus)
     return Rented(guess.gpus, guess.dollars_per_hour + egress, egress, losses, best.plan, best.expected.examples_per_s)
 
 
-def _egress_per_hour(plan: Plan, request: PlanRequest, offers: Sequence[Offer]) -> float:
-    """Dollars an hour for what leaves a region."""
-    price = {region_of(offer.device_class): offer.egress_per_gb for offer in offers}
-    dollars = sum(price[region] * size / _GB for region, size in leaving_bytes(plan, request.calibration).items())
+def _egress_per_hour(plan: Plan, request: PlanRequest, offers: Sequence[Offer], gpus: Sequence[int]) -> float:
+    """Dollars an hour for what leaves a region, or a zone for another one of its region."""
+    workers: dict[str, Counter[str]] = {}
+    for offer, count in zip(offers, gpus, strict=True):
+        if count:
+            workers.setdefault(offer.device_class, Counter())[offer.place] += count
+    at = {offer.place: offer for offer in offers}
+    dollars = 0.0
+    for (here, there), size in crossing_bytes(plan, request.calibration, seated(plan, workers)).items():
+        is_near = region_of(at[here].device_class) == region_of(at[there].device_class)
+        dollars += (at[here].zone_egress_per_gb if is_near else at[here].egress_per_gb) * size / _GB
     return dollars * 3600 / plan.step_s if dollars else 0.0
 
 

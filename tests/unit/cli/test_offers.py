@@ -121,9 +121,32 @@ def test_what_leaves_a_region_is_paid_for(offers: Any) -> None:
     assert "egress" not in offers(one)[1]
 
 
+def test_what_leaves_a_zone_is_paid_for_at_its_own_price(offers: Any) -> None:
+    """Two zones of one region: pipelines stay in one, sums go across."""
+    east = {"region": "east", "egress_per_gb": 0.05, "zone_egress_per_gb": 0.02}
+    both = entry("a", SLOW, 12, zone="a", **east) + entry("b", SLOW, 12, zone="b", **east)
+    rows = json.loads(offers(both, "--json")[1])["frontier"]
+    assert rows[-1]["gpus"] == {"a": 12, "b": 12}
+    assert all((row["egress_dollars_per_hour"] > 0) == (len(row["gpus"]) == 2) for row in rows)
+    same = entry("a", SLOW, 12, zone="a", **east) + entry("b", SLOW, 12, zone="a", **east)
+    assert "egress" not in offers(same)[1]
+    west = {"region": "west", "zone": "a", "egress_per_gb": 0.05, "zone_egress_per_gb": 0.02}
+    far = json.loads(offers(entry("a", SLOW, 12, zone="a", **east) + entry("b", SLOW, 12, **west), "--json")[1])
+    assert far["frontier"][-1]["gpus"] == {"a": 12, "b": 12}
+    apart = [run["frontier"][-1]["egress_dollars_per_hour"] for run in ({"frontier": rows}, far)]
+    assert apart[1] > 2 * apart[0] > 0
+
+
 @pytest.mark.parametrize(
     ("first", "second", "complaint"),
     [
+        ({"zone_egress_per_gb": 0.1}, {}, "has zone_egress_per_gb, but no zone. Add zone."),
+        ({"zone": "a"}, {}, "offer 'a' has a zone, and 'b' has none. Give all or none."),
+        (
+            {"zone": "a", "zone_egress_per_gb": 0.1},
+            {"zone": "a", "zone_egress_per_gb": 0.2},
+            "a GB that leaves a costs 0.2 here and 0.1 in another",
+        ),
         ({"egress_per_gb": 0.1}, {}, "has egress_per_gb, but no region. Add region."),
         ({"region": "a"}, {}, "offer 'a' has a region, and 'b' has none. Give all or none."),
         ({"region": "a", "egress_per_gb": 0.1}, {"region": "a", "egress_per_gb": 0.2}, "0.2 here and 0.1 in another"),
