@@ -149,9 +149,10 @@ class LateStreams:
 
     def keep(self, value: Tensor, stream: LateStream | None) -> None:
         self.unkept.discard(id(value))
-        for work in stream.queue if stream is not None else ():
-            if isinstance(work, Borrower):
-                work.keep(value)
+        with _running:  # another thread may wait for a copy of this stream
+            for work in stream.queue if stream is not None else ():
+                if isinstance(work, Borrower):
+                    work.keep(value)
 
     def take(self, stream: LateStream, size_bytes: int) -> Tensor:
         return self.room(size_bytes)
