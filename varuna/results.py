@@ -8,8 +8,8 @@ import torch
 
 from varuna.core.plan import Plan
 from varuna.engine.aside.evaluate import EvaluationSums
+from varuna.engine.pipeline.apply import overflowed
 from varuna.engine.worker.loop_state import Committed
-from varuna.engine.worker.step import overflowed
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import varuna
 from tests.unit.engine.ranks import Dropping, Tokens, adamw
 from tests.unit.testing.keepers import Kept, Waiting, went_back
 from tests.unit.testing.work import CAPTURES, disturbed
-from varuna.engine.copies import sending, wire
-from varuna.engine.worker import late_update, worker_state
+from varuna.engine.copies import late_update, sending, wire
+from varuna.engine.worker import worker_state
 from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault, Phase
 

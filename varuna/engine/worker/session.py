@@ -21,6 +21,7 @@ from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.copies.keeping import KeptCopy
+from varuna.engine.pipeline.apply import layout_of, overflowed
 from varuna.engine.pipeline.divergence import check_finite, check_measured, is_finite
 from varuna.engine.shown.shown_steps import ShownSteps
 from varuna.engine.stage.job import Job
@@ -36,7 +37,7 @@ from varuna.engine.worker.generation import (
 from varuna.engine.worker.heartbeat import Heartbeat
 from varuna.engine.worker.loop_state import Committed, LoopState, Turn
 from varuna.engine.worker.snapshotter import Snapshotter
-from varuna.engine.worker.step import layout_of, overflowed, run_step
+from varuna.engine.worker.step import run_step
 from varuna.engine.worker.sums_saver import SumsSaver
 from varuna.engine.worker.worker_state import WorkerState
 from varuna.partition.batch_weight import WeightFunction

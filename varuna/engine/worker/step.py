@@ -1,15 +1,14 @@
 """One step of a formed generation: F, R, B, reduce, vote, apply."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from varuna.core.errors import LinkError
 from varuna.core.messages import Vote
-from varuna.core.vote import StepTotals, VoteLayout
+from varuna.core.vote import StepTotals
+from varuna.engine.pipeline.apply import apply_vote, layout_of, overflowed, scale_of
 from varuna.engine.pipeline.reduce import cast_vote
 from varuna.engine.shown.recent_steps import RanStep, RecentSteps
 from varuna.engine.stage.stage import Stage
@@ -112,20 +111,6 @@ def _report(generation: Generation, reporter: Reporter, recent: RecentSteps, beg
     recent.take(RanStep(assignment.generation, assignment.rank, runtime.times, runtime.take_messages(), sums))
 
 
-def apply_vote(stage: Stage, step: int, vector: Sequence[float]) -> StepTotals:
-    """Apply a step by the result of its vote, unless that is done."""
-    totals = layout_of(stage).read(vector)
-    stage.still.changes()
-    stage.apply(step, _scale(stage, totals), overflowed=overflowed(stage.job.dtype, totals))
-    stage.still.rests(stage.next_step)
-    return totals
-
-
-def overflowed(dtype: torch.dtype, totals: StepTotals) -> bool:
-    """Whether an fp16 step is skipped: one decision for the job, since every rank reads the same vote."""
-    return dtype is torch.float16 and not math.isfinite(totals.grad_norm)
-
-
 def _apply_tentatively(generation: Generation, step: int, vector: Tensor) -> None:
     stage = generation.stage
     totals = layout_of(stage).read(generation.reducer.tally(step, vector))
@@ -133,20 +118,5 @@ def _apply_tentatively(generation: Generation, step: int, vector: Tensor) -> Non
         return
     exchange = generation.reducer.exchange(step)
     stage.still.changes()
-    stage.apply_tentatively(_scale(stage, totals), exchange)
+    stage.apply_tentatively(scale_of(stage, totals), exchange)
     stage.local_exchange.used |= exchange.used
-
-
-def layout_of(stage: Stage) -> VoteLayout:
-    """Layout of the votes under a stage's plan."""
-    plan = stage.plan
-    return VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=stage.job.model.metrics)
-
-
-def _scale(stage: Stage, totals: StepTotals) -> float:
-    """Factor from the weighted sum of gradients to the clipped mean; 0 where no target was counted."""
-    if not totals.weight:
-        return 0.0
-    limit = stage.job.clip_grad_norm
-    clip = 1.0 if limit is None else min(1.0, limit / (totals.grad_norm + 1e-6))
-    return clip / totals.weight

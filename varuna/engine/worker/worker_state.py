@@ -18,12 +18,12 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.copies.following import sent_later
 from varuna.engine.copies.keeping import KeptCopy, WholeStep, has_room
+from varuna.engine.copies.late_update import can_be_made, made_again, needed
 from varuna.engine.links.groups import Groups
+from varuna.engine.pipeline.apply import apply_vote, layout_of
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
 from varuna.engine.stage.stage import Stage
-from varuna.engine.worker.late_update import can_be_made, made_again, needed
 from varuna.engine.worker.loop_state import Turn
-from varuna.engine.worker.step import apply_vote, layout_of
 
 _VOTES_KEPT = 256
 """Unrecorded vote results that a rank remembers: the manager may be away that many steps."""

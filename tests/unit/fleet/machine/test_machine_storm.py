@@ -30,7 +30,7 @@ from varuna.core.messages import (
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import Holders, holders_of
-from varuna.engine.worker.late_update import needed
+from varuna.engine.copies.late_update import needed
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import (
     DrainRequested,

@@ -14,10 +14,10 @@ from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums, SectionSum
 from varuna.core.vote import VoteLayout
 from varuna.engine.copies.keeping import CopiedSums, WholeStep
+from varuna.engine.copies.late_update import can_be_made, made_again
+from varuna.engine.pipeline.apply import apply_vote
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.stage import Stage
-from varuna.engine.worker.late_update import can_be_made, made_again
-from varuna.engine.worker.step import apply_vote
 from varuna.engine.worker.stored import initial_states
 
 MICRO_BATCHES = 2

@@ -20,10 +20,10 @@ from varuna.core.sums import RestOfStep
 from varuna.engine.copies.keeping import WholeStep
 from varuna.engine.device.host_copies import HOST
 from varuna.engine.links.traffic import Traffic
+from varuna.engine.pipeline.apply import apply_vote
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import Begun
-from varuna.engine.worker.step import apply_vote
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
