@@ -39,8 +39,10 @@ class Kept:
         self._senders: dict[int, int] = {}  # rank by thread
         self._wanted: dict[int, SumWanted] = {}  # by rank
         self._whole: set[tuple[int, int]] = set()
+        self._sent: set[tuple[int, int]] = set()
         self.waiting: tuple[int, int] | None = None
-        """so many ranks begin no backward of a step before each has a complete copy of another one's state of it"""
+        """so many ranks begin no backward of a step before each has a complete copy of another one's state of it, and
+        the sender knows"""
         self.slow: tuple[int, int] | None = None
         """a rank of the first plan that begins backwards of a step only while a copy of its sums is wanted"""
 
@@ -54,7 +56,13 @@ class Kept:
             assert self.on((span.rank + 1) % 3, step=span.step)()
             assert self._wait(lambda: self._is_wanted(span.rank)), "nobody wants a copy"
         if (span.name, span.phase) == ("B", "begin") and self.waiting is not None and span.step == self.waiting[1]:
-            assert self.on(*range(self.waiting[0]), step=span.step)(), "there are no copies"
+            ranks = range(self.waiting[0])
+            assert self.on(*ranks, step=span.step)(), "there are no copies"
+            assert self._wait(lambda: {(rank, span.step) for rank in ranks} <= self._sent), "they are still being sent"
+        if (span.name, span.phase) == ("copy", "end"):
+            with self._changed:
+                self._sent.add((span.rank, span.step))
+                self._changed.notify_all()
         if (span.name, span.phase) == ("kept-last", "end"):
             with self._changed:
                 self._whole.add((span.rank, span.step))

@@ -197,12 +197,13 @@ class CopySender:
         def fill(first: int, part: Tensor) -> bool:
             return bool(self._still.read(step, lambda: _read(body, first, part, copies, after)))
 
-        sent_s = 0.0
+        sent_s, left_bytes = 0.0, body.size_bytes
 
         def pause(part_s: float) -> None:
-            nonlocal sent_s
-            sent_s += part_s
-            self._inbox.over.wait(state_pause_s(part_s, time.monotonic() - begin_s, self._step_s))
+            nonlocal sent_s, left_bytes
+            sent_s, left_bytes = sent_s + part_s, left_bytes - opening.part_bytes
+            if left_bytes > 0:  # sums follow much later
+                self._inbox.over.wait(state_pause_s(part_s, time.monotonic() - begin_s, self._step_s))
 
         with span("copy", **self._where, step=step):
             whole = wire.send_parts(self._line, opening, fill, pause, copies)
