@@ -40,7 +40,7 @@ from varuna.schedule.copy_pace import (
 
 _SHORTEST_S = 1e-6
 _LOOK_S = 0.05
-_PATIENCE = 2
+_PATIENCE = 10
 """So many times what the last copies of sums may take: then the vote waits no longer."""
 
 States = Callable[[], Mapping[int, SectionState]]

@@ -133,6 +133,7 @@ class Generation:
         self.inbox.abort(GenerationEnded(self.assignment.generation))
         self.receiver.close()
         self.stage.still.close()
+        self.sender = None  # it holds on to links
         self.runtime.close()
         self.reducer.close()
         self.groups.abandon(exiting=exiting)
