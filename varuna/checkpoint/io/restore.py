@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.section_state import DTYPE_NAMES, SectionState
+from varuna.checkpoint.io.section_state import DTYPES, SectionState
 from varuna.checkpoint.manifest import Manifest, mark_damaged
 from varuna.checkpoint.reading import Target, batches, check_header, read
 from varuna.core.errors import DamagedCheckpoint
@@ -15,7 +15,6 @@ from varuna.core.saved import Piece, SavedShard
 from varuna.process.threads import Crew
 from varuna.store.base import Store
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _READERS = 4
 
 Wanted = Callable[[str], bool]
@@ -89,7 +88,7 @@ def _memory(tensors: dict[str, Tensor], piece: Piece) -> memoryview:
     """Memory of a piece; its tensor is allocated with its first piece."""
     tensor = tensors.get(piece.name)
     if tensor is None:
-        tensor = tensors[piece.name] = torch.empty(piece.shape, dtype=_DTYPES[piece.dtype])
+        tensor = tensors[piece.name] = torch.empty(piece.shape, dtype=DTYPES[piece.dtype])
     begin = piece.first * tensor.itemsize
     flat = tensor.reshape(-1).view(torch.uint8) if tensor.dtype is not torch.uint8 else tensor.reshape(-1)
     return flat.numpy().data[begin : begin + piece.size_bytes]

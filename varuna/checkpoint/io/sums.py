@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.header import header
-from varuna.checkpoint.io.section_state import DTYPE_NAMES
+from varuna.checkpoint.io.section_state import DTYPE_NAMES, DTYPES
 from varuna.checkpoint.names import step_folder
 from varuna.checkpoint.saved_sums import SumsLabel, beginning_of, metadata_of
 from varuna.core.errors import DamagedCheckpoint, ObjectMissing
 from varuna.store.base import Store
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _CHUNK_BYTES = 8 * 2**20
 _SAMPLED = 2**14
 """Elements of each parameter that are compared: an update changes all of them."""
@@ -82,7 +81,7 @@ def _read(store: Store, name: str) -> StoredTensors:
     label, entries = beginning_of(store, name)
     tensors, crc32 = dict[str, Tensor](), 0
     for key, entry in sorted(entries.items(), key=lambda item: item[1].begin):
-        tensor = tensors[key] = torch.empty(entry.elements, dtype=_DTYPES[entry.dtype])
+        tensor = tensors[key] = torch.empty(entry.elements, dtype=DTYPES[entry.dtype])
         view = tensor.view(torch.uint8).numpy().data
         for begin in range(0, len(view), _CHUNK_BYTES):
             store.read_into(name, entry.begin + begin, view[begin : begin + _CHUNK_BYTES])

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.section_state import DTYPE_NAMES, JSON
+from varuna.checkpoint.io.section_state import DTYPE_NAMES, DTYPES, JSON
 from varuna.core.errors import UsageError
 
 _KIND = "varuna:kind"
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def as_json(value: object, where: str) -> JSON:
@@ -63,7 +62,7 @@ def from_json(value: JSON) -> Any:
             return base64.b64decode(data)
         case {"varuna:kind": "tensor", "dtype": str(dtype), "shape": list(shape), "data": str(data)}:
             flat = torch.frombuffer(bytearray(base64.b64decode(data)) or bytearray(1), dtype=torch.uint8)
-            return (flat if data else flat[:0]).view(_DTYPES[dtype]).reshape(_sizes(shape))
+            return (flat if data else flat[:0]).view(DTYPES[dtype]).reshape(_sizes(shape))
         case {"varuna:kind": "array", "dtype": str(dtype), "shape": list(shape), "data": str(data)}:
             return np.frombuffer(bytearray(base64.b64decode(data)), dtype=dtype).reshape(_sizes(shape))
         case {"varuna:kind": "tuple", "items": list(items)}:

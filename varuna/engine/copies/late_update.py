@@ -4,14 +4,10 @@ A worker that dies just after a vote takes the state after it along. If its keep
 micro-batches and the totals of tied gradients, then these and the vote make the same state once more, in host memory.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
-from varuna.checkpoint.io.frozen import FROZEN
-from varuna.checkpoint.io.section_state import DTYPE_NAMES, SectionState
+from varuna.checkpoint.io.frozen import with_stand_ins, without_stand_ins
+from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import LinkError
 from varuna.core.messages import Assignment, Vote
 from varuna.core.model import Memory
@@ -24,8 +20,6 @@ from varuna.engine.pipeline.apply import apply_vote
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import Begun
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def can_be_made(job: Job, plan: Plan, left: WholeStep, vote: Vote) -> bool:
@@ -53,11 +47,7 @@ def made_again(job: Job, plan: Plan, owner: int, left: WholeStep, vote: Vote) ->
     # On the device there may be room for the stage of one rank only.
     here = replace(job, device=HOST, traffic=Traffic(), compiler=None, memory=Memory())
     flats = {section: copied.values for section, copied in left.sums.items()}
-    absent = {section: _absent(job, state) for section, state in left.states.items()}
-    states = {
-        section: SectionState(section, {**state.tensors, **absent[section]}, state.scalars)
-        for section, state in left.states.items()
-    }
+    states = {section: with_stand_ins(state, job.model.shapes) for section, state in left.states.items()}
     begun = Begun(RestOfStep(work=(), taken=(), kept=()), flats)
     try:
         stage = Stage(here, plan, place.stage, states, left.step, replica=place.replica, begun=begun)
@@ -70,7 +60,7 @@ def made_again(job: Job, plan: Plan, owner: int, left: WholeStep, vote: Vote) ->
             f"the update of rank {owner}, which was lost with it, cannot be made again here: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return {section: _as_copied(stage.state_of(section), left.states[section], absent[section]) for section in states}
+    return {section: without_stand_ins(stage.state_of(section), state) for section, state in left.states.items()}
 
 
 def needed(assignment: Assignment) -> frozenset[int]:
@@ -81,20 +71,3 @@ def needed(assignment: Assignment) -> frozenset[int]:
     come = {each.section for each in assignment.transfers if each.target_rank == assignment.rank}
     go = {each.section for each in assignment.transfers if each.source_rank == assignment.rank}
     return frozenset(go | (set(mine) - come))
-
-
-def _absent(job: Job, state: SectionState) -> dict[str, Tensor]:
-    """Something in place of frozen parameters that are in files: no update reads them."""
-    found = {}
-    for path, mark in state.scalars.items():
-        if path.startswith(FROZEN) and isinstance(mark, list):
-            name = path.removeprefix(FROZEN)
-            found[f"parameters/{name}"] = torch.zeros((), dtype=_DTYPES[str(mark[0])]).expand(job.model.shapes[name])
-    return found
-
-
-def _as_copied(state: SectionState, before: SectionState, absent: Mapping[str, Tensor]) -> SectionState:
-    """The state without what stood in place of something, and with what is said of that."""
-    marks = {path: mark for path, mark in before.scalars.items() if path.startswith(FROZEN)}
-    tensors = {path: value for path, value in state.tensors.items() if path not in absent}
-    return SectionState(state.section, tensors, {**state.scalars, **marks})

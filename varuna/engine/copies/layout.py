@@ -12,12 +12,11 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.section_state import DTYPE_NAMES, JSON, SectionState
+from varuna.checkpoint.io.section_state import DTYPE_NAMES, DTYPES, JSON, SectionState
 from varuna.core.errors import CheckpointError
 from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies, Ready
 
 _ALIGNMENT_BYTES = 64
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class TensorPlace(NamedTuple):
@@ -57,7 +56,7 @@ class SectionLayout(NamedTuple):
         """The state whose bytes are in ``memory``, as views of it."""
         tensors = {}
         for name, dtype_name, shape, first in self.entries:
-            dtype, count = _DTYPES[dtype_name], torch.Size(shape).numel()
+            dtype, count = DTYPES[dtype_name], torch.Size(shape).numel()
             tensors[name] = memory[first : first + count * dtype.itemsize].view(dtype).view(shape)
         return SectionState(self.section, tensors, dict(self.scalars))
 
