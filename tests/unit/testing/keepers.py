@@ -59,26 +59,18 @@ class Kept:
             ranks = range(self.waiting[0])
             assert self.on(*ranks, step=span.step)(), "there are no copies"
             assert self._wait(lambda: {(rank, span.step) for rank in ranks} <= self._sent), "they are still being sent"
-        if (span.name, span.phase) == ("copy", "end"):
-            with self._changed:
-                self._sent.add((span.rank, span.step))
-                self._changed.notify_all()
-        if (span.name, span.phase) == ("kept-last", "end"):
-            with self._changed:
-                self._whole.add((span.rank, span.step))
-                self._changed.notify_all()
-        if (span.name, span.phase) == ("B", "end"):
-            with self._changed:
+        noted = {
+            ("copy", "end"): self._sent,
+            ("kept", "end"): self._seen,
+            ("kept-last", "end"): self._whole,
+            ("apply", "begin"): self._voted,
+        }
+        with self._changed:
+            if (span.name, span.phase) in noted:
+                noted[span.name, span.phase].add((span.rank, span.step))
+            if (span.name, span.phase) == ("B", "end"):
                 self._added[span.rank, span.step] += 1
-                self._changed.notify_all()
-        if (span.name, span.phase) == ("kept", "end"):
-            with self._changed:
-                self._seen.add((span.rank, span.step))
-                self._changed.notify_all()
-        if (span.name, span.phase) == ("apply", "begin"):
-            with self._changed:
-                self._voted.add((span.rank, span.step))
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def wants(self, wanted: SumWanted) -> None:
         """Note what the sender of copies wants whose thread this is, unless it is one of an earlier run."""

@@ -2,11 +2,9 @@
 
 import pytest
 
-from tests.unit.fleet.support import Driver, two_stages
+from tests.unit.fleet.run_folder.test_sample_ledger import eventful
 from varuna.core.times import RankTimes
 from varuna.fleet.run_folder.predictions import CheckedPrediction, checked_predictions
-from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.outputs import Publish
 from varuna.fleet.state.run_events import GenerationTimed, RunEnded, RunEvent
 
 
@@ -18,20 +16,9 @@ def timed(predicted_s: float, *stages: RankTimes, generation: int = 0, is_nomina
     return GenerationTimed(generation=generation, predicted_s=predicted_s, is_nominal=is_nominal, stages=stages)
 
 
-def begun() -> list[RunEvent]:
-    """Two generations with plan 2x2 and 2x1."""
-    driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
-    driver.gather()
-    driver.voted(0)
-    driver.kill("w3")
-    for name in ("w0", "w1", "w2"):
-        driver.held(name, 1)
-    return [item.event for item in driver.done if isinstance(item, Publish)]
-
-
 def test_a_prediction_is_compared_with_the_steps_that_followed_it() -> None:
     # 10 steps of 1 s, 10 more of 2 s: what was known after the first ten was 1.9 s.
-    events = [*begun(), timed(9.0, times(10, 1.0), times(10, 0.8)), timed(1.9, times(20, 1.5), times(20, 1.3))]
+    events = [*eventful(), timed(9.0, times(10, 1.0), times(10, 0.8)), timed(1.9, times(20, 1.5), times(20, 1.3))]
     [checked] = checked_predictions(events)
     assert (checked.generation, checked.first, checked.steps) == (0, 10, 10)
     assert checked.predicted_s == 1.9
@@ -40,7 +27,7 @@ def test_a_prediction_is_compared_with_the_steps_that_followed_it() -> None:
 
 
 def test_each_generation_has_its_own() -> None:
-    events = [*begun(), timed(1.0, times(5, 1.1)), timed(2.0, times(6, 2.2), generation=1)]
+    events = [*eventful(), timed(1.0, times(5, 1.1)), timed(2.0, times(6, 2.2), generation=1)]
     assert [(each.generation, each.predicted_s, each.measured_s) for each in checked_predictions(events)] == [
         (0, 1.0, 1.1),
         (1, 2.0, 2.2),
@@ -49,8 +36,8 @@ def test_each_generation_has_its_own() -> None:
 
 def test_what_was_a_guess_says_nothing_and_what_follows_does() -> None:
     guess = timed(9.0, times(5, 1.0), is_nominal=True)
-    assert checked_predictions([*begun(), guess]) == ()
-    [checked] = checked_predictions([*begun(), guess, timed(1.0, times(10, 1.0))])
+    assert checked_predictions([*eventful(), guess]) == ()
+    [checked] = checked_predictions([*eventful(), guess, timed(1.0, times(10, 1.0))])
     assert (checked.first, checked.steps) == (5, 5)
 
 
@@ -59,8 +46,8 @@ def test_what_was_a_guess_says_nothing_and_what_follows_does() -> None:
     [
         [],
         [timed(1.0, times(5, 1.0))],  # of a generation that the log does not have
-        [*begun(), timed(1.0)],
-        [*begun(), timed(0.0, times(5, 1.0))],
+        [*eventful(), timed(1.0)],
+        [*eventful(), timed(0.0, times(5, 1.0))],
     ],
 )
 def test_a_log_that_says_too_little_has_none(events: list[RunEvent]) -> None:
@@ -68,11 +55,11 @@ def test_a_log_that_says_too_little_has_none(events: list[RunEvent]) -> None:
 
 
 def test_times_that_are_told_twice_change_nothing() -> None:
-    once = [*begun(), timed(1.0, times(5, 1.1))]
+    once = [*eventful(), timed(1.0, times(5, 1.1))]
     assert checked_predictions([*once, once[-1]]) == checked_predictions(once)
 
 
 def test_of_several_runs_in_a_folder_the_newest_counts() -> None:
-    first: list[RunEvent] = [*begun(), timed(1.0, times(5, 1.0)), RunEnded(exit_code=0, text="over")]
+    first: list[RunEvent] = [*eventful(), timed(1.0, times(5, 1.0)), RunEnded(exit_code=0, text="over")]
     assert [type(each) for each in checked_predictions(first)] == [CheckedPrediction]
-    assert checked_predictions([*first, *begun()]) == ()
+    assert checked_predictions([*first, *eventful()]) == ()
