@@ -1,6 +1,7 @@
 """A worker dies just after an update: with copies of all that it read it is made again, with the same losses."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -150,3 +151,25 @@ def test_an_update_that_depends_on_what_was_measured_is_not(kept: Kept) -> None:
     outcome = disturbed(measuring, kept.hear, {3: 3, 2: 2}, [Waiting(1, 1, "apply", after_the_vote(kept, 1))])
     assert went_back(outcome)
     assert outcome.losses == pytest.approx(undisturbed, rel=1e-6)
+
+
+@pytest.mark.timeout(200)
+def test_votes_stop_waiting_for_copies_that_never_come_in_time(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stuck(sender: sending.CopySender, step: int, stage: object) -> None:
+        while sender._waits(step):
+            time.sleep(0.01)
+
+    def long_script() -> list[int]:
+        trainer = varuna.Trainer(Dropping, Tokens(padded=True), adamw, MICRO_BATCHES, micro_batch=1)
+        found = []
+        for step in trainer.steps(9):
+            time.sleep(0.1)  # so that each state has a copy in time
+            found.append(step.index)
+        return found
+
+    monkeypatch.setattr(sending, "last_sums_s", lambda *_: 0.02)
+    monkeypatch.setattr(sending.CopySender, "_copy_last", stuck)
+    assert disturbed(long_script, kept.hear, {2: 2}, []).plans == ("2x1",)
+    assert "sums on rank 1 in each step, since they come too late" in capfd.readouterr().err

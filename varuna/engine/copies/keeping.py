@@ -58,8 +58,7 @@ class KeptCopy:
         self._layouts: Sequence[SectionLayout] = ()
         self._sums: dict[int, CopiedSums] = {}  # by section
         self._totals: dict[str, Tensor] | None = None  # once the sums are those of a whole step
-        self._before: WholeStep | None = None
-        self._before_memories: dict[int, Tensor] = {}  # of its states
+        self._before: tuple[WholeStep, dict[int, Tensor]] | None = None  # and the memory of its states
         self._free: dict[int, Tensor] = {}  # memory of states, by section
         self._spares: list[Tensor] = []  # memory of sums that were replaced, or are of a step that is over
 
@@ -82,7 +81,7 @@ class KeptCopy:
         """Keep the state before that of ``step``, if its update can be made again; else its memory may be used."""
         self._drop_before()
         if self._totals is not None and self._step == step - 1:
-            self._before, self._before_memories = self._whole(self._totals), self._memories
+            self._before = self._whole(self._totals), self._memories
             self._sums = {}
         else:
             self._free |= self._memories
@@ -111,8 +110,8 @@ class KeptCopy:
     def _drop_before(self) -> None:
         """There is a newer one, or one is needed more; its memory is used again."""
         if self._before is not None:
-            self._spares += [each.values for each in self._before.sums.values()]
-            self._free, self._before = self._before_memories, None
+            (whole, self._free), self._before = self._before, None
+            self._spares += [each.values for each in whole.sums.values()]
 
     def complete(self, step: int, layouts: Sequence[SectionLayout]) -> None:
         """All of it is there."""
@@ -172,7 +171,7 @@ class KeptCopy:
         with self._lock:
             if step is None or self._step == step:
                 return None
-            newest = self._before
+            newest = None if self._before is None else self._before[0]
             if self._step is not None and self._totals is not None:
                 newest = self._whole(self._totals)
             return newest if newest is not None and newest.step == step - 1 else None

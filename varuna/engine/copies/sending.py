@@ -91,7 +91,8 @@ class CopySender:
         """
         self._line, self._keeper, self._inbox, self._copied = wire.Line(group, keeper), keeper, inbox, copied
         self._still, self._steps, self._where = copied.still, steps, {"rank": rank, "stage": stage}
-        self._pace, self._has_room = CopyPace(), True
+        self._pace, self._last_pace, self._has_room = CopyPace(), CopyPace(), True
+        self._room = torch.empty(0)  # for the sums of any section
         self._step_s, self._round_s = 0.0, 0.0  # of the newest step, and of copies of all sums in it
         self._turns = threading.Condition()
         self._there: int | None = None  # the step whose state the keeper has
@@ -167,15 +168,22 @@ class CopySender:
         stage = self._copied.stage
         assert stage is not None
         with self._turns:
-            if self._there != step:
+            if self._there != step or not self._last_pace.begins():
                 return
             self._last = step
             self._still.ends(step)
             stage.sums.release()
-            deadline_s = time.monotonic() + _PATIENCE * wait_s
-            while self._last is not None and not self._inbox.ended and time.monotonic() < deadline_s:
+            begin_s = time.monotonic()
+            while self._last is not None and not self._inbox.ended and time.monotonic() < begin_s + _PATIENCE * wait_s:
                 self._turns.wait(_LOOK_S)
+            taken_s = time.monotonic() - begin_s if self._last is None else None
             self._last = None  # from now on nothing is read
+        if self._last_pace.ended(taken_s, begin_s - self._begin_s) and not self._inbox.ended:
+            warn(
+                f"the vote does not wait any more for the last copies of rank {self._where['rank']}'s sums on rank "
+                f"{self._keeper} in each step, since they come too late: if it is lost just after an update, the run "
+                "goes back to a saved state"
+            )
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -225,15 +233,13 @@ class CopySender:
     def _copy_sums(self, step: int, stage: Stage, step_begin_s: float) -> None:
         """Send the sums of all sections, again and again until the step is over or the keeper takes no more."""
         sizes, sent = stage.sums.sizes(), dict[int, Spans]()
-        room, all_bytes = torch.empty(0), 4 * sum(sizes.values())
+        all_bytes = 4 * sum(sizes.values())
         # The first step of a generation may be the rest of one; what is predicted may be nominal.
         left_s = max(self._step_s, stage.plan.step_s) - (time.monotonic() - step_begin_s)
         pace = sums_pace(left_s, all_bytes, self._round_s or PROCESSOR_S_PER_BYTE * all_bytes)
         wait_s = 0.0 if stage.sums.goes_on else pace.every_s  # work of before, which a loss would take along as well
         while self._still.lasts(step, wait_s):
-            begin_s = time.monotonic()
-            if not room.numel():
-                room = stage.sums.room()
+            begin_s, room = time.monotonic(), self._room_for(stage)
             for section, size in reversed(sizes.items()):  # as backwards come to them
                 wanted = stage.sums.take(section, room[:size], lambda: self._still.lasts(step, 0.0))
                 if wanted is None:
@@ -244,6 +250,11 @@ class CopySender:
                     sent[section] = wanted.micro_batches
             self._round_s = time.monotonic() - begin_s
             wait_s = sums_pause_s(pace, self._round_s)
+
+    def _room_for(self, stage: Stage) -> Tensor:
+        if not self._room.numel():
+            self._room = stage.sums.room()
+        return self._room
 
     def _copy_sum(self, step: int, stage: Stage, wanted: SumWanted) -> bool:
         def goes_on() -> bool:
@@ -290,7 +301,7 @@ class CopySender:
         if not self._waits(step):
             return
         with span("copy-last", **self._where, step=step):
-            room = stage.sums.room()
+            room = self._room_for(stage)
             for section, size in stage.sums.sizes().items():
                 with self._turns:  # the training thread goes on only between two sections
                     wanted = stage.sums.last(section, room[:size]) if self._last == step else None

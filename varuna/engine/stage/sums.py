@@ -158,10 +158,8 @@ class Sums:
         for wanted in self._wanted:
             if wanted.section == section:
                 self.forgo(wanted)
-                wanted.micro_batches = self._held(section)
-                if wanted.micro_batches:
-                    wanted.copied = self._copies.down([(self._buckets[section].flat, wanted.room)])
-                    self._leaving[section] = wanted.copied
+                self._copy(wanted)
+                self._leaving[section] = wanted.copied
                 wanted.taken.set()
 
     # -- by any thread -----------------------------------------------------------------------------------
@@ -189,10 +187,14 @@ class Sums:
     def last(self, section: int, room: Tensor) -> SumWanted:
         """A section's sums as they are, copied into ``room``; nothing may be added to them meanwhile."""
         wanted = SumWanted(section, room)
-        wanted.micro_batches = self._held(section)
-        if wanted.micro_batches:
-            self._copies.down([(self._buckets[section].flat, room)]).wait()
+        self._copy(wanted)
+        wanted.copied.wait()
         return wanted
+
+    def _copy(self, wanted: SumWanted) -> None:
+        wanted.micro_batches = self._held(wanted.section)
+        if wanted.micro_batches:
+            wanted.copied = self._copies.down([(self._buckets[wanted.section].flat, wanted.room)])
 
     def release(self) -> None:
         """Whoever waits for sums gets none: the step adds nothing more."""
