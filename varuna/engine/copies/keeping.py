@@ -251,6 +251,7 @@ class CopyKeeper:
                 totals |= layout.state_in(memory).tensors
             with span("kept-last", **self._where, step=opening.step):
                 self._copy.complete_step(opening.step, totals)
+            wire.answer(self._line, yes=True)
 
     def _keep_sum(self, opening: wire.Opening, held: HeldSums) -> None:
         if self._sums_alone:

@@ -323,8 +323,8 @@ class CopySender:
                     body.read(first, part, copies, after)
                 return self._last == step
 
-        if opening is not None:
-            wire.send_parts(self._line, opening, fill, lambda part_s: None, copies)
+        if opening is not None and wire.send_parts(self._line, opening, fill, lambda part_s: None, copies):
+            wire.await_answer(self._line)  # what has only left would be lost with this machine
 
     def _waits(self, step: int) -> bool:
         with self._turns:

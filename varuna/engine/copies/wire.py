@@ -7,6 +7,7 @@ update of a step reads beside its last sums:
 2. owner: the header
 3. keeper: whether it takes it
 4. owner: the parts, each with a word that says whether the copy goes on
+5. keeper: that all has come, where the owner waits for that
 """
 
 import time
