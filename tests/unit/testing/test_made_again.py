@@ -157,9 +157,11 @@ def test_an_update_that_depends_on_what_was_measured_is_not(kept: Kept) -> None:
 def test_votes_stop_waiting_for_copies_that_never_come_in_time(
     kept: Kept, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def stuck(sender: sending.CopySender, step: int, stage: object) -> None:
-        while sender._waits(step):
-            time.sleep(0.01)
+    offer = wire.offer
+
+    def late(line: wire.Line, kind: wire.CopyKind, *rest: Any) -> wire.Opening | None:
+        time.sleep(0.3 if kind is wire.CopyKind.LAST else 0.0)  # votes wait for 0.2
+        return offer(line, kind, *rest)
 
     def long_script() -> list[int]:
         trainer = varuna.Trainer(Dropping, Tokens(padded=True), adamw, MICRO_BATCHES, micro_batch=1)
@@ -170,6 +172,6 @@ def test_votes_stop_waiting_for_copies_that_never_come_in_time(
         return found
 
     monkeypatch.setattr(sending, "last_sums_s", lambda *_: 0.02)
-    monkeypatch.setattr(sending.CopySender, "_copy_last", stuck)
+    monkeypatch.setattr(wire, "offer", late)
     assert disturbed(long_script, kept.hear, {2: 2}, []).plans == ("2x1",)
     assert "sums on rank 1 in each step, since they come too late" in capfd.readouterr().err
