@@ -12,9 +12,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
-from varuna.engine.graphs.run_once import Run, Seeded, kind_of, outcome
+from varuna.engine.graphs.fingerprint import fingerprint
+from varuna.engine.graphs.run_once import Run, SectionOutcome, Seeded, kind_of, outcome
 from varuna.partition.cut.same_graph import code_of
 from varuna.partition.cut.split import SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights, retarget
@@ -57,14 +59,21 @@ class Halves:
 
 
 def _agree(whole: Run, halves: Run, arguments: Sequence[Any], seeded: Seeded) -> bool:
-    """Whether both give the same results, and the same gradients of all arguments, bit for bit."""
-    expected = outcome(whole, arguments, seeded)
+    """Whether both give the same results, and the same gradients of all arguments, bit for bit.
+
+    Gradients of one run at a time are in memory, as in any B.
+    """
+    expected = _fingerprints(outcome(whole, arguments, seeded))
     pending = PendingWeights()
     try:
-        found = outcome(partial(halves, pending), arguments, seeded, finish=pending.flush)
+        found = _fingerprints(outcome(partial(halves, pending), arguments, seeded, finish=pending.flush))
     except RuntimeError:  # such as an operation that refuses the output of a custom function
         return False
     return all(
         (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
-        for one, other in zip(chain(*expected), chain(*found), strict=True)
+        for one, other in zip(expected, found, strict=True)
     )
+
+
+def _fingerprints(run: SectionOutcome) -> list[Tensor | None]:
+    return [None if value is None else fingerprint(value) for value in chain(*run)]

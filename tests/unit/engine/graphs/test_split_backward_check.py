@@ -1,6 +1,8 @@
 """B in two halves gives the bits of B whole, for every way in which a model uses its parameters."""
 
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from tests.unit.engine.pipeline.test_length_variants import LENGTHS
 from tests.unit.engine.pipeline.test_length_variants import setup as of_lengths
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adamw, dropping, single_threaded, tiny_llama
 from varuna.core.plan import Plan
+from varuna.engine.graphs import split_backward_check
+from varuna.engine.graphs.run_once import SectionOutcome, outcome
 from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.stored import initial_states
@@ -172,3 +176,19 @@ def test_a_section_whose_halves_do_not_agree_is_never_split(monkeypatch: pytest.
     )
     assert all(torch.equal(a, b) for a, b in zip(gradients(setup, stage, split=True), whole, strict=True))
     assert not all(stage.job.halves._exact.values())
+
+
+def test_gradients_of_one_run_at_a_time_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[weakref.ref[Tensor]]] = []
+
+    def seen(*arguments: Any, **options: Any) -> SectionOutcome:
+        assert not any(ref() is not None for refs in made for ref in refs)
+        run = outcome(*arguments, **options)
+        made.append([weakref.ref(gradient) for gradient in run.gradients if gradient is not None])
+        return run
+
+    monkeypatch.setattr(split_backward_check, "outcome", seen)
+    setup = Setup(build=SmallLanguage)
+    gradients(setup, whole_stage(setup), split=True)
+    assert len(made) >= 2
+    assert all(made)
