@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from varuna.core.errors import DataError
-from varuna.data.digests import sample_digest
+from varuna.data.digests import tensors_digest
 from varuna.data.handles import unshareable
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.pace import Pace
@@ -254,7 +254,7 @@ class MeasuredReading:
 
 
 def _digest(batch: MicroBatch) -> tuple[tuple[int, ...], int]:
-    return batch.indices, sample_digest(batch.tensors)
+    return batch.indices, tensors_digest(batch.tensors)
 
 
 class ReadingWatch:

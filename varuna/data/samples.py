@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from varuna.core.errors import DataError
 from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
 from varuna.data.columns import Columns, InputNames
-from varuna.data.digests import row_digests, sample_digest
+from varuna.data.digests import row_digests, tensors_digest
 from varuna.data.measured import MeasuredReading
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
@@ -121,7 +121,7 @@ class SampleSource:
         if self._collator is None:
             named = [self._columns.tensors(each, f"dataset[{i}]") for each, i in zip(samples, indices, strict=True)]
             tensors = stack_all(named, indices, self._columns) if keys is None else stack(named, indices, keys)
-            return MicroBatch(tensors, tuple(map(sample_digest, named)) if compared else (), indices)
+            return MicroBatch(tensors, tuple(map(tensors_digest, named)) if compared else (), indices)
         with _collating(indices):
             batch = self._collator.batch(samples, positions)
         return MicroBatch(select(batch, keys), row_digests(batch, len(samples)) if compared else (), indices)

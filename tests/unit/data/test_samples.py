@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from varuna.core.errors import DataError
 from varuna.data.collate import Sample
-from varuna.data.digests import sample_digest
+from varuna.data.digests import tensors_digest
 from varuna.data.order import sample_index
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
 
@@ -233,17 +233,17 @@ SAMPLE = {"x": torch.arange(6, dtype=torch.int32), "y": torch.tensor(1.5)}
     ],
 )
 def test_digests_see_keys_dtypes_shapes_and_bytes(other: Sample) -> None:
-    assert sample_digest(other) != sample_digest(SAMPLE)
+    assert tensors_digest(other) != tensors_digest(SAMPLE)
 
 
 def test_digests_do_not_see_layout_in_memory_or_order_of_keys() -> None:
     strided = torch.arange(12, dtype=torch.int32)[::2] // 2
-    assert sample_digest({"y": SAMPLE["y"].requires_grad_(), "x": strided}) == sample_digest(SAMPLE)
+    assert tensors_digest({"y": SAMPLE["y"].requires_grad_(), "x": strided}) == tensors_digest(SAMPLE)
 
 
 @given(st.lists(st.integers(0, 3), max_size=3), st.sampled_from([torch.bool, torch.bfloat16, torch.complex64]))
 def test_digests_take_any_shape_and_fit_an_int64_tensor(shape: list[int], dtype: torch.dtype) -> None:
-    assert torch.tensor([sample_digest({"x": torch.zeros(shape, dtype=dtype)})]).dtype == torch.int64
+    assert torch.tensor([tensors_digest({"x": torch.zeros(shape, dtype=dtype)})]).dtype == torch.int64
 
 
 def micro_batch(*digests: int) -> MicroBatch:
