@@ -9,6 +9,7 @@ import queue
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ class Passing:
 Line = queue.SimpleQueue[tuple[float, Callable[[], Any], Passing, float]]
 
 
-class Lines:
+class Lines(ABC):
     """One line for each destination of this rank, on which messages stay in order."""
 
     def __init__(self) -> None:
@@ -82,9 +83,9 @@ class Lines:
         self._lines[destination].put((time.perf_counter(), hand_over, passing, share))
         return passing
 
+    @abstractmethod
     def _pump(self, line: Line) -> None:
         """Hand over what is queued, each message when it is due."""
-        raise NotImplementedError
 
 
 class DelayLines(Lines):
