@@ -277,7 +277,8 @@ class _Workers:
             if thread.is_alive():
                 stacks = stacks_of([thread.ident or 0])
                 where = "".join(traceback.format_stack(stacks[0][0])[-3:]) if stacks else ""
-                raise WorkerError(f"worker {worker} does not end {_END_S:g} s after the run has. It is here:\n{where}")
+                late = f"worker {worker} does not end {_END_S:g} s after the run has. It is here:\n{where}"
+                raise WorkerError(late) from (self._errors[0] if self._errors else None)
 
     # -- what the manager asks for ---------------------------------------------------------------------------
 

@@ -256,7 +256,9 @@ class Fleet:
 
     @property
     def missing(self) -> int:
-        """Workers that should exist and do not."""
+        """Workers that should exist and do not: once a rank is through, nobody else is needed."""
+        if self.is_leaving:
+            return 0
         leaving = sum(len(self.workers.on(node)) for node in self.departing) if self.config.replace else 0
         # A launcher may have nothing but a leaving node to start them on: twice as many at most.
         room = 2 * self.wanted - len(self.workers)

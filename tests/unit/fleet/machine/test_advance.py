@@ -449,6 +449,22 @@ def test_the_run_ends_well_when_all_have_left_and_their_processes_are_gone() -> 
     assert driver.end == EndRun(0, "2 steps done")
 
 
+@pytest.mark.parametrize("replace", [True, False])
+def test_nobody_is_started_in_place_of_one_whose_script_is_over_while_others_still_run(replace: bool) -> None:
+    driver = running(4, replace=replace)
+    driver.leave("w1", "w2")
+    driver.kill("w1", code=0)
+    driver.kill("w2", code=0)
+    driver.wait(1.2)
+    assert set(driver.fleet.workers) == {"w0", "w3"}
+    assert (driver.fleet.spawned, driver.fleet.spawning) == (4, 0)
+    driver.leave("w0", "w3")
+    driver.kill("w3", code=0)
+    driver.kill("w0", code=0)
+    driver.wait(1.2)
+    assert driver.end == EndRun(0, "2 steps done")
+
+
 def test_once_rank_0_is_gone_the_others_are_bounded() -> None:
     driver = running(2)
     driver.leave("w0", "w1")
