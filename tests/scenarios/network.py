@@ -73,8 +73,9 @@ class Network:
 
     def shape(self, bits_per_s: float) -> None:
         """Every host's line carries so many bits a second, in each direction."""
-        for host in self.addresses:
+        for host, address in self.addresses.items():
             self._ip(host, f"route replace {SUBNET}.0/24 dev eth0 congctl {_USUAL}")
+            self._ip(host, f"route replace local {address} dev eth0 table local src {address} congctl {_USUAL}")
             for where, device in ((host, "eth0"), ("", f"to-{host}")):
                 shaped = f"qdisc replace dev {device} root tbf rate {bits_per_s:.0f}bit {_SHAPED}"
                 self._ip(where, f"link set {device} gso_max_size {_UNCUT_BYTES}")

@@ -26,7 +26,9 @@ class StageCosts:
     record_s: float = -1.0
     """F of a micro-batch that is kept whole, for its B follows at once; by default ``forward_s``, and never less"""
     allreduce_s: float = 0.0
-    """from the stage's own end to the end of its last all-reduce"""
+    """from the stage's own end to the end of its last all-reduce, if no message is in its way"""
+    line_share: float = 0.0
+    """of that time, for which sums also occupy the host's line, both ways; 0: they pass none"""
     keeps_all: bool = False
     """no section is recomputed: the stage has no R's, and ``recompute_s`` counts nothing"""
     stash_bytes: int = 0
@@ -47,8 +49,8 @@ class LinkCosts:
     """The link between a stage and the next, per micro-batch.
 
     Each direction is a FIFO of its own: a message occupies it for its serialisation, then travels for the
-    latency and the jitter. Messages that leave a host also pass its line, with all others that leave it, and the
-    line of the host that they come to: stages between two such links share a host.
+    latency and the jitter. Messages that leave a host also pass its line, with all others that leave it and its sums,
+    and the line of the host that they come to: stages between two such links share a host.
     """
 
     latency_s: float = 0.0

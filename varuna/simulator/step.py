@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from varuna.schedule.actions import Kind
 from varuna.schedule.policy import Policy, make_policy, stash_limit
 from varuna.simulator.channels import Arrivals, SharedLink, busiest_line_s, lines_of
-from varuna.simulator.costs import PipelineCosts, StageCosts, travel_times_s
+from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, travel_times_s
 from varuna.simulator.trace import Row, StepTrace
 
 _FREE_LINE = 0.1
@@ -64,7 +64,7 @@ def simulate(
             raise RuntimeError(
                 f"the simulated pipeline is stuck: stage {stuck.index} waits for {stuck.policy.awaited()}"
             )
-    reduced_s = _reduced_s(costs, [stage.busy_until_s for stage in pipeline])
+    reduced_s = _reduced_s(costs, pipeline)
     return StepTrace(
         step_s=max(reduced_s) + costs.optimizer_s,
         reduced_s=tuple(reduced_s),
@@ -94,6 +94,7 @@ class _Stage:
         "record_s",
         "shares",
         "starts_s",
+        "sums",
         "work",
     )
 
@@ -114,6 +115,8 @@ class _Stage:
         self.forwards = 0
         self.work: dict[Kind, tuple[float, _Channel | None]] = {}
         """how long a kind of action takes, and where its result goes"""
+        self.sums: _Channel | None = None
+        """on which its sums flow, if they share a line with messages"""
         self.kinds: list[Kind] = []
         self.starts_s: list[float] = []
         self.ends_s: list[float] = []
@@ -182,6 +185,11 @@ def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, s
     work_s = max(stage.forward_s + stage.backward_s for stage in costs.stages)
     is_crowded = busiest_line_s(costs.links) > _FREE_LINE * work_s
 
+    def flows(stage: int, seconds: float, share: float, to: int, arrivals: Arrivals, early_s: float) -> _Channel:
+        flow = SharedLink(len(flowing), seconds, share, (lines[stage].out, lines[to].into))
+        flowing.append(_Channel(pipeline[to], arrivals, seconds, early_s, flow))
+        return flowing[-1]
+
     def channel(sender: int, receiver: int) -> _Channel:
         is_down, link, stage = receiver > sender, costs.links[min(sender, receiver)], pipeline[receiver]
         name = f"{seed} {min(sender, receiver)} {'down' if is_down else 'up'}"
@@ -190,9 +198,7 @@ def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, s
         seconds = link.activation_s if is_down else link.gradient_s
         if not (is_crowded and seconds * link.line_share):
             return _Channel(stage, arrivals, seconds, link.early_s, None)
-        flow = SharedLink(len(flowing), seconds, link.line_share, (lines[sender].out, lines[receiver].into))
-        flowing.append(_Channel(stage, arrivals, seconds, link.early_s, flow))
-        return flowing[-1]
+        return flows(sender, seconds, link.line_share, receiver, arrivals, link.early_s)
 
     for k, (stage, stage_costs) in enumerate(zip(pipeline, costs.stages, strict=True)):
         downstream = upstream = None
@@ -211,6 +217,9 @@ def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, s
             Kind.INPUT: (stage_costs.input_s, upstream),
             Kind.WEIGHT: (stage_costs.weight_s, None),
         }
+        if is_crowded and stage_costs.allreduce_s * stage_costs.line_share:
+            ends = Arrivals([], LinkCosts(), None)
+            stage.sums = flows(k, stage_costs.allreduce_s, stage_costs.line_share, k, ends, 0.0)
     return flowing
 
 
@@ -243,25 +252,37 @@ def _run(pipeline: list[_Stage], flowing: list[_Channel]) -> None:
         stage.gradients_in = gradients_in
         kind = stage.policy.choose(activations_in, gradients_in)
         if kind is None:
-            stage.idle = True
             heappop(events)
-            if activations_in < len(activations):
-                heappush(events, (activations[activations_in], index, stage))
-            if gradients_in < count:
-                heappush(events, (gradients[gradients_in], index, stage))
+            _rest(stage, events)
             continue
         end_s, channel = stage.act(kind, now_s)
         heapreplace(events, (end_s, index, stage))
+        if stage.sums is not None and stage.policy.finished:
+            _offer(stage.sums, end_s, passing)
         if channel is None:
             continue
         ready_s = max(now_s, end_s - channel.early_s)
         if channel.flow is not None:
-            heappush(passing, (ready_s, 2 * channel.flow.number, channel, False))
+            _offer(channel, ready_s, passing)
             continue
         arrival_s = channel.send(ready_s)
         receiver = channel.receiver
         if receiver.idle:
             heappush(events, (arrival_s, receiver.index, receiver))
+
+
+def _rest(stage: _Stage, events: list[_Event]) -> None:
+    """There is nothing for a stage to do until something arrives that has left by now, or until it is woken."""
+    stage.idle = True
+    for times_s, known in ((stage.activations, stage.activations_in), (stage.gradients, stage.gradients_in)):
+        if known < len(times_s):
+            heappush(events, (times_s[known], stage.index, stage))
+
+
+def _offer(channel: _Channel, ready_s: float, passing: list[_Passing]) -> None:
+    """A message will be ready for a channel whose messages flow."""
+    assert channel.flow is not None
+    heappush(passing, (ready_s, 2 * channel.flow.number, channel, False))
 
 
 def _pass(passing: list[_Passing], events: list[_Event], flowing: list[_Channel]) -> None:
@@ -282,9 +303,12 @@ def _pass(passing: list[_Passing], events: list[_Event], flowing: list[_Channel]
         heappush(passing, (each.done_s, 2 * each.number + 1, flowing[each.number], True))
 
 
-def _reduced_s(costs: PipelineCosts, ends_s: Sequence[float]) -> list[float]:
+def _reduced_s(costs: PipelineCosts, pipeline: list[_Stage]) -> list[float]:
     """When each stage has its gradients summed: its all-reduce starts at its own end, tied ones wait for the last."""
-    reduced_s = [end_s + stage.allreduce_s for end_s, stage in zip(ends_s, costs.stages, strict=True)]
+    reduced_s = [
+        stage.busy_until_s + its.allreduce_s if stage.sums is None else stage.sums.arrivals.times_s[-1]
+        for stage, its in zip(pipeline, costs.stages, strict=True)
+    ]
     for tied in costs.tied:
         exchanged_s = max(reduced_s[k] for k in tied.stages) + tied.exchange_s
         for k in tied.stages:

@@ -101,6 +101,37 @@ def test_stages_of_one_host_share_its_line() -> None:
     assert simulate(three, micro_batches=32).step_s > 1.1 * simulate(apart, micro_batches=32).step_s
 
 
+@pytest.mark.parametrize(
+    ("message_s", "allreduce_s", "share", "message_later_s", "sums_later_s"),
+    [
+        (3.0, 2.0, 1.0, 2.0, 2.0),  # half of the line each until the shorter one is through
+        (3.0, 5.0, 1.0, 3.0, 3.0),
+        (3.0, 2.0, 0.5, 1.0, 0.0),  # two stages of a host sum at once: each has half of the line anyway
+        (3.0, 2.0, 0.0, 0.0, 0.0),  # sums within a host
+        (0.1, 2.0, 1.0, 0.0, 0.0),  # messages that hardly use the line
+    ],
+)
+def test_the_last_gradient_of_a_stage_meets_its_sums(
+    message_s: float, allreduce_s: float, share: float, message_later_s: float, sums_later_s: float
+) -> None:
+    costs = between(message_s, 1.0, stages=2)
+    apart, together = (
+        simulate(
+            replace(
+                costs,
+                stages=tuple(replace(stage, allreduce_s=allreduce_s, line_share=each) for stage in costs.stages),
+            ),
+            micro_batches=4,
+        )
+        for each in (0.0, share)
+    )
+    assert together.ends_s[1] == apart.ends_s[1]
+    assert together.reduced_s[1] - apart.reduced_s[1] == pytest.approx(sums_later_s)
+    assert together.ends_s[0] - apart.ends_s[0] == pytest.approx(message_later_s)
+    assert together.reduced_s[0] - together.ends_s[0] == pytest.approx(allreduce_s), "nothing is in its way"
+    assert together.step_s - apart.step_s == pytest.approx(message_later_s)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("policy", ["varuna", "gpipe", "1f1b", "adaptive"])
 def test_nothing_is_faster_than_its_bound(seed: int, policy: str) -> None:

@@ -33,6 +33,7 @@ def pipelines(draw: st.DrawFn, keeps: st.SearchStrategy[bool] | None = None) -> 
         input_s=seconds,
         weight_s=seconds,
         allreduce_s=seconds,
+        line_share=st.sampled_from([0.0, 0.5, 1.0]),
         keeps_all=st.just(False) if keeps is None else keeps,
     )
     one_link = st.builds(

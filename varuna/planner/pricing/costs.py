@@ -6,7 +6,7 @@ from operator import sub
 from typing import NamedTuple
 
 from varuna.core.plan import Plan
-from varuna.planner.pricing.network import crossings, exchange_s, link_of, reduce_s
+from varuna.planner.pricing.network import crossings, exchange_s, link_of, reduce_s, reduce_share
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.sharded_optimizer import sharding_of
 from varuna.planner.pricing.stage_size import Size, crossing_time_s
@@ -70,6 +70,8 @@ class _Setting(NamedTuple):
     """Everything else that the costs of a stage depend on."""
 
     rings_s: _Rings
+    ring_share: float
+    """of its host's line"""
     is_one_of_many: bool
     splits: bool
 
@@ -110,9 +112,11 @@ class Pricer:
         """
         profile, stages = self._profile, len(starts)
         ends = (*starts[1:], profile.sections)
-        setting = _Setting(self._rings_s(stages, replicas), stages > 1, splits)
+        vm_size = self._gpus_per_vm
+        share = reduce_share(profile.calibration, stages=stages, replicas=replicas, gpus_per_vm=vm_size)
+        setting = _Setting(self._rings_s(stages, replicas), share, stages > 1, splits)
         known = self._stages.setdefault(setting, {})
-        crossed = crossings(stages, replicas, self._gpus_per_vm)
+        crossed = crossings(stages, replicas, vm_size)
         here = range(stages) if own is None else own
         return PipelineCosts(
             stages=tuple(
@@ -144,6 +148,7 @@ class Pricer:
             weight_s=self._weight[stop] - self._weight[start] + around.plain_s,
             record_s=record[stop] - record[start] + around.forward_s,
             allreduce_s=self._exposed_reduce_s(start, stop, setting) if setting.rings_s else 0.0,
+            line_share=setting.ring_share,
             keeps_all=first_kept == start,
             stash_bytes=int(activations[stop] - activations[first_kept])
             + (profile.boundary_bytes[start - 1] if start else 0),

@@ -66,6 +66,13 @@ def reduce_s(
     return ring_s(network_of(calibration, crosses=crosses).rings, size_bytes, ranks=members, in_flight=in_flight)
 
 
+def reduce_share(calibration: Calibration, *, stages: int, replicas: int, gpus_per_vm: int) -> float:
+    """Share of its host's line that an all-reduce takes, each way; 0 within a VM. Arguments as for ``reduce_s``."""
+    if stages * replicas <= gpus_per_vm:
+        return 0.0
+    return ring_share(calibration.across_vms, ranks=replicas, in_flight=min(stages, gpus_per_vm))
+
+
 def exchange_s(calibration: Calibration, size_bytes: float, *, crosses: bool, members: int) -> float:
     """Seconds in which each of the ``members`` sends its gradient of a tied parameter to every other one, by itself."""
     link = link_of(calibration, crosses=crosses)
@@ -79,11 +86,24 @@ def ring_s(rings: Sequence[Ring], size_bytes: float, *, ranks: int, in_flight: i
     """
     if ranks < 2 or not size_bytes:
         return 0.0
+    latency_s, bytes_per_s = _of_one(rings, ranks, in_flight)
+    return 2 * (ranks - 1) * (latency_s + size_bytes / ranks / bytes_per_s)
+
+
+def ring_share(network: NetworkCosts, *, ranks: int, in_flight: int) -> float:
+    """Share of its host's line that a ring of D ranks takes each way, while k are in flight."""
+    if ranks < 2:
+        return 0.0
+    _, bytes_per_s = _of_one(network.rings, ranks, in_flight)
+    return min(1.0 / in_flight, bytes_per_s / (network.link.line_bytes_per_s or network.link.bytes_per_s))
+
+
+def _of_one(rings: Sequence[Ring], ranks: int, in_flight: int) -> tuple[float, float]:
+    """Latency and rate of one ring of D ranks, while k are in flight."""
     measured = sorted({ring.in_flight for ring in rings})
     used = next((k for k in measured if k >= in_flight), measured[-1])
     latency_s, bytes_per_s = _between([ring for ring in rings if ring.in_flight == used], ranks)
-    shared = max(1.0, in_flight / used)
-    return 2 * (ranks - 1) * (latency_s + size_bytes / ranks / bytes_per_s * shared)
+    return latency_s, bytes_per_s / max(1.0, in_flight / used)
 
 
 def _between(rings: Sequence[Ring], ranks: int) -> tuple[float, float]:

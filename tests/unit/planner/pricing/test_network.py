@@ -1,8 +1,8 @@
 import pytest
 
 from tests.unit.planner.models import MB
-from varuna.calibration.format import Ring
-from varuna.planner.pricing.network import crossings, ring_s
+from varuna.calibration.format import Link, NetworkCosts, Ring
+from varuna.planner.pricing.network import crossings, ring_s, ring_share
 
 
 def test_each_vm_holds_neighbouring_ranks() -> None:
@@ -33,3 +33,13 @@ def test_rates_are_interpolated_between_the_ring_sizes_measured() -> None:
     rings = (Ring(ranks=2, latency_s=0, bytes_per_s=50 * MB), Ring(ranks=8, latency_s=0, bytes_per_s=20 * MB))
     times = [ring_s(rings, 100 * MB, ranks=ranks, in_flight=1) for ranks in (2, 5, 8, 16)]
     assert times == pytest.approx([2, 2 * 4 * 20 / 35, 2 * 7 * 12.5 / 20, 2 * 15 * 6.25 / 20])
+
+
+def test_a_ring_takes_the_share_of_the_line_that_it_fills() -> None:
+    link = Link(latency_s=0, bytes_per_s=40 * MB, line_bytes_per_s=80 * MB)
+    one = NetworkCosts(link=link, rings=(Ring(latency_s=0, bytes_per_s=40 * MB),))
+    assert [ring_share(one, ranks=ranks, in_flight=1) for ranks in (1, 2)] == [0, 0.5]
+    full = NetworkCosts(link=link, rings=(Ring(latency_s=0, bytes_per_s=90 * MB),))
+    assert [ring_share(full, ranks=2, in_flight=k) for k in (1, 2, 4)] == [1, 0.5, 0.25], "all of them fill it"
+    unknown = one.model_copy(update={"link": link.model_copy(update={"line_bytes_per_s": None})})
+    assert ring_share(unknown, ranks=2, in_flight=1) == 1

@@ -91,6 +91,13 @@ def test_costs_of_links_are_those_of_the_cut() -> None:
     assert within.links == (LinkCosts(latency_s=0.25, activation_s=1, gradient_s=1),), "it leaves no host"
 
 
+def test_sums_share_the_line_of_a_host_unless_they_stay_within_it() -> None:
+    profiled = of(model([section(0.5)] * 4), 2)
+    for replicas, vm_size, shares in ((1, 1, [0, 0]), (2, 1, [1, 1]), (2, 2, [0.5, 0.5]), (2, 4, [0, 0])):
+        costs = pipeline_costs(profiled, plan((0, 3), 4, replicas=replicas), gpus_per_vm=vm_size)
+        assert [stage.line_share for stage in costs.stages] == shares
+
+
 def test_links_within_a_vm_use_its_own_network() -> None:
     inner = NetworkCosts(
         link=Link(latency_s=0, bytes_per_s=8 * MB, jitter=Jitter(mean_s=0.5)),
