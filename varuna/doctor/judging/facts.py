@@ -113,6 +113,8 @@ class MachineFacts(Value):
     store: StoreFacts | None = None
     limits: LimitFacts
     cloud: CloudFacts = CloudFacts()
+    starts_slowly: bool = False
+    """TCP forgets in pauses how fast a connection was; False also if this system does not tell"""
     clock_ahead_s: float = 0.0
     """compared with the first machine's"""
 

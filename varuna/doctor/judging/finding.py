@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+NAMED = 6
+"""Of what a finding is about, at most so many are named."""
+
 
 class Severity(Enum):
     """How bad a finding is."""
@@ -43,3 +46,10 @@ def fault(subject: str, text: str, remedy: str) -> Finding:
 def is_healthy(findings: Sequence[Finding]) -> bool:
     """Whether nothing is broken; warnings do not count."""
     return all(finding.level is not Severity.FAULT for finding in findings)
+
+
+def listed(names: Sequence[str]) -> str:
+    """``"a, b and c"``."""
+    if len(names) > NAMED:
+        return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
+    return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]

@@ -6,8 +6,9 @@ from statistics import median
 
 from varuna.core.units import counted, format_bytes, format_duration
 from varuna.doctor.judging.facts import FleetFacts, LinkFacts, MachineFacts
-from varuna.doctor.judging.finding import Finding, fault, ok, warning
+from varuna.doctor.judging.finding import NAMED, Finding, fault, listed, ok, warning
 from varuna.doctor.judging.judge_machine import delay, judge_machine, speed
+from varuna.doctor.judging.pauses import judge_pauses
 
 CLOCK_SKEW_S = 5.0
 _CLOCK_BROKEN_S = 900.0
@@ -15,7 +16,6 @@ _CLOCK_BROKEN_S = 900.0
 _SLOW_SHARE = 1 / 3
 """of the median of all links: slower ones are named"""
 _LATE_FACTOR, _LATE_S = 5.0, 2e-3
-_NAMED = 6
 _OPEN = (
     "Workers listen on free ports, between themselves: open all TCP ports between these machines, both ways, or give "
     "--interface an address that leads there."
@@ -29,7 +29,7 @@ def judge_fleet(facts: FleetFacts) -> tuple[Finding, ...]:
 
 def judge_links(facts: FleetFacts) -> tuple[Finding, ...]:
     """Whether all can talk to all, and how fast."""
-    return (*_reaches(facts), *_speeds(facts), *_sums(facts))
+    return (*_reaches(facts), *_speeds(facts), *judge_pauses(facts), *_sums(facts))
 
 
 def _machines(facts: FleetFacts) -> Iterator[Finding]:
@@ -83,13 +83,7 @@ def _grouped(found: Mapping[str, str]) -> str:
     by_value: dict[str, list[str]] = {}
     for name, value in found.items():
         by_value.setdefault(value, []).append(name)
-    return "; ".join(f"{value} on {_listed(names)}" for value, names in by_value.items())
-
-
-def _listed(names: Sequence[str]) -> str:
-    if len(names) > _NAMED:
-        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
-    return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]
+    return "; ".join(f"{value} on {listed(names)}" for value, names in by_value.items())
 
 
 def _clocks(machines: Sequence[MachineFacts]) -> Iterator[Finding]:
@@ -162,11 +156,11 @@ def _speeds(facts: FleetFacts) -> Iterator[Finding]:
                     "A step waits for its slowest link: leave that machine out, or look at its network card and zone."
                 )
                 yield warning("links", text, remedy)
-    for (a, b), link in list(slow.items())[:_NAMED]:
+    for (a, b), link in list(slow.items())[:NAMED]:
         text = f"{a} to {b}: {speed(link.bytes_per_s)}, {delay(link.latency_s)}; {usual}"
         yield warning("links", text, "A step waits for its slowest link. Is one of them in another zone?")
-    if len(slow) > _NAMED:
-        yield warning("links", f"{len(slow) - _NAMED} more links are as slow", "--json shows all of them.")
+    if len(slow) > NAMED:
+        yield warning("links", f"{len(slow) - NAMED} more links are as slow", "--json shows all of them.")
     rates = [link.bytes_per_s for link in good.values()]
     delays = [link.latency_s for link in good.values()]
     text = f"{counted(len(good), 'link')}: {speed(min(rates))} to {speed(max(rates))}, "

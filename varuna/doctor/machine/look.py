@@ -9,6 +9,7 @@ from pathlib import Path
 
 from varuna.core.version import __version__
 from varuna.doctor.judging.facts import MachineFacts, StoreFacts
+from varuna.doctor.judging.pauses import SETTING
 from varuna.doctor.links.torch_child import TorchChild
 from varuna.doctor.machine.bounded import Bounded
 from varuna.doctor.machine.cloud import look_at_cloud
@@ -71,8 +72,17 @@ def look(child: TorchChild, wanted: Wanted) -> MachineFacts:
         folders=folders.take(_PART_S),
         store=store,
         limits=look_at_limits(),
+        starts_slowly=starts_slowly(),
         cloud=cloud.take(_PART_S),
     )
+
+
+def starts_slowly(root: Path = Path("/")) -> bool:
+    """Whether TCP begins anew after a pause, as Linux does by default; ``root`` is where file systems are."""
+    try:
+        return (root / "proc" / "sys" / SETTING.replace(".", "/")).read_text().strip() == "1"
+    except OSError:
+        return False
 
 
 def _resolved(work: Bounded[str]) -> str:

@@ -21,6 +21,7 @@ from varuna.doctor.judging.facts import (
 from varuna.doctor.judging.finding import Finding, Severity, is_healthy
 from varuna.doctor.judging.judge_fleet import judge_fleet
 from varuna.doctor.judging.judge_machine import delay, judge_machine, speed
+from varuna.doctor.judging.pauses import lost_s
 
 GIB = 1 << 30
 GPU = GpuFacts(name="H100", memory_bytes=80 * GIB, used_bytes=0, driver="550.54", compute_mode="Default")
@@ -194,6 +195,42 @@ def test_a_slow_link_is_named_beside_what_is_usual() -> None:
     findings = judge_fleet(fleet("a", "b", "c", "d", links={**facts.links, "d": away}))
     found = [each.text for each in findings if each.subject == "links" and each.level is WARNING]
     assert found == [f"all links to d are slow, with at most 80 Mb/s; {usual}"]
+
+
+def test_machines_whose_connections_begin_slowly_are_named_where_that_costs_something() -> None:
+    near = changed(fleet("a", "b", "c"), "a", starts_slowly=True)
+    assert not [each for each in judge_fleet(near) if each.subject == "tcp"]
+    far = {**near.links, "b": {**near.links["b"], "a": LinkFacts(latency_s=0.01, bytes_per_s=1.25e8)}}
+    found = [each for each in judge_fleet(near.model_copy(update={"links": far})) if each.subject == "tcp"]
+    [slow] = found
+    assert slow.level is WARNING
+    assert slow.text == (
+        "1 link begins slowly after a pause: from a to b (1 Gb/s, 10 ms) the next message takes up to 129 ms longer"
+    )
+    assert slow.remedy == "As root, on a: sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
+    back = {**near.links, "a": {**near.links["a"], "b": LinkFacts(latency_s=0.01, bytes_per_s=1.25e8)}}
+    assert not [each for each in judge_fleet(near.model_copy(update={"links": back})) if each.subject == "tcp"], (
+        "b, which sends there, does not begin slowly"
+    )
+    every = fleet("a", "b", "c", links={to: dict.fromkeys(row, far["b"]["a"]) for to, row in near.links.items()})
+    every = every.model_copy(
+        update={"machines": tuple(each.model_copy(update={"starts_slowly": True}) for each in every.machines)}
+    )
+    [slow] = [each for each in judge_fleet(every) if each.subject == "tcp"]
+    assert slow.text.startswith("6 links begin slowly after a pause")
+    assert slow.remedy.startswith("As root, on a, b and c: sysctl")
+
+
+def test_what_a_pause_costs_is_the_time_until_enough_is_under_way() -> None:
+    """At 14,480 bytes and twice as much with each round trip, as TCP counts, against a connection in its stride."""
+    for link in (LinkFacts(latency_s=0.05, bytes_per_s=1e8), LinkFacts(latency_s=0.004, bytes_per_s=3e7)):
+        round_trip_s, sent, window, trips = 2 * link.latency_s, 0.0, 14_480.0, 0
+        while window < link.bytes_per_s * round_trip_s:
+            sent, window, trips = sent + window, 2 * window, trips + 1
+        counted_s = trips * round_trip_s - sent / link.bytes_per_s
+        assert lost_s(link) == pytest.approx(counted_s, abs=round_trip_s)
+    assert lost_s(LinkFacts(latency_s=1e-4, bytes_per_s=1e7)) == 0.0, "ten segments are enough"
+    assert lost_s(LinkFacts(latency_s=0.0, bytes_per_s=1e9)) == 0.0
 
 
 def test_a_link_and_a_sum_that_fail_are_faults() -> None:

@@ -16,6 +16,7 @@ from varuna.doctor.machine.bounded import Bounded
 from varuna.doctor.machine.folders import look_at_folders
 from varuna.doctor.machine.gpus import look_at_gpus
 from varuna.doctor.machine.limits import look_at_limits
+from varuna.doctor.machine.look import starts_slowly
 from varuna.doctor.machine.store_probe import put_mark, remove_mark, try_store
 from varuna.doctor.meeting.meeting import MachineMeeting
 
@@ -25,6 +26,13 @@ GIB = 1 << 30
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def test_whether_tcp_begins_anew_after_pauses_is_a_setting_of_the_kernel(tmp_path: Path) -> None:
+    assert not starts_slowly(tmp_path), "no Linux"
+    for value, slowly in (("1\n", True), ("0\n", False)):
+        write(tmp_path / "proc" / "sys" / "net" / "ipv4" / "tcp_slow_start_after_idle", value)
+        assert starts_slowly(tmp_path) is slowly
 
 
 def test_limits_of_a_container_are_those_of_the_tightest_group(tmp_path: Path) -> None:
