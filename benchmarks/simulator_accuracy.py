@@ -11,10 +11,11 @@ Mixes have ranks of which everything takes twice as long, a device class of thei
 run on both ("spanning").
 
 With --hosts, every rank lives on a host of its own (or two share one): network namespaces, whose lines `tc` makes
-narrow, so that messages and sums are those of a real TCP over a real queue. There each plan is also predicted from what
-runs tell of themselves, starting from 10 Gb/s Ethernet: the second half of its steps from its own first half ("own"),
-and from the first half of each other plan of the setting with as many ranks or more ("others": the error's median).
-Needs root, ip, tc, unshare and nsenter.
+narrow, so that messages and sums are those of a real TCP over a real queue (with --keeps-pace: which does not begin
+slowly after pauses, net.ipv4.tcp_slow_start_after_idle=0). There each plan is also predicted from what runs tell of
+themselves, starting from 10 Gb/s Ethernet: the second half of its steps from its own first half ("own"), and from the
+first half of each other plan of the setting with as many ranks or more ("others": the error's median). Needs root, ip,
+tc, unshare and nsenter.
 """
 
 import argparse
@@ -201,6 +202,9 @@ def refined(case: Case, plan: Plan, calibration: Calibration, told: list[dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", action="store_true", help="ranks on hosts with narrow lines, instead of one host")
+    parser.add_argument(
+        "--keeps-pace", action="store_true", help="hosts on which TCP does not begin slowly after pauses"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="", help="run settings and cases whose name contains this")
@@ -234,9 +238,11 @@ def _measure(setting: Setting, cases: list[Case], options: argparse.Namespace) -
     """Calibrate in between the rounds, so that a noisy machine disturbs both alike."""
     with ExitStack() as stack:
         hosts = apart = None
-        if setting.mbits_per_s:
+        if bits_per_s := 1e6 * setting.mbits_per_s:
             hosts, apart = (
-                stack.enter_context(closing(Hosts(setting.workers, per_host, 1e6 * setting.mbits_per_s)))
+                stack.enter_context(
+                    closing(Hosts(setting.workers, per_host, bits_per_s, keeps_pace=options.keeps_pace))
+                )
                 for per_host in (setting.per_host, 1)
             )
         first = _on_hosts(setting, cases, apart)

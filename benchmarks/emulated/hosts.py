@@ -26,13 +26,15 @@ _PORT = 29_500
 class Hosts:
     """As many hosts as ranks need, each with one line, of one rate in each direction."""
 
-    def __init__(self, ranks: int, per_host: int, bits_per_s: float) -> None:
-        """Build them. Neighbouring ranks share a host, ``per_host`` of them."""
+    def __init__(self, ranks: int, per_host: int, bits_per_s: float, *, keeps_pace: bool = False) -> None:
+        """Build them. Neighbouring ranks share a host, ``per_host`` of them; ``keeps_pace``: also after pauses."""
         names = [f"h{number}" for number in range(-(-ranks // per_host))]
         self._network = Network(*names)
         self._of = [names[rank // per_host] for rank in range(ranks)]
         self._ports = iter(range(_PORT, _PORT + 1000))
         self._network.shape(bits_per_s)
+        if keeps_pace:
+            self._network.keep_pace()
 
     def close(self) -> None:
         """They are gone, with all that lives there."""

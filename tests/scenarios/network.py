@@ -81,6 +81,11 @@ class Network:
                 self._ip(where, f"link set {device} gso_max_size {_UNCUT_BYTES}")
                 self._inside(where, ["tc", *shaped.split()])
 
+    def keep_pace(self) -> None:
+        """TCP does not begin slowly after pauses, as it does by default."""
+        for host in self.addresses:
+            self._inside(host, ["sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_slow_start_after_idle"])
+
     def part(self, far: Iterable[str]) -> None:
         """These hosts reach each other and nobody else; packets vanish, as they do when a cable is out."""
         far = set(far)

@@ -8,8 +8,8 @@ from varuna.doctor.judging.finding import Finding, listed, warning
 from varuna.doctor.judging.judge_machine import delay, speed
 
 SETTING = "net.ipv4.tcp_slow_start_after_idle"
-_FIRST_BYTES = 10 * 1448.0
-"""That TCP sends before anything was acknowledged: ten segments (RFC 6928)."""
+FIRST_BYTES = 10 * 1448.0
+"""That TCP sends before anything was acknowledged: ten segments of usual packets (RFC 6928)."""
 _MUCH_S = 5e-3
 """More than a sender on a usual network loses."""
 
@@ -31,14 +31,14 @@ def judge_pauses(facts: FleetFacts) -> Iterator[Finding]:
     yield warning("tcp", text, f"As root, on {listed(names)}: sysctl -w {SETTING}=0")
 
 
-def lost_s(link: LinkFacts) -> float:
+def lost_s(link: LinkFacts, *, first_bytes: float = FIRST_BYTES) -> float:
     """Seconds that a message loses after a pause of some seconds: less after a shorter one, none after 0.2 s.
 
     What may be under way begins anew, and doubles with each round trip until it is enough.
     """
     round_trip_s = 2 * link.latency_s
     enough_bytes = link.bytes_per_s * round_trip_s
-    if enough_bytes <= _FIRST_BYTES:
+    if enough_bytes <= first_bytes:
         return 0.0
-    sent = 1 - _FIRST_BYTES / enough_bytes
-    return round_trip_s * (math.log2(enough_bytes / _FIRST_BYTES) - sent)
+    sent = 1 - first_bytes / enough_bytes
+    return round_trip_s * (math.log2(enough_bytes / first_bytes) - sent)
