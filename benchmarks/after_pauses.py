@@ -9,7 +9,6 @@ nsenter and /dev/net/tun. The last line is JSON.
 """
 
 import argparse
-import ctypes
 import fcntl
 import heapq
 import json
@@ -29,6 +28,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.emulated.wires import move_to  # noqa: E402
 from tests.scenarios.network import NAMESPACE, Network, why_not  # noqa: E402
 from varuna.doctor.judging.facts import LinkFacts  # noqa: E402
 from varuna.doctor.judging.pauses import lost_s  # noqa: E402
@@ -39,20 +39,17 @@ ADDRESSES = {"near": "10.78.0.1", "far": "10.78.0.2"}
 PACKET_BYTES, FIRST_PACKETS = 9000, 10
 """A larger packet than usual: this process carries each one."""
 _SET_INTERFACE, _TAP, _NO_HEADER = 0x400454CA, 0x0002, 0x1000
-_NEW_NETWORK = 0x40000000
 
 
 @contextmanager
 def living_at(network: Network, host: str) -> Iterator[None]:
     """What this thread opens meanwhile belongs to that host."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/thread-self/ns/net") as here, open(network.environment(host)[NAMESPACE]) as there:
-        if libc.setns(there.fileno(), _NEW_NETWORK):
-            raise OSError(ctypes.get_errno(), f"cannot enter the namespace of {host}")
+    with open("/proc/thread-self/ns/net", "rb") as here, open(network.environment(host)[NAMESPACE], "rb") as there:
+        move_to(there)
         try:
             yield
         finally:
-            libc.setns(here.fileno(), _NEW_NETWORK)
+            move_to(here)
 
 
 def plug(network: Network, host: str) -> int:
@@ -100,7 +97,7 @@ class FarLine(threading.Thread):
 
 
 def answer(listening: socket.socket, size_bytes: int) -> None:
-    """Say one byte whenever a message is here."""
+    """Say one byte whenever a message is here, until there are no more."""
     connection, _ = listening.accept()
     room, missing = bytearray(1 << 20), size_bytes
     while got := connection.recv_into(room, min(len(room), missing)):

@@ -7,7 +7,7 @@ import ctypes
 import json
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from tests.scenarios.network import NAMESPACE, Network
 
@@ -44,10 +44,19 @@ def enter(rank: int) -> None:
     hosts = _hosts()
     if hosts:
         with open(hosts[rank].namespace, "rb") as entrance:
-            if _setns(entrance.fileno(), _CLONE_NEWNET):
-                number = ctypes.get_errno()
-                raise OSError(number, f"cannot enter it: {os.strerror(number)}", hosts[rank].namespace)
+            move_to(entrance)
         os.environ.update(MASTER_ADDR=hosts[0].address, VARUNA_INTERFACE=hosts[rank].address, GLOO_SOCKET_IFNAME="eth0")
+
+
+def move_to(entrance: BinaryIO) -> None:
+    """Move this thread, and those that it starts, to the host whose network namespace this file is.
+
+    Raises:
+        OSError: it cannot be entered.
+    """
+    if _setns(entrance.fileno(), _CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot enter it: {os.strerror(number)}", entrance.name)
 
 
 def _hosts() -> list[_Host]:

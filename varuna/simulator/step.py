@@ -162,10 +162,9 @@ class _Channel:
 
     __slots__ = ("arrivals", "early_s", "flow", "free_s", "receiver", "serialisation_s")
 
-    def __init__(
-        self, receiver: _Stage, arrivals: Arrivals, serialisation_s: float, early_s: float, flow: SharedLink | None
-    ) -> None:
-        self.receiver, self.arrivals, self.serialisation_s, self.flow = receiver, arrivals, serialisation_s, flow
+    def __init__(self, receiver: _Stage, arrivals: Arrivals, serialisation_s: float, early_s: float) -> None:
+        self.receiver, self.arrivals, self.serialisation_s = receiver, arrivals, serialisation_s
+        self.flow: SharedLink | None = None
         self.early_s = early_s
         """how long before the end of its action a message is ready"""
         self.free_s = 0.0
@@ -185,10 +184,11 @@ def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, s
     work_s = max(stage.forward_s + stage.backward_s for stage in costs.stages)
     is_crowded = busiest_line_s(costs.links) > _FREE_LINE * work_s
 
-    def flows(stage: int, seconds: float, share: float, to: int, arrivals: Arrivals, early_s: float) -> _Channel:
-        flow = SharedLink(len(flowing), seconds, share, (lines[stage].out, lines[to].into))
-        flowing.append(_Channel(pipeline[to], arrivals, seconds, early_s, flow))
-        return flowing[-1]
+    def shared(sender: int, receiver: int, alone: _Channel, share: float) -> _Channel:
+        lines_passed = lines[sender].out, lines[receiver].into
+        alone.flow = SharedLink(len(flowing), alone.serialisation_s, share, lines_passed)
+        flowing.append(alone)
+        return alone
 
     def channel(sender: int, receiver: int) -> _Channel:
         is_down, link, stage = receiver > sender, costs.links[min(sender, receiver)], pipeline[receiver]
@@ -196,9 +196,8 @@ def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, s
         weather = None if seed is None else travel_times_s(link, micro_batches, random.Random(name))
         arrivals = Arrivals(stage.activations if is_down else stage.gradients, link, weather)
         seconds = link.activation_s if is_down else link.gradient_s
-        if not (is_crowded and seconds * link.line_share):
-            return _Channel(stage, arrivals, seconds, link.early_s, None)
-        return flows(sender, seconds, link.line_share, receiver, arrivals, link.early_s)
+        alone = _Channel(stage, arrivals, seconds, link.early_s)
+        return shared(sender, receiver, alone, link.line_share) if is_crowded and seconds * link.line_share else alone
 
     for k, (stage, stage_costs) in enumerate(zip(pipeline, costs.stages, strict=True)):
         downstream = upstream = None
@@ -218,8 +217,8 @@ def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, s
             Kind.WEIGHT: (stage_costs.weight_s, None),
         }
         if is_crowded and stage_costs.allreduce_s * stage_costs.line_share:
-            ends = Arrivals([], LinkCosts(), None)
-            stage.sums = flows(k, stage_costs.allreduce_s, stage_costs.line_share, k, ends, 0.0)
+            alone = _Channel(stage, Arrivals([], LinkCosts(), None), stage_costs.allreduce_s, 0.0)
+            stage.sums = shared(k, k, alone, stage_costs.line_share)
     return flowing
 
 
@@ -272,7 +271,7 @@ def _run(pipeline: list[_Stage], flowing: list[_Channel]) -> None:
 
 
 def _rest(stage: _Stage, events: list[_Event]) -> None:
-    """There is nothing for a stage to do until something arrives that has left by now, or until it is woken."""
+    """A stage has nothing to do until a message arrives: one that is on its way, or a later one, which wakes it."""
     stage.idle = True
     for times_s, known in ((stage.activations, stage.activations_in), (stage.gradients, stage.gradients_in)):
         if known < len(times_s):

@@ -17,8 +17,12 @@ _MUCH_S = 5e-3
 def judge_pauses(facts: FleetFacts) -> Iterator[Finding]:
     """Links between far machines: on those a message takes noticeably longer after a pause."""
     slowly = {machine.name for machine in facts.machines if machine.starts_slowly}
-    links = [(a, b, link) for b, row in facts.links.items() for a, link in row.items() if a in slowly]
-    late = [(lost_s(link), a, b, link) for a, b, link in links if not link.problem and lost_s(link) > _MUCH_S]
+    late = [
+        (seconds, a, b, link)
+        for b, row in facts.links.items()
+        for a, link in row.items()
+        if a in slowly and not link.problem and (seconds := lost_s(link)) > _MUCH_S
+    ]
     if not late:
         return
     worst_s, a, b, link = max(late, key=lambda row: row[0])
