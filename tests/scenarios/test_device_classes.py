@@ -70,7 +70,8 @@ def test_each_class_gets_what_it_can_run_and_keeps_its_seats(tmp_path: Path) -> 
 
 
 def test_a_slow_worker_of_a_class_gets_fewer_micro_batches_than_its_peers(tmp_path: Path) -> None:
-    job = ("--steps", "40", "--dropout", "0.1", "--global-batch", "30", "--micro-batch", "1")
+    # Speeds are 4, 4, 2, 2 and 1: with 39 the slowest saves every seventh second; with 30 steps are as long without it.
+    job = ("--steps", "40", "--dropout", "0.1", "--global-batch", "39", "--micro-batch", "1")
     slow = ("--compute", "0.05", "--slow-class", "w2,w3,w4", "--slow-workers", "w4")
     calibrator = Calibrator(planner(memory_bytes=None, stages=1), run_dir=tmp_path / "run", cache=None)
     config = FleetConfig(workers=5, slow_ratio=1.5, replace=False)
