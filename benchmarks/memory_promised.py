@@ -9,7 +9,7 @@ moment that the generation has formed, action by action, so that the model's con
 can say where the peak was.
 
 A promise is for the worst case: all messages that may wait do wait. So pipelines run twice, undisturbed, and with ranks
-that stand still now and then on links that are late; what counts is the larger peak. The last line is
+that stand still now and then, on links that are late or shut; what counts is the larger peak. The last line is
 JSON.
 """
 
@@ -35,9 +35,12 @@ from benchmarks.forked import run_ranks
 from varuna.core.precision import Precision
 
 LENGTH, VOCABULARY, MICRO_BATCH, STEPS = 64, 1024, 4, 3
-LATE_STEPS, LATE_S, LATE_ONE_OF = 20, 0.1, 8
-"""Steps of a run with late ranks, in which one of so many actions begins so late, and one of so many messages leaves so
-late; half of the others are under way for half as long on average. All others get ahead meanwhile."""
+LATE_MICRO_BATCHES, LATE_S, LATE_ONE_OF = 320, 0.1, 8
+"""At least so many in a run with late ranks, in which one of so many actions begins so late, and one of so many
+messages leaves so late; half of the others are under way for half as long on average. Others get ahead meanwhile."""
+SIEGE_S, SIEGE_ONE_OF = 1.2, 80
+"""Before one of so many actions nothing leaves its rank for so long, and the rank stands still for half of that: all
+that may come to it has come, and all that may wait to leave does."""
 ACTIONS = frozenset("FRBIW")
 
 
@@ -278,10 +281,17 @@ class LateLines(Lines):
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
         self._chance = chance
+        self._open_s = 0.0
+
+    def close(self, seconds: float) -> None:
+        """Let nothing out for a while."""
+        self._open_s = time.monotonic() + seconds
 
     def _pump(self, line: Line) -> None:
         while True:
             _, hand_over, passing, _ = line.get()
+            while (left_s := self._open_s - time.monotonic()) > 0:
+                time.sleep(left_s)
             if self._chance.random() < 1 / LATE_ONE_OF:
                 time.sleep(LATE_S)
             elif self._chance.random() < 1 / 2:
@@ -299,7 +309,12 @@ def be_late(rank: int) -> None:
     lines = LateLines(chance)
 
     def hear(mark: Any) -> None:
-        if mark.phase == "begin" and mark.name in ACTIONS and chance.random() < 1 / LATE_ONE_OF:
+        if mark.phase != "begin" or mark.name not in ACTIONS:
+            return
+        if chance.random() < 1 / SIEGE_ONE_OF:
+            lines.close(SIEGE_S)
+            time.sleep(SIEGE_S / 2)
+        elif chance.random() < 1 / LATE_ONE_OF:
             time.sleep(LATE_S)
 
     def send(group: Any, tensors: list[torch.Tensor], destination: int, tag: int) -> Any:
@@ -344,7 +359,8 @@ def measure(model: str, case: Case, device: str | None) -> list[Row]:
         return [json.loads(world.store.get(f"peaks/{k}")) for k in range(plan.stages)] if world.rank == 0 else None
 
     calm = run_ranks(plan.workers, partial(rank, STEPS, is_late=False))
-    late = run_ranks(plan.workers, partial(rank, LATE_STEPS, is_late=True)) if plan.stages > 1 else calm
+    late_steps = -(-LATE_MICRO_BATCHES * case.replicas // case.micro_batches)
+    late = run_ranks(plan.workers, partial(rank, late_steps, is_late=True)) if plan.stages > 1 else calm
     rows = []
     for stage, (in_time, peaks) in enumerate(zip(calm, late, strict=True)):
         worst = {name: max(in_time.get(name, 0), peaks.get(name, 0)) for name in in_time | peaks}

@@ -267,6 +267,8 @@ def _facts(
         is_free = section.index < gradient_free
         activation_bytes = footprint.activation_bytes if footprint else sum(cost.output_bytes for cost in costs)
         back = [crossing for crossing in leaving if crossing.differentiable]
+        # Gradients of what earlier sections have made for later ones wait while this one's backward runs.
+        passing_bytes = sum(_example_bytes(each) for each in back if each.name not in section.makes)
         facts.append(
             SectionFacts(
                 label=section.label,
@@ -280,9 +282,9 @@ def _facts(
                 update_bytes=update.step_bytes[section.index] if update else 0,
                 activation_bytes=0 if is_free else activation_bytes,
                 forward_bytes=footprint.forward_bytes if footprint else 0,
-                backward_bytes=footprint.backward_bytes if footprint and not is_free else 0,
+                backward_bytes=footprint.backward_bytes + passing_bytes if footprint and not is_free else 0,
                 fixed_bytes=footprint.fixed_bytes if footprint and not is_free else 0,
-                split_bytes=footprint.split_bytes if footprint and not is_free else None,
+                split_bytes=footprint.split_bytes + passing_bytes if footprint and not is_free else None,
                 split_fixed_bytes=footprint.split_fixed_bytes if footprint and not is_free else 0,
                 queued_bytes=footprint.queued_bytes if footprint and not is_free else None,
                 input_bytes=sum(inputs[k].size_bytes for k in section.inputs if k in inputs and k not in read),

@@ -327,8 +327,8 @@ class Builder:
         return self._spans[replication]
 
     def _spans_of(self, replication: Replication, **limits: int | None) -> Spans:
-        reads_here = not self.request.memory_apart
-        return Spans(self.profile, **limits, replication=replication, splits=self.may_keep, reads_here=reads_here)
+        one_memory = not self.request.memory_apart
+        return Spans(self.profile, **limits, replication=replication, splits=self.may_keep, one_memory=one_memory)
 
     def sizer(
         self, wanted: tuple[int, ...], stash_moves: bool, replication: Replication, *, unlimited: bool = False

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -211,15 +212,49 @@ def test_what_waits_for_w_is_as_large_as_promised(precision: Precision) -> None:
     assert queued > 1.5 * sum(section.activation_bytes for section in facts)
 
 
+class Normed(nn.Module):
+    """What its linears take is made from what sections take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 64)
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x)).relu()
+        return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+def test_what_waits_for_w_does_not_hold_what_the_stage_took() -> None:
+    setup = Setup(build=Normed, micro_batch=_MICRO_BATCH)
+    count, job = len(setup.model.sections), setup.job()
+    crossings = setup.model.split.crossings
+    start = next(k for k in range(count // 2, count) if len(crossings[k]) == 1)
+    [taken] = crossings[start]
+    states = initial_states(setup.model, range(start, count), setup.beginning.parameters, job.buffers)
+    given = {"stages": 2, "replicas": 1, "micro_batch": _MICRO_BATCH, "global_batch": 24, "starts": (0, start)}
+    stage = Stage(job, Plan(**given, sections=count, stash_limits=(1, 1)), 1, states, 0)
+    examples = Examples(setup.source.micro_batch(range(_MICRO_BATCH)).tensors, _MICRO_BATCH)
+    value = torch.randn(taken.shape(_MICRO_BATCH))
+    storage = weakref.ref(value.untyped_storage())
+    tapes = stage.record({taken.name: value}, examples, 0, 0, split=True)
+    del value
+    loss = setup.model.sections[-1].makes[0]
+    gradients, left = stage.input_backward(tapes, {loss: torch.ones((), dtype=job.dtype)})
+    assert list(gradients) == [taken.name]
+    assert sum(len(pending.parts) for _, _, pending in left if pending is not None) >= 2
+    assert storage() is None
+
+
 def test_a_stage_that_splits_uses_what_its_plan_promised() -> None:
     setup = setup_of(_MICRO_BATCHES, build=Stack)
     plan = planned(setup, 2).model_copy(update={"split_last": _MICRO_BATCHES})
     of_sections = profile(nominal_calibration(setup.model.facts), _MICRO_BATCH)
     sections = plan.first_cut.sections_of(1)
-    live_bytes = [
-        Spans(of_sections, splits=splits).live(sections.start, sections.stop, recomputes=False)
-        for splits in (False, True)
-    ]
+    live_bytes = [Spans(of_sections, splits=splits).at_work(sections.start, sections.stop) for splits in (False, True)]
     found = peaks(setup, plan)
     assert 0.85 * plan.memory_bytes[1] < found[1] < 1.03 * plan.memory_bytes[1]
     assert found[1] > plan.memory_bytes[1] - (live_bytes[1] - live_bytes[0])  # B whole would need less

@@ -29,12 +29,12 @@ def test_a_micro_batch_outside_the_global_batch_is_refused(requested: int) -> No
 
 def test_an_unfixed_micro_batch_is_halved_until_something_fits() -> None:
     assert plan_run(job(), workers=8).micro_batch == 8
-    assert plan_run(job(), workers=8, memory_bytes=750 * MB).micro_batch == 4
+    assert plan_run(job(), workers=8, memory_bytes=770 * MB).micro_batch == 4
 
 
 def test_a_micro_batch_that_the_user_fixed_stays() -> None:
     with pytest.raises(NoPlanError, match="pass a smaller micro_batch"):
-        plan_run(job(micro_batch=8), workers=8, memory_bytes=750 * MB)
+        plan_run(job(micro_batch=8), workers=8, memory_bytes=770 * MB)
 
 
 def test_the_micro_batch_of_the_run_is_kept_through_a_morph() -> None:

@@ -17,7 +17,7 @@ from varuna.planner.pricing.stage_size import Size, Sizer
 from varuna.schedule.buffers import STASH_IN_TRANSIT
 
 LARGE = model([section(boundary_bytes=200 * MB, activation_bytes=300 * MB)] * 8)  # inputs as heavy as state
-TIGHT, ROOMY = 3_600 * MB, 4_600 * MB
+TIGHT, ROOMY = 3_800 * MB, 4_800 * MB
 HARDWARE = Hardware(name="test")
 
 

@@ -111,6 +111,7 @@ class _Product(torch.autograd.Function):
 
 
 def _leave(ctx: Any, x: Tensor, gradient: Tensor, how: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x = x.detach()  # else its graph would stay, and with that what the section took
     ctx.pending.parts.append((ctx.weight, how, x, gradient))
     if ctx.bias is not None:
         ctx.pending.parts.append((ctx.bias, gradient_of_bias, x, gradient))

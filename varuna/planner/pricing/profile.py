@@ -67,6 +67,8 @@ class Profile:
     """Needed while F of a section runs, besides what it takes."""
     inner_forward_bytes: Peaks
     """The same with what the section before has made."""
+    recording_bytes: Peaks
+    """Needed while R of a section runs, with the activations of all sections from the first up to it."""
     working_bytes: Peaks
     """Needed while R or B of a section runs, with the activations of all sections from the first up to it."""
     splitting_bytes: Peaks
@@ -157,6 +159,7 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         activation_bytes=activation_bytes,
         forward_bytes=tuple(forward_bytes),
         inner_forward_bytes=Peaks.of(list(map(add, forward_bytes, (0, *boundary_bytes[:-1])))),
+        recording_bytes=Peaks.of(list(map(add, alive, map(min, forward_bytes, backward_bytes)))),
         working_bytes=Peaks.of(list(map(add, alive, backward_bytes))),
         splitting_bytes=Peaks.of(list(map(sub, map(add, alive, split_bytes), left))),
         weighing_bytes=Peaks.of(list(map(add, left, fixed_bytes))),

@@ -1,7 +1,8 @@
 """Bytes that consecutive sections need on any stage: balancing asks 100,000 times for a few hundred such spans."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import Enum
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ class Room(NamedTuple):
     """The memory that sections [start, stop) leave for micro-batches in flight."""
 
     free_bytes: float
-    """Memory beyond state, messages, live activations and samples that are read ahead; negative: it does not fit."""
+    """Memory beyond state and samples that are read ahead; negative: it does not fit."""
     incoming_bytes: int
     """Bytes of a micro-batch that waits for its F."""
     each_bytes: float
@@ -22,6 +23,16 @@ class Room(NamedTuple):
 
 
 _NONE = Room(-1.0, 0, 0)
+_DEEP = MESSAGES_LEAVING + 2
+"""From this depth on, more micro-batches in flight have no more messages."""
+
+
+class Moment(Enum):
+    """What a stage does when it has most."""
+
+    FORWARD = "F, while another micro-batch waits for its gradient"
+    RECOMPUTE = "R"
+    BACKWARD = "B, or I, or W"
 
 
 class Replication(NamedTuple):
@@ -47,7 +58,7 @@ class Spans:
         host_limit_bytes: int | None = None,
         replication: Replication = ALONE,
         splits: bool = False,
-        reads_here: bool = False,
+        one_memory: bool = False,
     ) -> None:
         """Prepare prefix sums.
 
@@ -57,7 +68,7 @@ class Spans:
             host_limit_bytes: of a worker's share of host memory; None: unlimited.
             replication: what D changes.
             splits: backwards may run as I and W, on all stages but the first.
-            reads_here: samples are read into the same memory, as on a CPU.
+            one_memory: samples are read, and messages come, into the memory that computes, as on a CPU.
         """
         self.profile, self.limit_bytes, self.host_limit_bytes = profile, limit_bytes, host_limit_bytes
         self.reserved = profile.calibration.hardware.reserved_bytes
@@ -70,7 +81,9 @@ class Spans:
         self._own, self._inputs = profile.own_bytes.before, profile.input_bytes.before
         self._working, self._forward = profile.working_bytes.over, profile.forward_bytes
         self._inner_forward = profile.inner_forward_bytes.over
-        self._being_read = int(self._inputs[-1]) if reads_here else 0
+        self._being_read = int(self._inputs[-1]) if one_memory else 0
+        self._one_memory = one_memory
+        self._recording = profile.recording_bytes.over
         self._splitting, self._weighing = profile.splitting_bytes.over, profile.weighing_bytes.over
         self._queued = profile.queued_bytes.before
         self._splits = splits and self._queued[-1] > 0
@@ -80,37 +93,37 @@ class Spans:
         behind = (*profile.boundary_bytes[: profile.sections - 1], 0)
         back = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
         self._front = [there + ACTIVATIONS_COMING * into for there, into in zip(back, self.incoming, strict=False)]
-        self._rear = [0, *(MESSAGES_LEAVING * a + GRADIENTS_COMING * b for a, b in zip(behind, back[1:], strict=True))]
+        self._leaving, self._returning = (0, *behind), back
         self._replicas = replication.sharing if profile.calibration.optimizer.sharded else 1
         self._adds_copies = replication.adds_copies
         self._has_host_bytes = bool(profile.host_bytes.before[-1])
         self._has_updates = bool(profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1)
         self._sharding: dict[tuple[int, int], Sharding] = {}
-        self._rooms: dict[tuple[int, int, bool, bool], Room] = {}
+        self._rooms: dict[tuple[int, int, bool], Room] = {}
+        self._peaks: dict[tuple[int, int, int, bool], float] = {}
         self._known_s: dict[tuple[int, ...], dict[tuple[int, int], float]] = {}
 
     def known_s(self, role: tuple[int, ...]) -> dict[tuple[int, int], float]:
         """Where seconds of spans may be noted, for all stages of whatever depth P whose role is the same."""
         return self._known_s.setdefault(role, {})
 
-    def room(self, start: int, stop: int, recomputes: bool, copies: bool) -> Room:
+    def room(self, start: int, stop: int, copies: bool) -> Room:
         """Return the memory that sections [start, stop) leave for micro-batches in flight."""
-        key = (start, stop, recomputes, copies)
+        key = (start, stop, copies)
         known = self._rooms.get(key)
         if known is None:
             known = self._rooms[key] = self._room(*key)
         return known
 
-    def _room(self, start: int, stop: int, recomputes: bool, copies: bool) -> Room:
+    def _room(self, start: int, stop: int, copies: bool) -> Room:
         limit = float("inf") if self.limit_bytes is None else self.limit_bytes
         host_limit = float("inf") if self.host_limit_bytes is None else self.host_limit_bytes
         state = self._resident[stop] - self._resident[start] + self.reserved
         if stop - start > self._tied_span:
             state -= sum(self.counted_twice(start, stop))
         state += self.copied_sums(start, stop) - self.lent(start, stop)
-        free = limit - state - self.messages(start, stop) - self.live(start, stop, recomputes)
-        is_over = free < 0 or state + self.update(start, stop, copies) > limit
-        if is_over or self.host_bytes(start, stop, copies) > host_limit:
+        free = limit - state
+        if state + self.update(start, stop, copies) > limit or self.host_bytes(start, stop, copies) > host_limit:
             return _NONE
         read, incoming = self._inputs[stop] - self._inputs[start], self.incoming[start]
         return Room(free - self.ahead(start, stop), incoming, incoming + read)
@@ -120,8 +133,29 @@ class Spans:
         read = self._inputs[stop] - self._inputs[start]
         return SAMPLES_AHEAD * read + self._being_read if read else 0.0
 
-    def first_kept(self, start: int, stop: int, room_bytes: float) -> int:
-        """First section of a stage from which activations are kept, within the room of a micro-batch in flight."""
+    def first_kept(self, start: int, stop: int, depth: int, room_bytes: float) -> int:
+        """First section of a stage from which activations are kept by micro-batches in flight.
+
+        Args:
+            start: first section of the stage.
+            stop: one past its last section.
+            depth: n_k, more than 1.
+            room_bytes: for all that micro-batches in flight hold, beside activations and messages if nothing is kept.
+        """
+        found = self._first_within(start, stop, room_bytes / (depth - 1))
+        if found == start:
+            return found
+        # What F needs beside an R is less if sections with large ones are not kept: then it is not their turn yet.
+        room_bytes += self.bare_peak(start, stop, depth, recomputes=True)
+        at_work = self.at_work(start, stop) + self.messages(start, stop, depth, Moment.BACKWARD)
+        for first in range(self._first_within(start, stop, (room_bytes - at_work) / (depth - 1)), found):
+            peak = sum(self.peak(start, stop, first, depth, recomputes=True))
+            if peak + (depth - 1) * self.held(start, first, stop) <= room_bytes:
+                return first
+        return found
+
+    def _first_within(self, start: int, stop: int, room_bytes: float) -> int:
+        """The same for the room of one micro-batch in flight."""
         if self.held(start, start, stop) <= room_bytes:
             return start
         return bisect_left(self._kept_from, self._activations[stop] - room_bytes, start + 1, stop)
@@ -145,32 +179,115 @@ class Spans:
         activations = self._activations[stop] - self._activations[start]
         return max(0.0, self._queued[stop] - self._queued[start] - each - activations)
 
-    def messages(self, start: int, stop: int) -> int:
+    def bare_peak(self, start: int, stop: int, depth: int, *, recomputes: bool) -> float:
+        """Bytes of activations and messages at their peak if nothing is kept; arguments as of ``peak``."""
+        key = start, stop, min(depth, _DEEP), recomputes
+        known = self._peaks.get(key)
+        if known is None:
+            known = self._peaks[key] = sum(self.peak(start, stop, stop, key[2], recomputes=recomputes))
+        return known
+
+    def peak(self, start: int, stop: int, first_kept: int, depth: int, *, recomputes: bool) -> tuple[float, int]:
+        """Activations and messages, without what micro-batches in flight hold, when both together are most.
+
+        Args:
+            start: first section of the stage.
+            stop: one past its last section.
+            first_kept: first section that keeps its activations; ``stop`` if none does.
+            depth: n_k.
+            recomputes: some micro-batch may need an R.
+
+        Returns:
+            Bytes of activations and what a section at work needs, and bytes of messages.
+        """
+        moments = (
+            (self.at_work(start, stop), self.messages(start, stop, depth, Moment.BACKWARD)),
+            (self._recorded(start, stop, first_kept), self.messages(start, stop, depth, Moment.RECOMPUTE)),
+            (self._beside(start, stop, first_kept, recomputes), self.messages(start, stop, depth, Moment.FORWARD)),
+        )
+        return max(moments, key=sum)
+
+    def messages(self, start: int, stop: int, depth: int, moment: Moment) -> int:
         """Bytes at both ends: messages that leave, and buffers for the next ones that arrive.
 
         Inputs that have come, and gradients that the stage before has not taken, count in the stash: of a micro-batch
         that is in flight there, this stage has one or the other.
+
+        F only begins with a place for what it makes. Of a micro-batch whose backward is at work nothing leaves any
+        more, and its gradient has left its place. The place is given to the next one when another gradient has come,
+        of which nothing leaves either.
+
+        Args:
+            start: first section of the stage.
+            stop: one past its last section.
+            depth: n_k.
+            moment: what the stage does.
         """
-        return self._front[start] + self._rear[stop]
+        leaving, returning = self._leaving[stop], self._returning[stop]
+        if moment is Moment.BACKWARD:
+            rear = min(MESSAGES_LEAVING, depth - 1) * leaving + (GRADIENTS_COMING - 1) * returning
+            if depth > 1:
+                rear = max(rear, min(MESSAGES_LEAVING, depth - 2) * leaving + GRADIENTS_COMING * returning)
+        else:
+            most = depth if moment is Moment.RECOMPUTE else min(MESSAGES_LEAVING, depth) - 1
+            rear = min(MESSAGES_LEAVING, most) * leaving + GRADIENTS_COMING * returning
+        return self._front[start] + rear
 
-    def live(self, start: int, stop: int, recomputes: bool) -> float:
-        """Activations of a micro-batch and what a section at work needs; another's F may run beside an R.
+    def at_work(self, start: int, stop: int) -> float:
+        """Activations of a micro-batch whose backward runs, and what the section at work needs.
 
-        Between I and W of a section, what its linears took and the gradients of what they made take their place. F of
-        any section but a stage's first, whose input is in the stash, also has what the section before has made.
+        Between I and W of a section, what its linears took and the gradients of what they made take their place.
         """
         activations = self._activations
-        working = self._working(start, stop) - activations[start]
-        if self._splits and start:
-            queued = self._queued
-            splitting = self._splitting(start, stop) + queued[stop] - activations[start]
-            working = max(working, splitting, self._weighing(start, stop) - queued[start])
-        if not recomputes:
+        working = self._held_to(self._working, start, stop) - activations[start]
+        if not self._splits or not start:
             return working
-        forward = self._forward[start]
-        if stop - start > 1:
-            forward = max(forward, self._inner_forward(start + 1, stop))
-        return max(working, activations[stop] - activations[start] + forward)
+        queued = self._queued
+        splitting = self._held_to(self._splitting, start, stop) + queued[stop] - activations[start]
+        return max(working, splitting, self._weighing(start, stop) - queued[start])
+
+    def _held_to(self, needed: Callable[[int, int], float], start: int, stop: int) -> float:
+        """What sections need, with the message that has come: it is whole until its last gradient has been used.
+
+        On a GPU it is not there: what it brought was copied apart.
+        """
+        came = self._returning[stop] if self._one_memory else 0
+        if not came or stop - start == 1:
+            return needed(start, stop)
+        return max(needed(start, stop), needed(start, stop - 1) + came)
+
+    def _recorded(self, start: int, stop: int, first_kept: int) -> float:
+        """Activations of a micro-batch whose R runs, kept ones included, and what the section at work needs."""
+        activations = self._activations
+        if start == first_kept:
+            return activations[stop] - activations[start]
+        kept = activations[stop] - activations[first_kept]
+        return self._recording(start, first_kept) - activations[start] + kept
+
+    def _beside(self, start: int, stop: int, first_kept: int, recomputes: bool) -> float:
+        """Activations of a micro-batch that waits for its gradient, and what F of another one needs beside them.
+
+        F of any section but a stage's first, whose input is in the stash, also has what the section before has made.
+        Until it gets to the kept sections, its micro-batch does not hold what others in flight do. At its end there is
+        what F has made twice: the message is a copy.
+        """
+        made = 2 * self._leaving[stop]
+        if not recomputes:
+            return max(
+                self._activations[stop] - self._activations[start] + made, self._forward_peak(start, stop, start)
+            )
+        before = self._forward_peak(start, first_kept, start) - self.held(start, first_kept, stop)
+        forward = max(made, before, self._forward_peak(first_kept, stop, start))
+        return self._activations[stop] - self._activations[start] + forward
+
+    def _forward_peak(self, start: int, stop: int, stage_start: int) -> float:
+        """What F needs in sections [start, stop) of a stage."""
+        if start >= stop:
+            return 0.0
+        if start > stage_start:
+            return self._inner_forward(start, stop)
+        inner = self._inner_forward(start + 1, stop) if stop - start > 1 else 0.0
+        return max(self._forward[start], inner)
 
     def update(self, start: int, stop: int, copies: bool) -> float:
         """Bytes that the optimizer needs while it steps, with streamed state and the copies of a tentative step."""

@@ -57,7 +57,10 @@ class StageBytes:
     Where all is kept and W's wait, what they wait with instead, if that is more.
     """
     live: int
-    """Activations of the other sections, of one micro-batch, and what its section at work needs beside them."""
+    """Activations of the other sections, of one micro-batch, and what its section at work needs beside them.
+
+    Like messages, at the moment at which both together are most.
+    """
     messages: int
     """At each end messages that leave, and places for the next ones that come."""
     update: int
@@ -157,7 +160,7 @@ class Sizer:
     def _fit(self, stage: int, start: int, stop: int, wanted: int) -> tuple[int, int, int]:
         """Depth, at most ``wanted``, first section that is kept, and inputs moved; depth 0 if it does not fit."""
         activations = self._activations
-        free, incoming, each = self._spans.room(start, stop, self._recomputes[stage], self._copies)
+        free, incoming, each = self._spans.room(start, stop, self._copies)
         if free < 0:
             return 0, stop, 0
         if self._spans.limit_bytes is None:
@@ -166,25 +169,38 @@ class Sizer:
             # Sections without activations count as kept: a stage without gradients then needs no R at all.
             return wanted, bisect_left(activations, activations[stop], start, stop), 0
         depth, most_moved = wanted, 0
-        if each:
-            free -= self.waiting[stage] * incoming
-            places = int(free // each)
-            if self._stash_moves and places >= STASH_IN_TRANSIT:
-                most_moved = self._most_moved(stage, start, stop, each)
-            if places < wanted:
-                depth = min(wanted, max(places, places - STASH_IN_TRANSIT + most_moved))
-                if depth < min(wanted, self._least[stage]):
-                    return 0, stop, 0
-            if most_moved:
-                return self._fit_moving(stage, start, stop, depth, most_moved, free, each)
-            free -= depth * each
-        return depth, self._first_kept(stage, start, stop, depth, free), 0
+        free -= self.waiting[stage] * incoming
+        places = self._places(stage, start, stop, wanted, free, each)
+        if each and self._stash_moves and places >= STASH_IN_TRANSIT:
+            most_moved = self._most_moved(stage, start, stop, each)
+        if places < wanted:
+            depth = min(wanted, max(places, places - STASH_IN_TRANSIT + most_moved))
+            if depth < min(wanted, self._least[stage]):
+                return 0, stop, 0
+        free -= self._peak(stage, start, stop, depth)
+        if most_moved:
+            return self._fit_moving(stage, start, stop, depth, most_moved, free, each)
+        return depth, self._first_kept(stage, start, stop, depth, free - depth * each), 0
+
+    def _peak(self, stage: int, start: int, stop: int, depth: int) -> float:
+        """Activations and messages if nothing is kept."""
+        return self._spans.bare_peak(start, stop, depth, recomputes=self._recomputes[stage])
+
+    def _places(self, stage: int, start: int, stop: int, wanted: int, free: float, each: float) -> int:
+        """The most micro-batches in flight, up to ``wanted``, that fit into ``free`` bytes."""
+        left = free - self._peak(stage, start, stop, wanted)
+        if left >= wanted * each:
+            return wanted
+        places = max(0, int(left // each)) if each else 0
+        while places < wanted and (places + 1) * each + self._peak(stage, start, stop, places + 1) <= free:
+            places += 1  # the fewer they are, the fewer messages may leave at once
+        return places
 
     def _first_kept(self, stage: int, start: int, stop: int, depth: int, free: float) -> int:
         """First section from which on activations fit."""
         if not self._may_keep or stage == self._last or depth == 1:
             return stop
-        return self._spans.first_kept(start, stop, free / (depth - 1))
+        return self._spans.first_kept(start, stop, depth, free)
 
     def _fit_moving(
         self, stage: int, start: int, stop: int, depth: int, most_moved: int, free: float, each: float
@@ -226,6 +242,7 @@ class Sizer:
         optimizer = int(profile.optimizer_bytes.over(span)) - twice_optimizer - spans.lent(start, stop)
         kept = int(profile.activation_bytes.over(range(stop - size.kept, stop)))
         held = int(spans.held(start, stop - size.kept, stop))
+        live, messages = spans.peak(start, stop, stop - size.kept, size.depth, recomputes=self._recomputes[stage])
         if split_last is None or size.kept < len(span):
             spared = 0
         else:
@@ -239,8 +256,8 @@ class Sizer:
             + size.on_device * int(profile.input_bytes.over(span))
             + int(spans.ahead(start, stop)),
             kept=kept + (size.depth - 1) * held - spared,
-            live=int(spans.live(start, stop, self._recomputes[stage])) - kept,
-            messages=spans.messages(start, stop),
+            live=int(live) - kept,
+            messages=messages,
             update=int(spans.update(start, stop, self._copies)),
             host=self.host_bytes(start, stop) + size.moved * entry_bytes(profile, span),
         )

@@ -1,9 +1,12 @@
 """What a section needs at work is found on fake tensors, and is what it uses."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from varuna.partition.capture.capture import Recipe
+from varuna.partition.graph.flow import Flow
 from varuna.partition.model import partition
 
 WIDTH = 37  # no other test's: what sections of one kind need is found once in a process
@@ -38,3 +41,33 @@ def test_bytes_are_those_of_what_autograd_keeps_and_no_random_number_is_drawn() 
     assert section.queued_bytes == 4 * row
     assert section.split_bytes is not None
     assert section.split_bytes < section.backward_bytes + section.fixed_bytes  # no gradient of a weight is made in I
+
+
+class Beside(nn.Module):
+    """Three linears; what the first one makes either passes by the second one or not."""
+
+    def __init__(self, *, passes: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.passes = passes
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.first(x)
+        other = self.second(made)
+        out: Tensor = self.third(other + made if self.passes else other + other)
+        return out.pow(2).mean()
+
+
+def test_gradients_of_what_passes_by_a_section_count_with_it() -> None:
+    def after_linears(flow: Flow, costs: object) -> list[int]:
+        return [position for position, node in enumerate(flow.ops) if "linear" in str(node.target)][:2]
+
+    by, alone = (
+        partition(Recipe(partial(Beside, passes=passes)), {"x": torch.zeros(2, WIDTH)}, choose=after_linears).facts
+        for passes in (True, False)
+    )
+    row = 4 * WIDTH
+    boundaries = [[section.boundary_bytes for section in facts.sections] for facts in (by, alone)]
+    assert boundaries == [[row, 2 * row, 0], [row, row, 0]]
+    assert by.sections[1].backward_bytes == alone.sections[1].backward_bytes + row
+    assert by.sections[1].split_bytes == (alone.sections[1].split_bytes or 0) + row

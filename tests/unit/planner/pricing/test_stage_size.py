@@ -42,8 +42,8 @@ def test_a_stage_needs_state_stash_activations_and_messages() -> None:
         reserved=7 * MB,
         stash=(3 + 2) * 20 * 2 * MB,  # two more may have arrived: stage 0 runs up to 5
         kept=3 * 20 * 50 * MB + 2 * 40 * MB,  # and what each began with; the live one's is among its activations
-        live=20 * (50 + 2) * MB,  # and what the other section takes while F of another micro-batch runs
-        messages=(3 + 1 + 3 + 3) * 40 * MB,  # activations in, gradients out, activations out, gradients in
+        live=20 * (50 + 2 * 2) * MB,  # F of another micro-batch is through, what it has made is being copied
+        messages=(3 + 1 + 2 + 3) * 40 * MB,  # activations in, gradients out, activations out, gradients in
         update=600 * MB,
     )
     assert needs.total == needs.state + needs.stash + needs.kept + needs.live + needs.messages
@@ -95,6 +95,15 @@ def test_what_a_section_needs_at_work_counts_where_it_is_highest() -> None:
     assert sizes.detail(0, 1, 3, Size(2, 0)).live == (50 + 50 + 30 + 2) * MB  # F of another micro-batch meanwhile
 
 
+def test_on_a_cpu_a_message_is_there_until_its_last_gradient_has_been_used() -> None:
+    early = section().model_copy(update={"backward_bytes": 400 * MB})
+    facts = model([early, section(), section()])
+    apart, together = (Spans(profile(calibrated(facts), 1), one_memory=one).at_work(0, 2) for one in (False, True))
+    assert (apart, together) == ((50 + 400) * MB, (50 + 400 + 2) * MB)
+    late = Spans(profile(calibrated(model([section(), early, section()])), 1), one_memory=True)
+    assert late.at_work(0, 2) == (2 * 50 + 400) * MB  # among what the last section needs
+
+
 def queueing(queued: int, split: int) -> ModelFacts:
     bytes_of = {
         "queued_bytes": queued * MB,
@@ -140,8 +149,8 @@ def test_samples_count_while_their_micro_batch_is_in_flight_and_as_they_are_read
 def test_on_a_cpu_whole_samples_count_while_they_are_read_even_if_a_stage_needs_a_part() -> None:
     pixels, labels = (section().model_copy(update={"input_bytes": size}) for size in (5 * MB, MB))
     facts = model([pixels, section(), labels])
-    for reads_here, more in ((False, 0), (True, 6 * MB)):
-        spans = Spans(profile(calibrated(facts), 1), reads_here=reads_here)
+    for one_memory, more in ((False, 0), (True, 6 * MB)):
+        spans = Spans(profile(calibrated(facts), 1), one_memory=one_memory)
         assert [spans.ahead(0, 1), spans.ahead(1, 2), spans.ahead(2, 3)] == [
             SAMPLES_AHEAD * 5 * MB + more,
             0,
@@ -156,12 +165,17 @@ def test_peaks_know_the_largest_of_any_span(values: list[int], data: st.DataObje
     assert Peaks.of(values).over(start, stop) == max(values[start:stop])
 
 
+MORE = 2
+"""Messages that may leave beside those of a stage with one micro-batch in flight."""
+
+
 def least(facts: ModelFacts, wanted: Sequence[int]) -> int:
     return sizer(facts, wanted, micro_batch=20).least_bytes(1, 1, 3)
 
 
 def test_memory_goes_to_depth_first_and_then_to_keeping() -> None:
     bare, message, activations = least(FOUR, (6, 6, 1)), 40 * MB, 20 * 50 * MB
+    rest = 5 * message + MORE * message
     one = activations + message  # what it takes too: the section before keeps nothing
 
     def size(limit_bytes: int) -> Size | None:
@@ -169,22 +183,70 @@ def test_memory_goes_to_depth_first_and_then_to_keeping() -> None:
 
     assert size(bare - 1) is None
     assert size(bare) == Size(depth=1, kept=0)
-    assert size(bare + 5 * message - 1) == Size(depth=5, kept=0)
-    assert size(bare + 5 * message) == Size(depth=6, kept=0)
-    assert size(bare + 5 * message + 5 * one - 1) == Size(depth=6, kept=0)
-    assert size(bare + 5 * message + 5 * one) == Size(depth=6, kept=1)
-    assert size(bare + 5 * message + 10 * activations - 1) == Size(depth=6, kept=1)
-    assert size(bare + 5 * message + 10 * activations) == Size(depth=6, kept=2)
+    assert size(bare + rest - 1) == Size(depth=5, kept=0)
+    assert size(bare + rest) == Size(depth=6, kept=0)
+    assert size(bare + rest + 5 * one - 1) == Size(depth=6, kept=0)
+    assert size(bare + rest + 5 * one) == Size(depth=6, kept=1)
+    assert size(bare + rest + 10 * activations - 1) == Size(depth=6, kept=1)
+    assert size(bare + rest + 10 * activations) == Size(depth=6, kept=2)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_the_bytes_of_a_size_are_what_it_was_chosen_by(kept: int) -> None:
     taken = 20 * 2 * MB * (kept == 1)  # the first section takes the stage's input, which is in the stash
-    limit = least(FOUR, (6, 6, 1)) + 5 * 40 * MB + 5 * (kept * 20 * 50 * MB + taken)
+    limit = least(FOUR, (6, 6, 1)) + (5 + MORE) * 40 * MB + 5 * (kept * 20 * 50 * MB + taken)
     sizes = sizer(FOUR, (6, 6, 1), micro_batch=20, limit_bytes=limit)
     size = sizes.size(1, 1, 3)
     assert size == Size(depth=6, kept=kept)
     assert sizes.detail(1, 1, 3, size).total == limit
+
+
+@given(st.data(), st.integers(1, 7), st.booleans())
+def test_what_a_size_was_promised_with_is_enough_for_it(data: st.DataObject, depth: int, splits: bool) -> None:
+    sizes_bytes = st.integers(0, 9)
+    names = ("activation_bytes", "boundary_bytes", "forward_bytes", "backward_bytes", "input_bytes", "queued_bytes")
+    drawn = [{name: data.draw(sizes_bytes) * MB for name in names} for _ in range(4)]
+    facts = model([section().model_copy(update=each) for each in drawn])
+    wanted = (depth + 1, depth, 1)
+
+    def sized(limit_bytes: int) -> tuple[Size | None, Sizer]:
+        sizes = sizer(facts, wanted, limit_bytes=limit_bytes, splits=splits, tentative=False)
+        return sizes.size(1, 1, 3), sizes
+
+    limit = sizer(facts, wanted).detail(1, 1, 3, Size(1, 0)).state + data.draw(st.integers(1, 400)) * MB
+    size, sizes = sized(limit)
+    if size is None:
+        return
+    needed = sizes.detail(1, 1, 3, size).total
+    assert needed <= limit
+    again = sized(needed)[0]
+    assert again is not None
+    assert again.depth == size.depth
+    assert sizes.detail(1, 1, 3, again).total <= needed
+
+
+def test_of_few_micro_batches_in_flight_few_have_messages() -> None:
+    facts = model([section().model_copy(update={"backward_bytes": 400 * MB})] * 4)
+
+    def messages(depth: int) -> int:
+        return sizer(facts, (7, 7, 1)).detail(1, 1, 3, Size(depth, 0)).messages // (2 * MB)
+
+    ends = 3 + 1  # activations that come, and the gradient that leaves
+    # The rest while a backward runs, beside what it was given: gradients that come, and activations that leave.
+    assert [messages(depth) - ends for depth in range(1, 8)] == [2 + 0, 3 + 0, 3 + 1, 3 + 2, 3 + 3, 3 + 3, 3 + 3]
+
+
+def test_a_forward_that_has_not_got_to_the_kept_sections_holds_less_than_others_in_flight() -> None:
+    large = section().model_copy(update={"forward_bytes": 600 * MB})
+    facts = model([large, section(), section()])
+
+    def live(kept: int) -> int:
+        found = sizer(facts, (4, 1)).detail(0, 0, 2, Size(4, kept))
+        return found.live + found.kept
+
+    held = 50 + 2
+    assert live(0) == (2 * 50 + 600) * MB
+    assert live(1) == (2 * held + 2 * 50 + 600) * MB  # two others in flight, the one that waits, and the F
 
 
 def test_nothing_is_kept_on_memory_that_nobody_knows() -> None:
