@@ -17,10 +17,8 @@ import argparse
 import gc
 import json
 import os
-import random
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,18 +28,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.emulated.network import LARGE_BYTES, Line, Lines
+from benchmarks.emulated.late import be_late
 from benchmarks.forked import run_ranks
 from varuna.core.precision import Precision
 
 LENGTH, VOCABULARY, MICRO_BATCH, STEPS = 64, 1024, 4, 3
-LATE_MICRO_BATCHES, LATE_S, LATE_ONE_OF = 320, 0.1, 8
-"""At least so many in a run with late ranks, in which one of so many actions begins so late, and one of so many
-messages leaves so late; half of the others are under way for half as long on average. Others get ahead meanwhile."""
-SIEGE_S, SIEGE_ONE_OF = 1.2, 80
-"""Before one of so many actions nothing leaves its rank for so long, and the rank stands still for half of that: all
-that may come to it has come, and all that may wait to leave does."""
-ACTIONS = frozenset("FRBIW")
+LATE_MICRO_BATCHES = 320
+"""At least so many in a run with late ranks."""
 
 
 def gpt2(layers: int = 4) -> Any:
@@ -273,57 +266,6 @@ def plan_of(facts: Any, case: Case) -> Any:
         return plan
     split = plan.model_copy(update={"split_last": case.micro_batches})
     return Builder(request, profile(request.calibration, MICRO_BATCH)).promised(split)
-
-
-class LateLines(Lines):
-    """Lines that stand still now and then."""
-
-    def __init__(self, chance: random.Random) -> None:
-        super().__init__()
-        self._chance = chance
-        self._open_s = 0.0
-
-    def close(self, seconds: float) -> None:
-        """Let nothing out for a while."""
-        self._open_s = time.monotonic() + seconds
-
-    def _pump(self, line: Line) -> None:
-        while True:
-            _, hand_over, passing, _ = line.get()
-            while (left_s := self._open_s - time.monotonic()) > 0:
-                time.sleep(left_s)
-            if self._chance.random() < 1 / LATE_ONE_OF:
-                time.sleep(LATE_S)
-            elif self._chance.random() < 1 / 2:
-                time.sleep(self._chance.expovariate(2 / LATE_S))
-            hand_over()
-            passing.arrive()
-
-
-def be_late(rank: int) -> None:
-    """Let this rank begin some of its actions late from now on, and some of its messages leave late."""
-    from varuna.engine.base import spans
-    from varuna.engine.base.transport import c10d
-
-    chance, real = random.Random(rank), c10d.ProcessGroupGloo.send
-    lines = LateLines(chance)
-
-    def hear(mark: Any) -> None:
-        if mark.phase != "begin" or mark.name not in ACTIONS:
-            return
-        if chance.random() < 1 / SIEGE_ONE_OF:
-            lines.close(SIEGE_S)
-            time.sleep(SIEGE_S / 2)
-        elif chance.random() < 1 / LATE_ONE_OF:
-            time.sleep(LATE_S)
-
-    def send(group: Any, tensors: list[torch.Tensor], destination: int, tag: int) -> Any:
-        if tensors[0].nbytes < LARGE_BYTES:
-            return real(group, tensors, destination, tag)
-        return lines.send((id(group), destination), lambda: real(group, tensors, destination, tag).wait())
-
-    spans.subscribe(hear)
-    setattr(c10d.ProcessGroupGloo, "send", send)  # noqa: B010 - as above
 
 
 def measure(model: str, case: Case, device: str | None) -> list[Row]:

@@ -229,8 +229,8 @@ class Spans:
             if depth > 1:
                 rear = max(rear, min(MESSAGES_LEAVING, depth - 2) * leaving + GRADIENTS_COMING * returning)
         else:
-            most = depth if moment is Moment.RECOMPUTE else min(MESSAGES_LEAVING, depth) - 1
-            rear = min(MESSAGES_LEAVING, most) * leaving + GRADIENTS_COMING * returning
+            most = min(MESSAGES_LEAVING, depth) - (moment is Moment.FORWARD)
+            rear = most * leaving + GRADIENTS_COMING * returning
         return self._front[start] + rear
 
     def at_work(self, start: int, stop: int) -> float:
@@ -271,14 +271,11 @@ class Spans:
         Until it gets to the kept sections, its micro-batch does not hold what others in flight do. At its end there is
         what F has made twice: the message is a copy.
         """
-        made = 2 * self._leaving[stop]
+        made, activations = 2 * self._leaving[stop], self._activations[stop] - self._activations[start]
         if not recomputes:
-            return max(
-                self._activations[stop] - self._activations[start] + made, self._forward_peak(start, stop, start)
-            )
+            return max(activations + made, self._forward_peak(start, stop, start))
         before = self._forward_peak(start, first_kept, start) - self.held(start, first_kept, stop)
-        forward = max(made, before, self._forward_peak(first_kept, stop, start))
-        return self._activations[stop] - self._activations[start] + forward
+        return activations + max(made, before, self._forward_peak(first_kept, stop, start))
 
     def _forward_peak(self, start: int, stop: int, stage_start: int) -> float:
         """What F needs in sections [start, stop) of a stage."""
