@@ -73,6 +73,9 @@ class SectionBytes(Value):
         default=None, ge=0, description="kept between I and W, per example; left out: as activation_bytes"
     )
     input_bytes: int = Field(default=0, ge=0, description="samples that the section is the first to read, per example")
+    statistics_bytes: int = Field(
+        default=0, ge=0, description="that a micro-batch leaves for buffers, kept until the step is applied"
+    )
     boundary_bytes: int = Field(ge=0, description="activation sent to the next section, per example; 0 for the last")
     gradient_boundary_bytes: int | None = Field(
         default=None, ge=0, description="gradient sent back over the same cut, per example; left out: as boundary_bytes"

@@ -288,6 +288,7 @@ def _facts(
                 split_fixed_bytes=footprint.split_fixed_bytes if footprint and not is_free else 0,
                 queued_bytes=footprint.queued_bytes if footprint and not is_free else None,
                 input_bytes=sum(inputs[k].size_bytes for k in section.inputs if k in inputs and k not in read),
+                statistics_bytes=sum(map(_example_bytes, section.statistics)),
                 boundary_bytes=sum(map(_example_bytes, leaving)),
                 gradient_boundary_bytes=None if len(back) == len(leaving) else sum(map(_example_bytes, back)),
                 gradient_free=is_free,

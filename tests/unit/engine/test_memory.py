@@ -271,6 +271,45 @@ def test_kept_activations_are_as_large_as_promised() -> None:
     assert found[0] == pytest.approx(plan.memory_bytes[0], rel=0.1)
 
 
+class Standardised(nn.Module):
+    """Batch normalisation of many channels: a micro-batch leaves more statistics than anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 1024)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(1024) for _ in range(4))
+        self.head = nn.Linear(1024, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids).mean(1)
+        for norm in self.norms:
+            x = x + norm(x).relu()
+        return nn.functional.cross_entropy(self.head(x), labels[:, 0])
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (2, 1), (1, 2)])
+def test_statistics_for_buffers_are_promised_for_every_micro_batch(stages: int, replicas: int) -> None:
+    micro_batches = 48
+    setup = setup_of(micro_batches, build=Standardised, micro_batch=2)
+    plan = best_plan(
+        PlanRequest(
+            calibration=nominal_calibration(setup.model.facts),
+            workers=stages * replicas,
+            stages=stages,
+            global_batch=setup.global_batch,
+            micro_batch=2,
+            tentative=setup.combines,
+            leaves_idle=False,
+        )
+    )
+    assert (plan.stages, plan.replicas) == (stages, replicas)
+    each = sum(section.statistics_bytes for section in setup.model.facts.sections)
+    assert each >= 4 * 2 * 1024 * 4  # mean and variance
+    assert micro_batches * each > 0.3 * sum(plan.memory_bytes)
+    for found, promised in zip(peaks(setup, plan), plan.memory_bytes * replicas, strict=True):
+        assert 0.9 * promised < found < 1.02 * promised
+
+
 def test_the_stash_never_holds_more_than_the_plan_allows() -> None:
     setup = setup_of(12, micro_batch=1)
     plan = planned(setup, 2).model_copy(update={"stash_limits": (3, 1), "split_last": 0})

@@ -216,11 +216,13 @@ class Reducer:
 
     def _gather(self, section: int) -> None:
         """Every replica gets the statistics of all micro-batches."""
-        table = self._stage.statistics.table(section)
-        group = self._groups.sums.get(section)
-        if group is not None:
-            group.all_reduce(table)
-        self._stage.statistics.complete(section, table)
+        statistics, group = self._stage.statistics, self._groups.sums.get(section)
+        if group is None:
+            statistics.complete(section)
+            return
+        table = statistics.table(section)
+        group.all_reduce(table)
+        statistics.complete(section, table)
 
     def _span(self, name: str, step: int, index: int) -> AbstractContextManager[None]:
         return span(name, rank=self._rank, stage=self._stage.index, step=step, index=index)

@@ -85,22 +85,31 @@ class Statistics:
 
     def table(self, section: int) -> Tensor:
         """All micro-batches of the step as int64 words; only those that ran here are not zero: a sum is exact."""
-        rows = []
-        for micro_batch in range(self._plan.micro_batches):
-            layout, found = self._layout(section, micro_batch), self._noted.get((section, micro_batch))
-            if found is None:
-                rows.append(torch.zeros(layout.size_bytes, dtype=torch.uint8))
-            else:
-                rows.append(
-                    layout.pack(dict(zip(self._names(section), found, strict=True)), copies=self._copies).whole()
-                )
-        return torch.cat(rows).view(torch.int64)
+        layouts, names = self._layouts(section), self._names(section)
+        sizes_bytes = [layout.size_bytes for layout in layouts]
+        table = torch.zeros(sum(sizes_bytes), dtype=torch.uint8)
+        for micro_batch, (layout, row) in enumerate(zip(layouts, torch.split(table, sizes_bytes), strict=True)):
+            found = self._noted.get((section, micro_batch))
+            if found is not None:
+                row.copy_(layout.pack(dict(zip(names, found, strict=True)), copies=self._copies).whole())
+        return table.view(torch.int64)
 
-    def complete(self, section: int, table: Tensor) -> None:
-        """Take the sum of all replicas' tables."""
-        layouts = [self._layout(section, micro_batch) for micro_batch in range(self._plan.micro_batches)]
+    def complete(self, section: int, table: Tensor | None = None) -> None:
+        """Take the sum of all replicas' tables, instead of this one's own; None: it is the only one, and has all."""
+        numbers, names = range(self._plan.micro_batches), self._names(section)
+        if table is None:
+            own = [self._noted[section, number] for number in numbers]
+            self._complete[section] = [dict(zip(names, each, strict=True)) for each in own]
+        else:
+            self._complete[section] = self._in(section, table)
+        for number in numbers:
+            self._noted.pop((section, number), None)
+
+    def _in(self, section: int, table: Tensor) -> list[dict[str, Tensor]]:
+        """What a table says, by micro-batch."""
+        layouts = self._layouts(section)
         rows = torch.split(table.view(torch.uint8), [layout.size_bytes for layout in layouts])
-        self._complete[section] = [layout.unpack(row, self._copies) for layout, row in zip(layouts, rows, strict=True)]
+        return [layout.unpack(row, self._copies) for layout, row in zip(layouts, rows, strict=True)]
 
     def apply(self, buffers: dict[str, Tensor]) -> None:
         """Update ``buffers`` with every micro-batch of the sections that are complete."""
@@ -116,6 +125,9 @@ class Statistics:
         for update in section.updates:
             given = [buffers[name] for name in update.buffers] + [found[name] for name in update.statistics]
             buffers.update(zip(update.buffers, update.module(*given), strict=True))
+
+    def _layouts(self, section: int) -> list[Layout]:
+        return [self._layout(section, micro_batch) for micro_batch in range(self._plan.micro_batches)]
 
     def _layout(self, section: int, micro_batch: int) -> Layout:
         statistics = self._sections[section].statistics

@@ -79,6 +79,8 @@ class Profile:
     """Samples that a section is the first to read."""
     queued_bytes: SpanSums
     """Kept between I and W."""
+    statistics_bytes: SpanSums
+    """Of each micro-batch, for buffers: kept until the step is applied."""
     parameter_bytes: SpanSums
     gradient_bytes: SpanSums
     most_gradient_bytes: Peaks
@@ -165,6 +167,7 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         weighing_bytes=Peaks.of(list(map(add, left, fixed_bytes))),
         input_bytes=SpanSums.of(lay(lambda kind: kind.input_bytes * m)),
         queued_bytes=queued_bytes,
+        statistics_bytes=SpanSums.of(lay(lambda kind: kind.statistics_bytes)),
         parameter_bytes=SpanSums.of(lay(lambda kind: kind.parameter_bytes)),
         gradient_bytes=SpanSums.of(lay(lambda kind: kind.summed_bytes)),
         most_gradient_bytes=Peaks.of(lay(lambda kind: kind.summed_bytes)),

@@ -42,6 +42,10 @@ class Replication(NamedTuple):
     """replicas that divide optimizer state"""
     adds_copies: bool = False
     """replicas add up copies of their sums, in the same memory, as on a CPU: room for one section's stays"""
+    here: int = 0
+    """micro-batches of a replica, if each leaves statistics for buffers"""
+    everywhere: int = 0
+    """likewise, of all replicas"""
 
 
 ALONE = Replication()
@@ -96,8 +100,13 @@ class Spans:
         self._leaving, self._returning = (0, *behind), back
         self._replicas = replication.sharing if profile.calibration.optimizer.sharded else 1
         self._adds_copies = replication.adds_copies
+        self._noted = profile.statistics_bytes.before
+        self._noted_here, self._noted_everywhere = replication.here, replication.everywhere
         self._has_host_bytes = bool(profile.host_bytes.before[-1])
-        self._has_updates = bool(profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1)
+        others_note = self._noted[-1] > 0 and self._noted_everywhere > self._noted_here
+        self._has_updates = bool(
+            profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1 or others_note
+        )
         self._sharding: dict[tuple[int, int], Sharding] = {}
         self._rooms: dict[tuple[int, int, bool], Room] = {}
         self._peaks: dict[tuple[int, int, int, bool], float] = {}
@@ -121,7 +130,7 @@ class Spans:
         state = self._resident[stop] - self._resident[start] + self.reserved
         if stop - start > self._tied_span:
             state -= sum(self.counted_twice(start, stop))
-        state += self.copied_sums(start, stop) - self.lent(start, stop)
+        state += self.copied_sums(start, stop) + self.statistics(start, stop) - self.lent(start, stop)
         free = limit - state
         if state + self.update(start, stop, copies) > limit or self.host_bytes(start, stop, copies) > host_limit:
             return _NONE
@@ -287,13 +296,17 @@ class Spans:
         return max(self._forward[start], inner)
 
     def update(self, start: int, stop: int, copies: bool) -> float:
-        """Bytes that the optimizer needs while it steps, with streamed state and the copies of a tentative step."""
+        """Bytes that the optimizer needs while it steps, with streamed state and the copies of a tentative step.
+
+        By then there are the other replicas' statistics, too.
+        """
         if not copies and not self._has_updates:
             return 0.0
         profile, span, sharding = self.profile, range(start, stop), self.sharding(start, stop)
         needed = profile.update_bytes.over(span) if self._together else profile.most_update_bytes.over(start, stop)
         if self._streamed_bytes:
             needed += min(self._streamed_bytes, profile.state_bytes.over(span))
+        needed += (self._noted_everywhere - self._noted_here) * (self._noted[stop] - self._noted[start])
         own = self._own[stop] - self._own[start]
         if not copies or not own:
             return max(needed, sharding.gathered)
@@ -326,6 +339,13 @@ class Spans:
     def copied_sums(self, start: int, stop: int) -> int:
         """Room in which the sums of one section after another are added to those of other replicas."""
         return int(self.profile.most_gradient_bytes.over(start, stop)) if self._adds_copies else 0
+
+    def statistics(self, start: int, stop: int) -> int:
+        """What a replica's micro-batches leave for buffers, which are updated when the step is applied.
+
+        With the buffers themselves, as they are and as they were before the newest step.
+        """
+        return int((self._noted_here + 2) * (self._noted[stop] - self._noted[start]))
 
     def lent(self, start: int, stop: int) -> int:
         """Optimizer state that would be on the device, but is on other replicas."""

@@ -46,6 +46,8 @@ class StageBytes:
     optimizer: int
     reserved: int
     """Memory that a job never gets."""
+    statistics: int = 0
+    """What micro-batches leave for buffers until the step is applied, and the buffers."""
     stash: int
     """Inputs of the n_k micro-batches in flight, their samples, and inputs that have arrived and wait.
 
@@ -73,8 +75,8 @@ class StageBytes:
 
     @property
     def state(self) -> int:
-        """Bytes that are in use throughout a step."""
-        return self.parameters + self.gradients + self.optimizer + self.reserved
+        """Bytes that are in use throughout a step, or that only grow while it runs."""
+        return self.parameters + self.gradients + self.optimizer + self.reserved + self.statistics
 
     @property
     def total(self) -> int:
@@ -252,6 +254,7 @@ class Sizer:
             gradients=int(profile.gradient_bytes.over(span)) + spans.copied_sums(start, stop),
             optimizer=optimizer,
             reserved=spans.reserved,
+            statistics=spans.statistics(start, stop),
             stash=(size.on_device + self.waiting[stage]) * spans.incoming[start]
             + size.on_device * int(profile.input_bytes.over(span))
             + int(spans.ahead(start, stop)),
