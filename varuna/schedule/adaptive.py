@@ -42,7 +42,7 @@ class AdaptivePolicy:
         self._micro_batches = micro_batches
         self._limit = stash_limit
         self._first_split = max(0, micro_batches - split_last) if stage else micro_batches
-        self._few = _few_in_flight(stages - stage, stash_limit, keeps_all=keeps_all)
+        self._few = _few_in_flight(stages - stage, keeps_all=keeps_all)
         self._keeps_all = keeps_all
         self._forwards = 0
         self._begun = 0  # backwards: B's and I's
@@ -113,11 +113,11 @@ class AdaptivePolicy:
         return Action(self.stage, Kind.BACKWARD, self._begun)
 
 
-def _few_in_flight(stages_left: int, stash_limit: int, *, keeps_all: bool) -> float:
+def _few_in_flight(stages_left: int, *, keeps_all: bool) -> float:
     """Micro-batches below which the stages that are left, this one included, may run dry.
 
     Forwards that put off no more than an R cost little, and more of them pay. The last stage feeds nobody.
     """
     if not keeps_all:
-        return min(1.5 * stages_left + 1, 0.7 * stash_limit)
-    return min(stages_left + 1, 0.7 * stash_limit) if stages_left > 1 else 0.0
+        return 1.5 * stages_left + 1
+    return stages_left + 1 if stages_left > 1 else 0.0

@@ -204,6 +204,14 @@ def test_adaptive_feeds_the_stages_behind_before_it_recomputes() -> None:
     assert follow(late, 20, 20, 9) == "0B0 0F2 0F3 0F4 0F5 0F6 0F7 0R1 0B1"
 
 
+def test_adaptive_feeds_the_stages_behind_up_to_its_limit() -> None:
+    policy = make_policy("adaptive", stage=0, stages=4, micro_batches=20, stash_limit=6)
+    assert follow(policy, 2, 0, 9) == "0F0 0F1"
+    assert follow(policy, 20, 20, 9) == "0B0 0F2 0F3 0F4 0F5 0F6 0R1 0B1 0F7"
+    whole = make_policy("adaptive", stage=0, stages=4, micro_batches=20, stash_limit=4, keeps_all=True)
+    assert follow(whole, 20, 20, 7) == "0F0 0F1 0F2 0F3 0B0 0F4 0B1"
+
+
 def half_stage(*, keeps_all: bool) -> Policy:
     return make_policy("adaptive", stage=1, stages=3, micro_batches=4, stash_limit=4, split_last=3, keeps_all=keeps_all)
 
