@@ -160,7 +160,8 @@ def _hear(transition: Transition, name: str, message: FromWorker) -> None:
     seen_s = transition.fleet.listened_s
     if isinstance(message, Beat):
         note_waiting(transition, name, message)
-        transition.update_worker(name, beat=message, seen_s=seen_s)
+        ran = message.generation if message.phase.is_running else transition.fleet.workers[name].ran
+        transition.update_worker(name, beat=message, ran=ran, seen_s=seen_s)
     else:
         transition.update_worker(name, seen_s=seen_s)
     match message:

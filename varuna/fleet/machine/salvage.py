@@ -159,5 +159,4 @@ def _holdings(fleet: Fleet, members: Sequence[str]) -> list[Holding]:
 
 def _has_begun(fleet: Fleet, name: str) -> bool:
     """Whether a worker has run steps of the newest generation, and so has the state that this one began from."""
-    beat = fleet.workers[name].beat
-    return beat is not None and beat.generation == fleet.generation and beat.phase.is_running
+    return fleet.workers[name].ran == fleet.generation

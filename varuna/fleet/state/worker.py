@@ -105,6 +105,9 @@ class Worker:
     holding: Holding | None = None
     """None while the worker runs a generation, or is about to answer."""
     beat: Beat | None = None
+    """The newest."""
+    ran: int | None = None
+    """The newest generation of which it said that it runs steps; when a link breaks, it says something else."""
     compute_s: float | None = None
     """In this generation: the newest seconds of compute per micro-batch, forward and backward."""
     fair_s: float | None = None

@@ -113,11 +113,16 @@ def test_sums_of_a_timeline_that_was_given_up_are_void() -> None:
 
 @pytest.mark.parametrize(("begun", "kept"), [(("w2", "w3"), 2), (("w2",), 0), ((), 0)])
 def test_the_first_step_is_kept_of_those_who_say_that_they_run_it(begun: tuple[str, ...], kept: int) -> None:
-    """No vote has shown yet that they have the state that the generation began from."""
+    """No vote has shown yet that they have the state that the generation began from.
+
+    By the time that the loss is noticed, all of them wait for a decision about a link that broke.
+    """
     driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages, job=make_job(sections=4, steps=100))
     driver.gather()
     for name in begun:
         driver.say(name, Beat(generation=0, step=0, activity="", phase=WorkerPhase.STEPS))
+    for name in ("w0", "w2", "w3"):
+        driver.say(name, Beat(generation=0, step=0, activity="", phase=WorkerPhase.OTHER))
     driver.kill("w1")
     answer(driver, "w0", None, next_step=0)
     answer(driver, "w2", sums({0: ((4, 6),), 1: ((4, 6),)}), next_step=0)
