@@ -57,14 +57,18 @@ class Statistics:
         """Those that belong to a sum of gradients, as bytes, in the order of micro-batches; None: it has none."""
         if section not in self._sections:
             return None
-        complete, rows = self._complete.get(section), [torch.empty(0, dtype=torch.uint8)]
+        rows = [torch.empty(0, dtype=torch.uint8)]
         for number in numbers_of(micro_batches):
-            noted = self._noted.get((section, number))
-            found = (
-                complete[number] if complete is not None else dict(zip(self._names(section), noted or (), strict=True))
-            )
+            found = self._found(section, number)
             rows.append(self._layout(section, number).pack(found, copies=self._copies).whole())
         return torch.cat(rows)
+
+    def _found(self, section: int, number: int) -> Mapping[str, Tensor]:
+        """Of one micro-batch, while another thread may be completing the section: what was noted goes last."""
+        noted = self._noted.get((section, number))
+        if noted is None:
+            return self._complete[section][number]
+        return dict(zip(self._names(section), noted, strict=True))
 
     def _take(self, section: int, micro_batches: Sequence[int], rows: Tensor) -> None:
         layouts = [self._layout(section, number) for number in micro_batches]

@@ -217,6 +217,27 @@ def test_recomputing_a_micro_batch_changes_nothing() -> None:
     torch.testing.assert_close(stage.buffers["norms.1.running_mean"], before * 0.7**4)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_goes_with_sums_is_the_same_before_and_after_all_replicas_know_it(alone: bool) -> None:
+    job = setup()
+    job.run(1, 1, steps=1)
+    session = job.finished[0]
+    assert session.current is not None
+    statistics = session.current.stage.statistics
+    [section] = [s.index for s in job.model.sections if "norms.1.running_mean" in s.updated]
+    statistics.clear()
+    for micro_batch in range(4):
+        statistics.note(section, micro_batch, [torch.full((8,), float(micro_batch))] * 2)
+    before = statistics.carried(section, ((1, 3),))
+    assert before is not None
+    statistics.complete(section, None if alone else statistics.table(section))
+    after = statistics.carried(section, ((1, 3),))
+    assert after is not None
+    rows = [carried.view(2, -1)[:, :32].view(torch.float32) for carried in (before, after)]  # the means of two
+    assert torch.equal(rows[0], torch.tensor([[1.0], [2.0]]).expand(2, 8))
+    assert torch.equal(rows[0], rows[1])
+
+
 def test_the_micro_batch_must_be_given() -> None:
     model = partition(Recipe(Normalised), {key: value[None] for key, value in Points()[0].items()})
     assert model.facts.batch_dependent
