@@ -33,8 +33,8 @@ from benchmarks.forked import run_ranks
 from varuna.core.precision import Precision
 
 LENGTH, VOCABULARY, MICRO_BATCH, STEPS = 64, 1024, 4, 3
-LATE_MICRO_BATCHES = 320
-"""At least so many in a run with late ranks."""
+LATE_MICRO_BATCHES, LATE_MICRO_BATCHES_IF_FEW = 320, 960
+"""At least so many in a run with late ranks; more where a step has few: all messages meet in a first backward only."""
 
 
 def gpt2(layers: int = 4) -> Any:
@@ -301,7 +301,9 @@ def measure(model: str, case: Case, device: str | None) -> list[Row]:
         return [json.loads(world.store.get(f"peaks/{k}")) for k in range(plan.stages)] if world.rank == 0 else None
 
     calm = run_ranks(plan.workers, partial(rank, STEPS, is_late=False))
-    late_steps = -(-LATE_MICRO_BATCHES * case.replicas // case.micro_batches)
+    has_few = case.micro_batches < 2 * plan.stages * case.replicas
+    least = LATE_MICRO_BATCHES_IF_FEW if has_few else LATE_MICRO_BATCHES
+    late_steps = -(-least * case.replicas // case.micro_batches)
     late = run_ranks(plan.workers, partial(rank, late_steps, is_late=True)) if plan.stages > 1 else calm
     rows = []
     for stage, (in_time, peaks) in enumerate(zip(calm, late, strict=True)):
