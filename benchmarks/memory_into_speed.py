@@ -6,8 +6,8 @@
 Both policies get the same workers with the same memory, and the planner makes the plan of each. A share is that of
 the activations of all micro-batches in flight, on the stages that otherwise recompute. With little memory ``varuna`` is
 slower, too, since few micro-batches are in flight: what ``adaptive`` makes of memory is seen against a ``varuna`` that
-has plenty. Measured runs train GPT-2
-with real compute; with more stages than cores, the cores' work is what is compared. The last line is JSON.
+has plenty. Measured runs train GPT-2 with real compute; with more stages than cores, the cores' work is what is
+compared. The last line is JSON.
 """
 
 import argparse

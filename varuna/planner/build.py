@@ -318,16 +318,12 @@ class Builder:
     def replication(self, shape: Shape) -> Replication:
         """What D changes about a stage's memory."""
         sharing = shape.replicas if self.profile.calibration.optimizer.sharded else 1
-        here = everywhere = 0
-        if self.profile.statistics_bytes.before[-1]:
-            everywhere = -(-self.request.global_batch // shape.micro_batch)
-            here = everywhere if self.request.speeds else longest_run(shape, self.request.global_batch)
-        return Replication(
-            sharing,
-            adds_copies=shape.replicas > 1 and not self.request.memory_apart,
-            here=here,
-            everywhere=everywhere,
-        )
+        adds_copies = shape.replicas > 1 and not self.request.memory_apart
+        if not self.profile.statistics_bytes.before[-1]:
+            return Replication(sharing, adds_copies)  # whatever D: stages are balanced once for all
+        every = longest_run(Shape(shape.stages, 1, shape.micro_batch), self.request.global_batch)
+        most = every if self.request.speeds else longest_run(shape, self.request.global_batch)  # unlike shares
+        return Replication(sharing, adds_copies, noting=most, all_noting=every)
 
     def _limited(self, replication: Replication) -> Spans:
         if replication not in self._spans:

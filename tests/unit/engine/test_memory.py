@@ -27,6 +27,7 @@ from varuna.planner.choose import best_plan
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spans import Spans
 from varuna.schedule.actions import Kind
+from varuna.schedule.buffers import ACTIVATIONS_COMING
 
 _MICRO_BATCH, _MICRO_BATCHES = 8, 4
 
@@ -306,8 +307,10 @@ def test_statistics_for_buffers_are_promised_for_every_micro_batch(stages: int, 
     each = sum(section.statistics_bytes for section in setup.model.facts.sections)
     assert each >= 4 * 2 * 1024 * 4  # mean and variance
     assert micro_batches * each > 0.3 * sum(plan.memory_bytes)
+    # While the last stage updates, forwards of the next step may be here. Beside so small an update they show.
+    early = (plan.stash_limits[0] + ACTIVATIONS_COMING) * 2 * setup.model.facts.sections[0].boundary_bytes
     for found, promised in zip(peaks(setup, plan), plan.memory_bytes * replicas, strict=True):
-        assert 0.9 * promised < found < 1.02 * promised
+        assert 0.9 * promised < found < 1.02 * promised + early * (stages - 1)
 
 
 def test_the_stash_never_holds_more_than_the_plan_allows() -> None:

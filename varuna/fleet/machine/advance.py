@@ -160,8 +160,7 @@ def _hear(transition: Transition, name: str, message: FromWorker) -> None:
     seen_s = transition.fleet.listened_s
     if isinstance(message, Beat):
         note_waiting(transition, name, message)
-        ran = message.generation if message.phase.is_running else transition.fleet.workers[name].ran
-        transition.update_worker(name, beat=message, ran=ran, seen_s=seen_s)
+        transition.update_worker(name, seen_s=seen_s, **transition.fleet.workers[name].hearing(message))
     else:
         transition.update_worker(name, seen_s=seen_s)
     match message:

@@ -197,10 +197,8 @@ class Fleet:
     @property
     def is_settled(self) -> bool:
         """Whether all ranks of the newest generation have their state, so that nobody else is needed as a source."""
-        beats = (self.workers[name].beat if name in self.workers else None for name in self.record.grid)
         return self.formed or all(
-            beat is not None and beat.generation == self.generation and beat.phase.is_running and beat.whole
-            for beat in beats
+            name in self.workers and self.workers[name].settled == self.generation for name in self.record.grid
         )
 
     @property

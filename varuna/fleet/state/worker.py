@@ -108,6 +108,8 @@ class Worker:
     """The newest."""
     ran: int | None = None
     """The newest generation of which it said that it runs steps; when a link breaks, it says something else."""
+    settled: int | None = None
+    """Likewise, with all of its state."""
     compute_s: float | None = None
     """In this generation: the newest seconds of compute per micro-batch, forward and backward."""
     fair_s: float | None = None
@@ -125,3 +127,12 @@ class Worker:
     def is_joined(self) -> bool:
         """Whether it takes directives."""
         return self.standing is Standing.JOINED
+
+    def hearing(self, beat: Beat) -> Mapping[str, Any]:
+        """Fields that a heartbeat changes: what a worker has done in a generation stays done, whatever it does next."""
+        running = beat.phase.is_running
+        return {
+            "beat": beat,
+            "ran": beat.generation if running else self.ran,
+            "settled": beat.generation if running and beat.whole else self.settled,
+        }

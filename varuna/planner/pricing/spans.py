@@ -42,9 +42,9 @@ class Replication(NamedTuple):
     """replicas that divide optimizer state"""
     adds_copies: bool = False
     """replicas add up copies of their sums, in the same memory, as on a CPU: room for one section's stays"""
-    here: int = 0
-    """micro-batches of a replica, if each leaves statistics for buffers"""
-    everywhere: int = 0
+    noting: int = 0
+    """micro-batches of a replica that leave statistics for buffers"""
+    all_noting: int = 0
     """likewise, of all replicas"""
 
 
@@ -101,9 +101,9 @@ class Spans:
         self._replicas = replication.sharing if profile.calibration.optimizer.sharded else 1
         self._adds_copies = replication.adds_copies
         self._noted = profile.statistics_bytes.before
-        self._noted_here, self._noted_everywhere = replication.here, replication.everywhere
+        self._noting, self._all_noting = replication.noting, replication.all_noting
         self._has_host_bytes = bool(profile.host_bytes.before[-1])
-        others_note = self._noted[-1] > 0 and self._noted_everywhere > self._noted_here
+        others_note = self._noted[-1] > 0 and self._all_noting > self._noting
         self._has_updates = bool(
             profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1 or others_note
         )
@@ -306,7 +306,7 @@ class Spans:
         needed = profile.update_bytes.over(span) if self._together else profile.most_update_bytes.over(start, stop)
         if self._streamed_bytes:
             needed += min(self._streamed_bytes, profile.state_bytes.over(span))
-        needed += (self._noted_everywhere - self._noted_here) * (self._noted[stop] - self._noted[start])
+        needed += (self._all_noting - self._noting) * (self._noted[stop] - self._noted[start])
         own = self._own[stop] - self._own[start]
         if not copies or not own:
             return max(needed, sharding.gathered)
@@ -345,7 +345,7 @@ class Spans:
 
         With the buffers themselves, as they are and as they were before the newest step.
         """
-        return int((self._noted_here + 2) * (self._noted[stop] - self._noted[start]))
+        return int((self._noting + 2) * (self._noted[stop] - self._noted[start]))
 
     def lent(self, start: int, stop: int) -> int:
         """Optimizer state that would be on the device, but is on other replicas."""

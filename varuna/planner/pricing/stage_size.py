@@ -172,14 +172,16 @@ class Sizer:
             return wanted, bisect_left(activations, activations[stop], start, stop), 0
         depth, most_moved = wanted, 0
         free -= self.waiting[stage] * incoming
-        places = self._places(stage, start, stop, wanted, free, each)
+        peak = self._peak(stage, start, stop, wanted)
+        places = wanted if free - peak >= wanted * each else self._places(stage, start, stop, free, each, peak)
         if each and self._stash_moves and places >= STASH_IN_TRANSIT:
             most_moved = self._most_moved(stage, start, stop, each)
         if places < wanted:
             depth = min(wanted, max(places, places - STASH_IN_TRANSIT + most_moved))
             if depth < min(wanted, self._least[stage]):
                 return 0, stop, 0
-        free -= self._peak(stage, start, stop, depth)
+            peak = self._peak(stage, start, stop, depth)
+        free -= peak
         if most_moved:
             return self._fit_moving(stage, start, stop, depth, most_moved, free, each)
         return depth, self._first_kept(stage, start, stop, depth, free - depth * each), 0
@@ -188,13 +190,10 @@ class Sizer:
         """Activations and messages if nothing is kept."""
         return self._spans.bare_peak(start, stop, depth, recomputes=self._recomputes[stage])
 
-    def _places(self, stage: int, start: int, stop: int, wanted: int, free: float, each: float) -> int:
-        """The most micro-batches in flight, up to ``wanted``, that fit into ``free`` bytes."""
-        left = free - self._peak(stage, start, stop, wanted)
-        if left >= wanted * each:
-            return wanted
-        places = max(0, int(left // each)) if each else 0
-        while places < wanted and (places + 1) * each + self._peak(stage, start, stop, places + 1) <= free:
+    def _places(self, stage: int, start: int, stop: int, free: float, each: float, peak: float) -> int:
+        """The most micro-batches in flight that fit into ``free`` bytes, where those wanted, of this peak, do not."""
+        places = max(0, int((free - peak) // each)) if each else 0
+        while (places + 1) * each + self._peak(stage, start, stop, places + 1) <= free:
             places += 1  # the fewer they are, the fewer messages may leave at once
         return places
 
