@@ -7,6 +7,8 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.depth import IS_NIGHTLY
+
 # As in workers, and before torch is imported: ranks are threads here, and how many threads an operation uses is part of
 # its bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +21,16 @@ os.environ["VARUNA_CALIBRATION"] = "none"
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave what is marked ``nightly`` to ``make nightly``."""
+    if IS_NIGHTLY:
+        return
+    later = [item for item in items if item.get_closest_marker("nightly")]
+    if later:
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 gc.disable()  # until all is imported
