@@ -21,7 +21,8 @@ from torch import Tensor
 import varuna
 import varuna.testing
 from tests.unit.engine.device.test_staging import away
-from tests.unit.engine.ranks import Setup, Tokens, adamw, dropping, reference, run_all, tiny_gpt2, tiny_llama, worst
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup, Tokens, adamw, dropping, run_all, tiny_gpt2, tiny_llama
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from varuna.calibration.measure.network import Peers
 from varuna.calibration.timing.window import Window

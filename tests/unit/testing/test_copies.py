@@ -5,27 +5,24 @@ from collections.abc import Sequence
 
 import pytest
 
-import varuna
-from tests.unit.engine.ranks import Dropping, Tokens, adamw
-from tests.unit.testing.keepers import Kept, Waiting, went_back
-from tests.unit.testing.work import CAPTURES, disturbed
+from tests.unit.testing import work
+from tests.unit.testing.keepers import Kept, Waiting
+from tests.unit.testing.work import disturbed, went_back
 from varuna.engine.copies import sending, wire
 from varuna.engine.stage.sums import Sums, SumWanted
 from varuna.schedule.copy_pace import SumsPace
-from varuna.testing import RunResult, run
+from varuna.testing import RunResult
 from varuna.testing.faults import Fault, Phase
 
 STEPS, MICRO_BATCHES = 3, 32
 
 
-def script() -> list[int]:
-    trainer = varuna.Trainer(Dropping, Tokens(padded=True), adamw, MICRO_BATCHES, micro_batch=1, clip_grad_norm=1.0)
-    return [step.index for step in trainer.steps(STEPS)]
+script = work.script(STEPS, MICRO_BATCHES)
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(script, captures=CAPTURES).losses
+    return work.alone(STEPS, MICRO_BATCHES)
 
 
 @pytest.fixture
@@ -47,6 +44,7 @@ def test_two_workers_die_in_the_middle_of_steps(kept: Kept, alone: tuple[float, 
     assert not went_back(outcome)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_worker_dies_while_the_next_plan_forms(kept: Kept, alone: tuple[float, ...]) -> None:
     """The first one's sections are on their way from their copy, and the second one's copy is still there, too."""
@@ -57,6 +55,7 @@ def test_a_worker_dies_while_the_next_plan_forms(kept: Kept, alone: tuple[float,
     assert not went_back(outcome)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_an_owner_and_its_keeper_die_together(kept: Kept, alone: tuple[float, ...]) -> None:
     both = threading.Barrier(2)
@@ -71,7 +70,7 @@ def test_an_owner_and_its_keeper_die_together(kept: Kept, alone: tuple[float, ..
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("phase", "back"), [("vote", False), ("apply", True)])
+@pytest.mark.parametrize(("phase", "back"), [pytest.param("vote", False, marks=pytest.mark.nightly), ("apply", True)])
 def test_a_death_around_the_vote(kept: Kept, alone: tuple[float, ...], phase: Phase, back: bool) -> None:
     """Before the vote the step runs again. After one so short nobody has what was applied: the run goes back."""
     copied, voted = kept.on(2, step=1), kept.voted(0, 2, step=1)
@@ -81,6 +80,7 @@ def test_a_death_around_the_vote(kept: Kept, alone: tuple[float, ...], phase: Ph
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_death_while_a_copy_is_sent(kept: Kept, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """What has come of it is thrown away."""
@@ -98,7 +98,7 @@ def test_a_death_while_a_copy_is_sent(kept: Kept, alone: tuple[float, ...], monk
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [1, *(pytest.param(rank, marks=pytest.mark.nightly) for rank in (0, 2))])
 def test_the_sums_of_a_lost_worker_are_kept_as_they_were_copied(
     kept: Kept, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 import varuna
 from tests.unit.engine.ranks import Dropping, Tokens, adamw, tiny_gpt2
 from tests.unit.testing.test_kept_statistics import Normalised
+from tests.unit.testing.work import CAPTURES
 from varuna.testing import RunResult, fail_at, run
 
 STEPS, MICRO_BATCHES = 4, 12
 DEPTHS = (3, 2, 1)
-CAPTURES: list[Any] = []
 
 
 class Shared(torch.optim.SGD):
@@ -49,6 +49,7 @@ def trained(**options: Any) -> int:
     return len(list(trainer(**options).steps(STEPS)))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("options", "rel"),
@@ -73,6 +74,7 @@ def looked_at() -> float:
     return made.evaluate(Tokens(size=23)).loss
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_evaluations_are_those_of_one_process() -> None:
     alone, found = run(looked_at, captures=CAPTURES), run(looked_at, workers=6, stages=DEPTHS, captures=CAPTURES)
@@ -92,7 +94,7 @@ def shared_free(named: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kills", [False, True])
+@pytest.mark.parametrize("kills", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_running_statistics_of_batch_normalisation_are_those_of_one_process(kills: bool) -> None:
     faults = [fail_at(rank=4, step=2, phase="B", after=2)] if kills else []
     found = run(normalised, workers=5, stages={5: (3, 2), 4: (3, 1)}, faults=faults, captures=CAPTURES)
@@ -108,6 +110,7 @@ def saving(folder: Path, steps: int) -> None:
     made.export(folder / "model.safetensors")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_checkpoint_of_unlike_pipelines_is_one_of_the_model(tmp_path: Path) -> None:
     """Saved by (3, 2), gone on with by (3, 2, 1): what is exported is what one process trains."""

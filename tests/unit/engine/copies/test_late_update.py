@@ -87,8 +87,16 @@ def left_of(stage: Stage, left_out: LeftOut, spans: tuple[tuple[int, int], ...] 
     return WholeStep(stage.next_step, states, sums, totals)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "offload"),
+    [
+        *(("fp32", False), ("fp16", True)),
+        *(
+            pytest.param(*given, marks=pytest.mark.nightly)
+            for given in (("fp32", True), ("bf16", False), ("bf16", True), ("fp16", False))
+        ),
+    ],
+)
 def test_it_is_the_one_that_was_lost(precision: Any, offload: bool) -> None:
     setup = Setup(
         build=Tuned, optimizer=trained_only, scheduler=scheduled, clip=0.5, precision=precision, offload=offload

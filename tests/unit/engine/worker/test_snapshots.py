@@ -1,7 +1,7 @@
 """What is saved is the state between two steps, though a device copies it while the next step runs."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.device.test_host_copies import Late
-from tests.unit.engine.late import LateStream, LateStreams
-from tests.unit.engine.ranks import Setup, SmallLanguage, adamw, single_threaded
+from tests.unit.engine.late import Late, LateStream, LateStreams
+from tests.unit.engine.optimizers import momentum
+from tests.unit.engine.ranks import Setup, SmallLanguage, adamw
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
-from tests.unit.engine.stage.test_offload import momentum
 from tests.unit.engine.worker.test_resuming import train
 from tests.unit.engine.worker.test_snapshotter import assigned, make_plan, manifest_of, stage_of
 from varuna.checkpoint.io.restore import everything, read_states
@@ -26,12 +25,6 @@ from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.store.base import Store
 from varuna.store.opening import open_store
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
 
 
 @pytest.fixture
