@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tests.depth import by_depth
 from varuna.core.precision import LossScale
 from varuna.data import sample_index
 from varuna.engine.stage.precision import DTYPES
@@ -47,7 +48,7 @@ def shifted_targets(batch: Mapping[str, Tensor]) -> float:
 
 def train_plainly(
     job: "Setup",
-    steps: int = 4,
+    steps: int = by_depth(2, 4),
     *,
     whole_batch: bool = True,
     weigh: Callable[[Mapping[str, Tensor]], float] = examples,
@@ -131,7 +132,7 @@ def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     return wide if total is None else total + wide
 
 
-def reference(job: "Setup", steps: int = 4, *, whole_batch: bool = True) -> Curve:
+def reference(job: "Setup", steps: int = by_depth(2, 4), *, whole_batch: bool = True) -> Curve:
     """Return losses and gradient norms of the plain loop."""
     return train_plainly(job, steps, whole_batch=whole_batch).curve
 

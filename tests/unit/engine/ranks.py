@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.captures import CAPTURES
+from tests.depth import by_depth
 from tests.unit.engine.plain import reference as reference
 from tests.unit.engine.plain import worst as worst
 from varuna.checkpoint.io.section_state import from_bytes, to_bytes
@@ -154,6 +155,10 @@ _plans: dict[tuple[object, ...], Plan] = {}
 _planning = threading.Lock()
 
 
+STEPS = by_depth(2, 4)
+"""of a run whose test does not say"""
+
+
 @dataclass
 class Setup:
     """A job, captured once in this process and run in any plan."""
@@ -281,7 +286,7 @@ class Setup:
         _sessions.append((session, saver))
         return session
 
-    def run(self, stages: int, replicas: int, steps: int = 4, *, size: int | None = None) -> list[list[Committed]]:
+    def run(self, stages: int, replicas: int, steps: int = STEPS, *, size: int | None = None) -> list[list[Committed]]:
         """Train on ``stages * replicas`` threads, or ``size`` of them; what each rank committed."""
         store = local_store()
         size = size or stages * replicas
@@ -307,7 +312,7 @@ class Setup:
         return committed
 
     def losses(
-        self, stages: int, replicas: int, steps: int = 4, *, size: int | None = None
+        self, stages: int, replicas: int, steps: int = STEPS, *, size: int | None = None
     ) -> list[tuple[float, float]]:
         """(loss, gradient norm) of each step, checked to be the same number on every rank."""
         committed = self.run(stages, replicas, steps, size=size)
@@ -315,7 +320,7 @@ class Setup:
         assert len(set(map(repr, curves))) == 1  # as text: NaN differs from itself
         return curves[0]
 
-    def on_pipelines(self, *depths: int, steps: int = 4) -> list[tuple[float, float]]:
+    def on_pipelines(self, *depths: int, steps: int = STEPS) -> list[tuple[float, float]]:
         """Train on pipelines of these depths: losses and norms; ``finished`` is set."""
         if len(set(depths)) == 1:
             return self.losses(depths[0], len(depths), steps)

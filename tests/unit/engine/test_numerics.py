@@ -139,7 +139,7 @@ def test_metrics_are_summed_over_the_global_batch() -> None:
         }
 
     setup = Setup(metrics=count, dataset=Tokens(padded=True))
-    one, many = setup.run(1, 1, steps=2)[0], setup.run(2, 2, steps=2)[3]
+    one, many = setup.run(1, 1)[0], setup.run(2, 2)[3]
     assert [each.totals.metrics for each in one] == [each.totals.metrics for each in many]
     assert all(each.totals.metrics["examples"] == 8 for each in one)
     assert [each.totals.metrics["targets"] for each in one] == [each.totals.weight for each in one]

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.depth import by_depth
 from tests.unit.engine.optimizers import muon_and_adamw
 from tests.unit.engine.plain import Curve, train_plainly
 from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw
@@ -60,6 +61,10 @@ def averages_of(setup: Setup) -> dict[str, Tensor]:
 def test_averages_are_torchs_own_in_every_plan_and_after_another_one(tmp_path: Path) -> None:
     place, optimizer = str(tmp_path), AveragingFactory(adamw, DECAY)
     expected = values_of(plain_average(4)[0])
+    for stages, replicas in by_depth((), ((1, 1), (2, 2))):
+        setup = Setup(optimizer=optimizer)
+        setup.run(stages, replicas, 4)
+        torch.testing.assert_close(averages_of(setup), expected)
     train(Setup(optimizer=optimizer, directory=place), 2, 2, 2, place)
     setup = Setup(optimizer=optimizer, directory=place)
     train(setup, 3, 1, 4, place)

@@ -176,6 +176,9 @@ NIGHTLY = {
         plain={"whole_batch": False, "weigh": targets},
     ),
     "complex, unclipped": Case(of(build=Spectral, optimizer=momentum, clip=None)),
+    "as written beside compiled": Case(
+        of(build=odd_modules.tied_kinds, dataset=Padded(), compiler=Compiler("eager"))  # such modules stay as they are
+    ),
     "drawn as written": Case(of(build=odd_modules.drawing, dataset=Padded()), draws=True),
     "llama": Case(of(build=tiny_llama, dataset=Tokens())),
     "mixtral": Case(of(build=mixtral, dataset=Tokens(size=24)), plain={"whole_batch": False}),

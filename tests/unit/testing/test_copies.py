@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.depth import by_depth
 from tests.unit.testing import work
 from tests.unit.testing.keepers import Kept, Waiting
 from tests.unit.testing.work import disturbed, went_back
@@ -14,7 +15,7 @@ from varuna.schedule.copy_pace import SumsPace
 from varuna.testing import RunResult
 from varuna.testing.faults import Fault, Phase
 
-STEPS, MICRO_BATCHES = 3, 32
+STEPS, MICRO_BATCHES = 3, by_depth(16, 32)
 
 
 script = work.script(STEPS, MICRO_BATCHES)
@@ -37,7 +38,10 @@ def without_replicas(kept: Kept, faults: Sequence[Fault], workers: int = 3) -> R
 @pytest.mark.timeout(200)
 def test_two_workers_die_in_the_middle_of_steps(kept: Kept, alone: tuple[float, ...]) -> None:
     """Their neighbours have copies of what only they had; the second death comes in the first step of a new plan."""
-    faults = [Waiting(1, 1, "B", kept.on(3, step=1), 15), Waiting(0, 2, "F", kept.on(1, step=2), 20)]
+    faults = [
+        Waiting(1, 1, "B", kept.on(3, step=1), by_depth(7, 15)),
+        Waiting(0, 2, "F", kept.on(1, step=2), by_depth(9, 20)),
+    ]
     outcome = without_replicas(kept, faults, workers=4)
     assert outcome.plans == ("4x1", "3x1", "2x1")
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
@@ -97,8 +101,9 @@ def test_a_death_while_a_copy_is_sent(kept: Kept, alone: tuple[float, ...], monk
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("rank", [1, *(pytest.param(rank, marks=pytest.mark.nightly) for rank in (0, 2))])
+@pytest.mark.parametrize("rank", [0, 1, 2])
 def test_the_sums_of_a_lost_worker_are_kept_as_they_were_copied(
     kept: Kept, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

@@ -12,7 +12,7 @@ from tests.unit.testing.work import CAPTURES, OnceOthers
 from varuna.testing import RunResult, fail_at, run
 from varuna.testing.faults import Fault
 
-STEPS, MICRO_BATCHES = 4, by_depth(8, 12)
+STEPS, MICRO_BATCHES = by_depth((3, 8), (4, 12))
 
 
 class Normalised(nn.Module):

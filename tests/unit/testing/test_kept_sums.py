@@ -85,10 +85,9 @@ def alone() -> tuple[float, ...]:
     return work.alone(STEPS, MICRO_BATCHES, 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "phase", ["F", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("form", "reduce"))]
-)
+@pytest.mark.parametrize("phase", ["form", "F", "reduce"])
 def test_two_losses_in_one_step_cost_only_what_is_lacking(alone: tuple[float, ...], phase: Phase) -> None:
     """Rank 2 is lost after 2 backwards, and rank 3 while the others go on with the step, or are about to."""
     faults = [OnceOthers(2, 2, "B", 2, others=(0, 4)), Recovering(3, 2, phase)]

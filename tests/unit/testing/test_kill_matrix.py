@@ -1,7 +1,7 @@
 """A worker dies at every kind of action, on every stage and replica: same losses, and only what nobody has runs again.
 
-Each case is a phase and a shape: four workers as 2x2, or three with copies in place of replicas (unlike pipelines are in
-``test_unlike_pipelines``). In ``make nightly`` places are samples of those of nine workers; with SLOW=1, all places.
+Each case is a phase and a shape: four workers as 2x2, or three with copies in place of replicas; unlike pipelines have
+``test_unlike_pipelines``. In ``make nightly`` places are samples of those of nine workers; with SLOW=1, all places.
 """
 
 import os
@@ -136,7 +136,7 @@ COPYING = places(("copy", "kept", "copy-sum", "kept-sum"), (0,), STAGES)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "place",
-    sampled([Place("B", 2, after=2), Place("sum", 1, at_end=True), Place("vote", 3), Place("apply", 0)], COMPUTING, 3),
+    sampled([Place("B", 2, after=2), Place("sum", 1, at_end=True), Place("apply", 0)], COMPUTING, 3),
     ids=str,
 )
 def test_one_dies(alone: tuple[float, ...], place: Place) -> None:

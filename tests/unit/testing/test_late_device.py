@@ -62,14 +62,10 @@ class OnceKept(Fault):
         return max(self._sums.values()) <= 0 and super().is_here(span)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "shapes",
-    [
-        pytest.param({4: 2, 3: 3}, id="deeper"),
-        pytest.param({4: 2, 3: 1}, id="shallower", marks=pytest.mark.nightly),
-        pytest.param({6: 2, 5: 4}, id="much deeper", marks=pytest.mark.nightly),
-    ],
+    "shapes", [{4: 2, 3: 3}, {4: 2, 3: 1}, {6: 2, 5: 4}], ids=["deeper", "shallower", "much deeper"]
 )
 def test_sums_outlive_a_loss_and_move(
     alone: tuple[float, ...], devices: Late, shapes: Mapping[int, int], monkeypatch: pytest.MonkeyPatch
@@ -143,15 +139,15 @@ def test_sums_that_were_saved_outlive_the_loss_of_all(
     assert outcome.kept[0] >= ENOUGH
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "devices",
     [
-        pytest.param(lambda streams: traffic_over(streams)._replace(sums=Rash(streams)), id="sums"),
-        pytest.param(
-            lambda streams: traffic_over(streams)._replace(state=Rash(streams)), id="state", marks=pytest.mark.nightly
-        ),
+        lambda streams: traffic_over(streams)._replace(sums=Rash(streams)),
+        lambda streams: traffic_over(streams)._replace(state=Rash(streams)),
     ],
+    ids=["sums", "state"],
     indirect=True,
 )
 def test_a_wait_that_is_left_out_would_be_seen(alone: tuple[float, ...], devices: Late, without_pauses: None) -> None:

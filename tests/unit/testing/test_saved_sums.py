@@ -198,6 +198,7 @@ def test_with_everything_that_changes_what_a_sum_is(tmp_path: Path, options: dic
     assert outcome.losses == pytest.approx(undisturbed.losses[STEP:], rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_what_is_not_what_was_written_is_not_used(alone: tuple[float, ...], tmp_path: Path) -> None:
     """One file has a wrong byte, another one no end, and a third one belongs to other parameters."""

@@ -93,8 +93,9 @@ def shared_free(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kills", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize("kills", [False, True])
 def test_running_statistics_of_batch_normalisation_are_those_of_one_process(kills: bool) -> None:
     faults = [fail_at(rank=4, step=2, phase="B", after=2)] if kills else []
     found = run(normalised, workers=5, stages={5: (3, 2), 4: (3, 1)}, faults=faults, captures=CAPTURES)

@@ -36,9 +36,9 @@ from varuna.partition.cut.split import Crossing
 def test_a_late_device_changes_no_bit(stages: int, replicas: int, rounds: bool) -> None:
     late = Late()
     setup = Setup(build=Dropping, dataset=Tokens(padded=True), global_batch=12, rounds=rounds)
-    expected, parameters = setup.losses(stages, replicas, 2), setup.parameters()
+    expected, parameters = setup.losses(stages, replicas), setup.parameters()
     setup.traffic = late
-    assert setup.losses(stages, replicas, 2) == expected
+    assert setup.losses(stages, replicas) == expected
     assert same(setup.parameters(), parameters)
     assert len(late.made) == stages * replicas
     assert all(streams.copies and not streams.unkept for streams in late.made)
@@ -46,9 +46,9 @@ def test_a_late_device_changes_no_bit(stages: int, replicas: int, rounds: bool) 
 
 def test_statistics_of_batches_pass_a_late_device() -> None:
     setup = normalised()
-    expected = setup.losses(2, 2, 2)
+    expected = setup.losses(2, 2)
     setup.traffic = Late()
-    assert setup.losses(2, 2, 2) == expected
+    assert setup.losses(2, 2) == expected
 
 
 class Hasty(StreamCopies):

@@ -50,7 +50,7 @@ def test_offloaded_state_passes_a_late_device_bit_for_bit(
     plain = Setup(build=SmallLanguage, optimizer=optimizer, precision=precision)
     late = Late()
     offloaded = replace(plain, offload=True, traffic=late)
-    assert offloaded.losses(*grid, 2) == plain.losses(*grid, 2)
+    assert offloaded.losses(*grid) == plain.losses(*grid)
     assert same(offloaded.states(), plain.states())
     assert all(streams.copies and not streams.unkept for streams in late.made)
 

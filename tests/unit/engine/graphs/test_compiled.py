@@ -53,17 +53,17 @@ class Dropping(SmallLanguage):
 def test_a_section_is_compiled_once_whatever_the_plan() -> None:
     backend = Counting()
     setup = Setup(build=Dropping, dataset=Tokens(padded=True), compiler=Compiler(backend))
-    flat = setup.losses(1, 1, 2)
+    flat = setup.losses(1, 1)
     weights = setup.parameters()
     once = len(backend.compiled)
     assert once < len(setup.model.sections)  # equal layers share one
     for stages in by_depth((3,), (2, 3, 1)):
-        assert setup.losses(stages, 1, 2) == flat
+        assert setup.losses(stages, 1) == flat
         assert all(torch.equal(value, weights[name]) for name, value in setup.parameters().items())
     setup.run(2, 2, 1)
     assert len(backend.compiled) == once
     plain = Setup(build=Dropping, dataset=Tokens(padded=True))
-    assert worst(flat, plain.losses(1, 1, 2)) < 1e-6, "dropout draws as if nothing were compiled"
+    assert worst(flat, plain.losses(1, 1)) < 1e-6, "dropout draws as if nothing were compiled"
 
 
 @pytest.mark.nightly
@@ -92,7 +92,7 @@ def test_compiled_backwards_run_whole() -> None:
 
     plain = Setup(build=SmallLanguage, policy="adaptive", adjusted=halved)
     compiled = Setup(build=SmallLanguage, policy="adaptive", adjusted=halved, compiler=Compiler("aot_eager"))
-    assert worst(compiled.losses(2, 1, 2), plain.losses(2, 1, 2)) < 1e-6
+    assert worst(compiled.losses(2, 1), plain.losses(2, 1)) < 1e-6
 
 
 def test_the_planner_splits_no_compiled_backward() -> None:
@@ -145,6 +145,6 @@ def test_a_trainer_compiles_trains_and_evaluates(monkeypatch: pytest.MonkeyPatch
     found = []
     for backend in (False, "aot_eager"):
         trainer = Trainer(SmallLanguage, Tokens(), adamw, 8, micro_batch=2, device="cpu", compile=backend)
-        losses = [step.loss for step in trainer.steps(2)]
+        losses = [step.loss for step in trainer.steps(by_depth(2, 3))]
         found.append([*losses, trainer.evaluate(Tokens(size=6)).loss])
     assert found[1] == pytest.approx(found[0], rel=1e-6)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.depth import by_depth
 from tests.unit.engine.plain import reference, worst
 from tests.unit.engine.ranks import Setup
 
-LENGTH, WIDTH = 16, 8
+LENGTH, WIDTH, STEPS = 16, 8, by_depth(2, 3)
 
 
 def attention(block: "Block", x: Tensor) -> Tensor:
@@ -59,6 +60,6 @@ class Mixing(nn.Module):
 )
 def test_a_plan_changes_no_bit_where_kernels_ask_for_gradients(mix: Callable[[Block, Tensor], Tensor]) -> None:
     setup = Setup(lambda: Mixing(mix))
-    flat = setup.losses(1, 1, 2)
-    assert worst(flat, reference(setup, 2)) < 1e-5
-    assert setup.losses(3, 1, 2) == flat
+    flat = setup.losses(1, 1, STEPS)
+    assert worst(flat, reference(setup, STEPS)) < 1e-5
+    assert setup.losses(3, 1, STEPS) == flat

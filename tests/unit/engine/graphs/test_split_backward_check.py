@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.depth import by_depth
 from tests.unit.engine.pipeline.test_length_variants import LENGTHS
 from tests.unit.engine.pipeline.test_length_variants import setup as of_lengths
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adamw, dropping, tiny_llama
@@ -120,7 +121,7 @@ def test_every_declared_length_has_halves_of_its_own() -> None:
         return plan.model_copy(update={"split_last": 6, "kept": (1, 1)})
 
     split = of_lengths(policy="adaptive", adjusted=adjusted)
-    assert split.losses(2, 1, steps=2) == of_lengths().losses(1, 1, steps=2)
+    assert split.losses(2, 1, by_depth(2, 3)) == of_lengths().losses(1, 1, by_depth(2, 3))
     halves = [session.current.stage.job.halves for session in split.finished if session.current is not None][1]
     assert len([module for module in halves._retargeted.values() if module is not None]) >= len(LENGTHS)
     assert all(halves._exact.values())

@@ -58,20 +58,20 @@ def test_half_the_bytes_of_a_ring_of_fp32_leave() -> None:
 def test_losses_are_near_those_of_fp32_and_the_same_in_every_run_and_at_every_depth(precision: Precision) -> None:
     whole = Setup(build=SmallLanguage, dataset=Tokens(padded=True), micro_batch=1, precision=precision)
     less = replace(whole, rounds=True)
-    expected = whole.losses(1, 1, 2)
-    assert less.losses(1, 1, 2) == expected  # nothing crosses
+    expected = whole.losses(1, 1)
+    assert less.losses(1, 1) == expected  # nothing crosses
     curves = {}
     for replicas in by_depth((2,), (2, 3)):
-        found = curves[replicas] = less.losses(1, replicas, 2)
-        assert found != whole.losses(1, replicas, 2)
+        found = curves[replicas] = less.losses(1, replicas)
+        assert found != whole.losses(1, replicas)
         assert worst([(loss, loss) for loss, _ in found], [(loss, loss) for loss, _ in expected]) < 1e-4
         assert worst(found, expected) < 2**-8  # norms of gradients
-    assert less.losses(2, 2, 2) == curves[2]
+    assert less.losses(by_depth(2, 3), 2) == curves[2]
 
 
 def test_replicas_keep_the_same_parameters() -> None:
     setup = Setup(build=SmallLanguage, micro_batch=1, rounds=True)
-    setup.run(1, 3, steps=2)
+    setup.run(1, 3, steps=by_depth(2, 3))
     stages = [session.current.stage for session in setup.finished if session.current is not None]
     assert len(stages) == 3
     for name, value in stages[0].parameters.items():

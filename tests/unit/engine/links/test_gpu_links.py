@@ -106,9 +106,9 @@ def test_sums_that_are_rounded_are_not_these_and_one_replica_has_none() -> None:
 )
 def test_plans_over_direct_links_and_sums_keep_every_bit(stages: int, replicas: int) -> None:
     setup = Setup(build=by_depth(Dropping, dropping), dataset=Tokens(padded=True), global_batch=12)
-    expected, parameters = setup.losses(stages, replicas, 2), setup.parameters()
+    expected, parameters = setup.losses(stages, replicas), setup.parameters()
     setup.traffic = wired = Wired()
-    assert setup.losses(stages, replicas, 2) == expected
+    assert setup.losses(stages, replicas) == expected
     assert same(setup.parameters(), parameters)
     assert len(wired.calls) == 2 * 2 * (stages - 1) * replicas + stages * replicas * (replicas > 1)
     assert all(wired.calls)  # nothing took another way
@@ -116,23 +116,23 @@ def test_plans_over_direct_links_and_sums_keep_every_bit(stages: int, replicas: 
 
 def test_three_replicas_add_up_as_one_process_does_but_for_rounding() -> None:
     setup = Setup(build=SmallLanguage, global_batch=12)
-    alone = setup.losses(1, 1, 2)
+    alone = setup.losses(1, 1)
     setup.traffic = Wired()
-    assert worst(setup.losses(1, 3, 2), alone) < 1e-5
+    assert worst(setup.losses(1, 3), alone) < 1e-5
 
 
 def test_a_missing_gradient_and_statistics_of_batches_pass() -> None:
     setup = normalised()
-    expected = setup.losses(2, 2, 2)
+    expected = setup.losses(2, 2)
     setup.traffic = Wired()
-    assert setup.losses(2, 2, 2) == expected
+    assert setup.losses(2, 2) == expected
 
 
 def test_links_of_a_shared_gpu_and_rounded_sums_stay_with_the_host() -> None:
     setup = Setup(build=SmallLanguage, rounds=True, global_batch=12)
-    expected = setup.losses(3, 2, 2)
+    expected = setup.losses(3, 2)
     setup.traffic = wired = Wired("a", "b", "c", "d", "d", "e")
-    assert setup.losses(3, 2, 2) == expected
+    assert setup.losses(3, 2) == expected
     calls = [set(calls) for calls in wired.calls]
     assert len(calls) == 8  # both ends of four directions
     assert {"send"} in calls

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, run_all
+from tests.unit.engine.ranks import STEPS, Setup, run_all
 from varuna.core.errors import UsageError
 from varuna.core.messages import Apply, Vote
 from varuna.core.model import JobFacts
@@ -91,15 +91,15 @@ def test_they_are_saved_restored_into_another_plan_and_exported(tmp_path: Path) 
     from safetensors.torch import load_file
 
     whole = setup()
-    whole.run(1, 1, steps=2)
+    whole.run(1, 1)
     job = setup(directory=str(tmp_path))
-    first = sessions_of(job, 2, 1, 1, tmp_path)
+    first = sessions_of(job, 2, 1, STEPS // 2, tmp_path)
     run_all([partial(list, session.steps()) for session in first])
-    second = sessions_of(job, 1, 1, 2, tmp_path)
+    second = sessions_of(job, 1, 1, STEPS, tmp_path)
     run_all([partial(list, session.steps()) for session in second])
     stage = second[0].standing.stage
     assert stage is not None
-    assert stage.next_step == 2
+    assert stage.next_step == STEPS
     expected = whole.buffers()
     assert all(torch.equal(stage.buffers[name], value) for name, value in expected.items())
     export_model(second[0].current, job.model, tmp_path / "out.safetensors")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna
+from tests.depth import by_depth
 from tests.unit.engine.plain import reference, worst
 from tests.unit.engine.ranks import Setup, SmallLanguage, run_all
 from tests.unit.partition.hidden import Lamb, SharedLamb, over
@@ -45,7 +46,7 @@ def test_a_lamb_with_global_norm_trains_as_in_one_process() -> None:
 
 def test_a_lamb_that_does_not_share_trains_another_model() -> None:
     setup = Setup(optimizer=over(Lamb), clip=None)
-    assert worst(setup.losses(3, 1, steps=3), setup.losses(1, 1, steps=3)) > 1e-5
+    assert worst(setup.losses(3, 1, steps=by_depth(3, 6)), setup.losses(1, 1, steps=by_depth(3, 6))) > 1e-5
 
 
 def test_before_step_shares_what_one_process_sees() -> None:
@@ -74,7 +75,7 @@ def test_a_stage_with_nothing_to_train_makes_nobody_wait() -> None:
         return model
 
     setup = Setup(build=frozen, optimizer=over(SharedLamb), clip=None)
-    assert worst(setup.losses(3, 1, 2), setup.losses(1, 1, 2)) < 1e-6
+    assert worst(setup.losses(3, 1), setup.losses(1, 1)) < 1e-6
 
 
 def test_a_job_that_does_not_share_pays_for_one_step_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import varuna
 from tests.unit.engine.optimizers import grouped, momentum, warm
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, tiny_gpt2
+from tests.unit.engine.ranks import STEPS, Setup, SmallLanguage, Tokens, adamw, tiny_gpt2
 from tests.unit.engine.worker.test_resuming import train
 from varuna.checkpoint.io.section_state import from_bytes, to_bytes
 from varuna.core.errors import UsageError
@@ -37,7 +37,7 @@ def halved(named: NamedParameters) -> None:
 
 def test_before_step_sees_the_whole_stage_once() -> None:
     given: dict[str, Any] = {"before_step": halved}
-    assert Setup(**given, offload=True).losses(2, 1, 2) == Setup(**given).losses(2, 1, 2)
+    assert Setup(**given, offload=True).losses(2, 1) == Setup(**given).losses(2, 1)
 
 
 @pytest.mark.parametrize("saved_offloaded", [True, pytest.param(False, marks=pytest.mark.nightly)])
@@ -45,9 +45,9 @@ def test_a_checkpoint_is_resumed_with_and_without(saved_offloaded: bool, tmp_pat
     def setup(offload: bool) -> Setup:
         return Setup(scheduler=warm, optimizer=grouped, directory=str(tmp_path), offload=offload)
 
-    undisturbed = Setup(scheduler=warm, optimizer=grouped).losses(2, 1, steps=2)
-    first = train(setup(saved_offloaded), 2, 1, 1, str(tmp_path))
-    second = train(setup(not saved_offloaded), 2, 1, 2, str(tmp_path))
+    undisturbed = Setup(scheduler=warm, optimizer=grouped).losses(2, 1)
+    first = train(setup(saved_offloaded), 2, 1, STEPS // 2, str(tmp_path))
+    second = train(setup(not saved_offloaded), 2, 1, STEPS, str(tmp_path))
     assert first + second == undisturbed
 
 

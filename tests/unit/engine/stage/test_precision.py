@@ -51,9 +51,9 @@ def test_shared_values_are_combined_though_the_first_steps_are_skipped() -> None
 
     setup = half("fp16", unit=1.0)
     setup.before_step = count
-    skipped = skipped_by(setup.losses(2, 1, steps=6))
+    skipped = skipped_by(setup.losses(2, 1, steps=by_depth(6, 12)))
     assert skipped[0] == 0
-    assert len(seen) == 2 * (6 - len(skipped))
+    assert len(seen) == 2 * (by_depth(6, 12) - len(skipped))
     assert len(set(seen)) == 1
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 import varuna
+from tests.depth import by_depth
 from tests.unit.engine.optimizers import grouped, warm
 from tests.unit.engine.plain import same, worst
-from tests.unit.engine.ranks import Setup, tiny_gpt2
+from tests.unit.engine.ranks import STEPS, Setup, tiny_gpt2
 from tests.unit.engine.stage.test_offload import halved
 from tests.unit.engine.worker.test_resuming import train
 from varuna.core.errors import UsageError
@@ -65,7 +66,7 @@ def test_state_is_held_twice_and_not_by_everybody() -> None:
 
 def test_before_step_sees_the_whole_stage_and_may_talk_to_others() -> None:
     given: dict[str, Any] = {"before_step": halved}
-    assert Setup(**given, share=True).losses(2, 3, 2) == Setup(**given).losses(2, 3, 2)
+    assert Setup(**given, share=True).losses(2, 3) == Setup(**given).losses(2, 3)
 
 
 def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
@@ -85,20 +86,20 @@ def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
 def test_a_checkpoint_is_resumed_with_and_without(saved_shared: bool, precision: Precision, tmp_path: Path) -> None:
     given: dict[str, Any] = {"scheduler": warm, "optimizer": grouped, "precision": precision}
-    undisturbed = Setup(**given).losses(1, 3, steps=2)
+    undisturbed = Setup(**given).losses(1, by_depth(3, 4))
 
     def setup(share: bool) -> Setup:
         return Setup(**given, directory=str(tmp_path), share=share)
 
-    first = train(setup(saved_shared), 1, 3, 1, str(tmp_path))
-    second = train(setup(not saved_shared), 1, 3, 2, str(tmp_path))
+    first = train(setup(saved_shared), 1, by_depth(3, 4), STEPS // 2, str(tmp_path))
+    second = train(setup(not saved_shared), 1, by_depth(3, 4), STEPS, str(tmp_path))
     assert first + second == undisturbed
 
 
 def test_a_shared_checkpoint_is_resumed_in_another_plan(tmp_path: Path) -> None:
-    undisturbed = Setup().losses(1, 1, steps=2)
-    first = train(Setup(directory=str(tmp_path), share=True), 1, 3, 1, str(tmp_path))
-    second = train(Setup(directory=str(tmp_path), share=True), 2, 3, 2, str(tmp_path))
+    undisturbed = Setup().losses(1, 1)
+    first = train(Setup(directory=str(tmp_path), share=True), 1, 3, STEPS // 2, str(tmp_path))
+    second = train(Setup(directory=str(tmp_path), share=True), 2, by_depth(3, 4), STEPS, str(tmp_path))
     assert worst(first + second, undisturbed) < 1e-5
 
 
