@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Setup, dropping, single_threaded
+from tests.unit.engine.models import dropping
+from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.engine.graphs.compiled import Compiler
 from varuna.partition.cut.split import SectionGraph
 

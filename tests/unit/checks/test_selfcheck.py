@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.checks.jobs import Annealed, Dropping, Net, Normed, Rows, Skipping, checked, with_parameter_hook
-from tests.unit.engine.ranks import adamw
+from tests.unit.engine.models import adamw
 from varuna.core.errors import DataError, ModelError
 from varuna.trainer import Trainer
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.depth import by_depth
-from tests.unit.engine.ranks import Setup, Tokens, adamw
+from tests.unit.engine.models import Tokens, adamw
+from tests.unit.engine.ranks import Setup
 from varuna.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("shared_captures")

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from tests.unit.engine.optimizers import momentum
 from tests.unit.engine.plain import distance, train_plainly
-from tests.unit.engine.ranks import Setup, run_all
+from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.io.section_state import from_bytes, to_bytes
 from varuna.engine.worker.export import export_model
+from varuna.testing.threads import run_all
 
 LENGTH, WIDTH = 16, 8
 

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.depth import by_depth
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.engine.optimizers import muon_and_adamw
 from tests.unit.engine.plain import Curve, train_plainly
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw
+from tests.unit.engine.ranks import Setup
 from tests.unit.engine.worker.test_resuming import train
 from varuna.checkpoint.io.export import export_checkpoint
 from varuna.checkpoint.manifest import read_manifest

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.depth import by_depth
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, dropping, tiny_gpt2, tiny_llama
 from tests.unit.engine.optimizers import (
     adafactor,
     adafactor_of_transformers,
@@ -26,7 +27,7 @@ from tests.unit.engine.optimizers import (
 from tests.unit.engine.pipeline import test_length_variants, test_terms
 from tests.unit.engine.pipeline.test_terms import Sentences
 from tests.unit.engine.plain import same, shifted_targets, targets, train_plainly, worst
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, dropping, tiny_gpt2, tiny_llama
+from tests.unit.engine.ranks import Setup
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from tests.unit.engine.stage.test_parameter_groups import by_place, filtered, one_cycle
 from tests.unit.engine.test_adapters import Adapted, in_bf16

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.engine.ranks import Tokens, adamw, tiny_llama
+from tests.unit.engine.models import Tokens, adamw, tiny_llama
 from varuna.core.errors import UsageError
 from varuna.job.options import Weights
 from varuna.trainer import Trainer

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from tests.unit.engine.ranks import Tokens, single_threaded
+from tests.unit.engine.models import Tokens
+from tests.unit.engine.ranks import single_threaded
 from varuna.core.errors import ModelError, UsageError
 from varuna.data import sample_index
 from varuna.data.randomness import generator_lock

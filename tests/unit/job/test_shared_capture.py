@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Dropping, SmallLanguage, Tokens, adamw
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw
 from varuna.core.errors import VarunaError
 from varuna.job.shared_capture import same
 from varuna.testing import run

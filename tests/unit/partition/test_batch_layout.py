@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.ranks import Setup, Tokens, tiny_gpt2
+from tests.unit.engine.models import Tokens, tiny_gpt2
+from tests.unit.engine.ranks import Setup
 from varuna.checks.loss_weight import check_weighing
 from varuna.core.errors import DataError
 from varuna.data.samples import SampleSource

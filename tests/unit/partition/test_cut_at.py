@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.checks.verified import verify
-from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.partition.families import NAMED, Samples
 from varuna.core.errors import ModelError, UsageError
 from varuna.data.samples import SampleSource

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.checks.verified import verify
-from tests.unit.engine.ranks import Tokens
+from tests.unit.engine.models import Tokens
 from tests.unit.partition.families import hugging_face
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import varuna
 from tests.depth import by_depth
-from tests.unit.engine.ranks import Tokens
+from tests.unit.engine.models import Tokens
 from tests.unit.engine.stage.test_batch_norm import sgd
 from tests.unit.testing.work import CAPTURES, OnceOthers
 from varuna.testing import RunResult, fail_at, run

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import varuna
-from tests.unit.engine.ranks import Dropping, Tokens, adamw
+from tests.unit.engine.models import Dropping, Tokens, adamw
 from tests.unit.testing import work
 from tests.unit.testing.keepers import Kept, Waiting
 from tests.unit.testing.work import CAPTURES, disturbed, went_back

@@ -11,7 +11,7 @@ import pytest
 
 import varuna
 from tests.depth import by_depth
-from tests.unit.engine.ranks import Tokens
+from tests.unit.engine.models import Tokens
 from tests.unit.engine.stage.test_batch_norm import sgd
 from tests.unit.testing import work
 from tests.unit.testing.test_kept_statistics import Normalised

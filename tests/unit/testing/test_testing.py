@@ -3,7 +3,7 @@
 import pytest
 
 import varuna
-from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.testing.work import CAPTURES
 from tests.waiting import wait_for
 from varuna.checkpoint import committer

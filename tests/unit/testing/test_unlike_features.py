@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import varuna
-from tests.unit.engine.ranks import Dropping, Tokens, adamw, tiny_gpt2
+from tests.unit.engine.models import Dropping, Tokens, adamw, tiny_gpt2
 from tests.unit.testing.test_kept_statistics import Normalised
 from tests.unit.testing.work import CAPTURES
 from varuna.testing import RunResult, fail_at, run

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import varuna
-from tests.unit.engine.ranks import Dropping, Tokens, adamw
+from tests.unit.engine.models import Dropping, Tokens, adamw
 from varuna.engine.base.spans import Span, subscribe
 from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault, Phase

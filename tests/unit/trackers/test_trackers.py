@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import varuna
-from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from varuna.core.errors import UsageError
 from varuna.store.opening import open_store
 from varuna.testing import FailingStore, fail_at, run

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.engine.late import LateStream, LateStreams
-from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded
+from tests.unit.engine.models import SmallLanguage
+from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.calibration.measure.network import Peers, Repeats
 from varuna.calibration.measure.pilot import PilotTimes, pilot_plan, pilot_steps
 from varuna.calibration.measure.worker import least_memory, rehearsed_size
@@ -28,6 +29,7 @@ from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.links import Sender
 from varuna.engine.links.message import Packed
 from varuna.engine.links.traffic import Traffic, traffic_over
+from varuna.testing.threads import run_all
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from tests.depth import by_depth
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adamw, run_all
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw
+from tests.unit.engine.ranks import Setup
 from tests.unit.engine.stage.test_batch_norm import Normalised, Points, sgd
 from varuna.core.errors import ModelError, UsageError
 from varuna.core.model import JobFacts
@@ -28,6 +29,7 @@ from varuna.partition.evaluation import for_evaluation
 from varuna.partition.initial.constructor import needed_buffers
 from varuna.partition.model import PartitionedModel
 from varuna.planner.choose import plan_run
+from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("shared_captures")

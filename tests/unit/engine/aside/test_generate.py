@@ -10,15 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.depth import by_depth
-from tests.unit.engine.ranks import (
-    Setup,
-    SmallLanguage,
-    Tokens,
-    adamw,
-    run_all,
-    tiny_gpt2,
-    tiny_llama,
-)
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2, tiny_llama
+from tests.unit.engine.ranks import Setup
 from varuna.core.errors import DivergedError, ModelError, UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -31,6 +24,7 @@ from varuna.partition.evaluation import for_generation
 from varuna.partition.initial.constructor import needed_buffers
 from varuna.partition.model import PartitionedModel
 from varuna.planner.choose import plan_run
+from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("shared_captures")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, Tokens, adamw, run_all
+from tests.unit.engine.models import Tokens, adamw
+from tests.unit.engine.ranks import Setup
 from varuna.core.errors import ModelError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -23,6 +24,7 @@ from varuna.partition.capture.outputs import outputs_of
 from varuna.partition.evaluation import for_prediction
 from varuna.partition.model import PartitionedModel
 from varuna.planner.choose import plan_run
+from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("shared_captures")

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, adamw
+from tests.unit.engine.models import SmallLanguage, adamw
+from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.io.frozen import FROZEN, LeftOut
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.messages import Vote

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine.late import Late, LateStream, LateStreams, Rash
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens
 from tests.unit.engine.plain import same
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, connected
+from tests.unit.engine.ranks import Setup, connected
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from varuna.core.devices import DeviceFacts
 from varuna.core.errors import DivergedError

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.engine.late import Late, LateStream, LateStreams, Rash
+from tests.unit.engine.models import Dropping, SmallLanguage, adamw
 from tests.unit.engine.optimizers import adagrad, momentum
 from tests.unit.engine.plain import same
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, adamw
+from tests.unit.engine.ranks import Setup
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
 from varuna.engine.device.host_copies import DONE, HOST, Ready, StreamCopies

@@ -13,8 +13,9 @@ from torch.fx import GraphModule
 from torch.nn.functional import cross_entropy, dropout
 
 from tests.depth import by_depth
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.engine.plain import worst
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw
+from tests.unit.engine.ranks import Setup
 from varuna import Trainer
 from varuna.calibration.file import read_calibration
 from varuna.core.errors import FleetError, ModelError

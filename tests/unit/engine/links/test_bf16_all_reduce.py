@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from tests.depth import by_depth
+from tests.unit.engine.models import SmallLanguage, Tokens
 from tests.unit.engine.plain import worst
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, connected, run_all
+from tests.unit.engine.ranks import Setup, connected
 from varuna.core.precision import Precision
 from varuna.engine.base.transport import Group
 from varuna.engine.links.bf16_all_reduce import all_reduce_rounded
+from varuna.testing.threads import run_all
 
 
 def values_of(member: int, count: int) -> Tensor:

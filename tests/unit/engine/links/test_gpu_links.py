@@ -14,8 +14,9 @@ import torch
 
 from tests.depth import by_depth
 from tests.unit.engine.late import Late, LateEvent, LateStream, LateStreams
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, dropping
 from tests.unit.engine.plain import same, worst
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, connected, dropping, run_all
+from tests.unit.engine.ranks import Setup, connected
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from tests.unit.engine.wire import Wire, WireCommunicator, own_gpu
 from varuna.core.errors import LinkError
@@ -32,6 +33,7 @@ from varuna.engine.links.traffic import DirectCopies, traffic_over
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.worker.forming import InterruptibleStore
 from varuna.partition.cut.split import Crossing
+from varuna.testing.threads import run_all
 
 
 class Wired(Late):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage
+from tests.unit.engine.models import Dropping, SmallLanguage
+from tests.unit.engine.ranks import Setup
 from varuna.core.plan import Plan
 from varuna.engine.device.host_copies import DONE, HostCopies, Ready
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput

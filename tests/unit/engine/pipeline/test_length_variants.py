@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from tests.depth import by_depth
 from tests.unit.checks.verified import verify
+from tests.unit.engine.models import Tokens, tiny_llama
 from tests.unit.engine.plain import targets, train_plainly, worst
-from tests.unit.engine.ranks import Setup, Tokens, tiny_llama
+from tests.unit.engine.ranks import Setup
 from varuna.checks.loss_weight import check_weighing
 from varuna.core.errors import DataError, ModelError, UsageError
 from varuna.data import sample_index

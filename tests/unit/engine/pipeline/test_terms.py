@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from tests.depth import by_depth
 from tests.unit.engine.aside.test_evaluate import eager_loss, train
+from tests.unit.engine.models import adamw
 from tests.unit.engine.plain import reference, targets, train_plainly, worst
-from tests.unit.engine.ranks import Setup, adamw
+from tests.unit.engine.ranks import Setup
 from tests.unit.engine.worker.test_resuming import train as resumed
 from varuna.core.errors import DataError, ModelError
 from varuna.core.precision import Precision

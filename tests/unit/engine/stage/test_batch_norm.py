@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import STEPS, Setup, run_all
+from tests.unit.engine.ranks import STEPS, Setup
 from varuna.core.errors import UsageError
 from varuna.core.messages import Apply, Vote
 from varuna.core.model import JobFacts
@@ -24,6 +24,7 @@ from varuna.partition.capture.capture import Recipe
 from varuna.partition.model import partition
 from varuna.planner.choose import plan_run
 from varuna.store.opening import open_store
+from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import varuna
 from tests.depth import by_depth
+from tests.unit.engine.models import SmallLanguage
 from tests.unit.engine.plain import reference, worst
-from tests.unit.engine.ranks import Setup, SmallLanguage, run_all
+from tests.unit.engine.ranks import Setup
 from tests.unit.partition.hidden import Lamb, SharedLamb, over
 from varuna.core.errors import LinkError, UsageError
 from varuna.core.messages import Apply, Vote
@@ -25,6 +26,7 @@ from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.planner.choose import plan_run
+from varuna.testing.threads import run_all
 
 
 def test_outside_a_run_nothing_changes() -> None:

@@ -8,8 +8,9 @@ from torch import nn
 
 import varuna
 from tests.depth import by_depth
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2
 from tests.unit.engine.plain import targets, train_plainly, worst
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, tiny_gpt2
+from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.io.section_state import from_bytes, to_bytes
 from varuna.core.errors import UsageError
 from varuna.core.model import Network

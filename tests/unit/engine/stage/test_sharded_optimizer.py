@@ -9,9 +9,10 @@ from torch import Tensor
 
 import varuna
 from tests.depth import by_depth
+from tests.unit.engine.models import tiny_gpt2
 from tests.unit.engine.optimizers import grouped, warm
 from tests.unit.engine.plain import same, worst
-from tests.unit.engine.ranks import STEPS, Setup, tiny_gpt2
+from tests.unit.engine.ranks import STEPS, Setup
 from tests.unit.engine.stage.test_offload import halved
 from tests.unit.engine.worker.test_resuming import train
 from varuna.core.errors import UsageError

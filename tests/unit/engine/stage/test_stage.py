@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
+from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
 from varuna.core.plan import Plan
 from varuna.engine.base.inbox import Inbox

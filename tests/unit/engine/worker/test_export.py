@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, run_all
+from tests.unit.engine.models import SmallLanguage
+from tests.unit.engine.ranks import Setup
 from varuna.core.errors import LinkError
 from varuna.engine.worker.export import export_model
+from varuna.testing.threads import run_all
 
 
 def test_ranks_with_nothing_to_export_may_leave_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

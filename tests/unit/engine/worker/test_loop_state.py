@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import varuna
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.engine.plain import train_plainly
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw
+from tests.unit.engine.ranks import Setup
 from tests.unit.testing.work import CAPTURES
 from varuna.core.errors import UsageError, VarunaError, WorkerError
 from varuna.engine.worker.loop_state import LARGEST_BYTES, LoopState, Turn

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adamw, run_all
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw
+from tests.unit.engine.ranks import Setup
 from tests.unit.engine.test_adapters import Adapted
 from varuna.checkpoint.io.export import export_checkpoint
 from varuna.checkpoint.io.frozen import LeftOut
@@ -22,6 +23,7 @@ from varuna.job.options import Checkpoints
 from varuna.membership.static import StaticMembership, World
 from varuna.planner.choose import plan_run
 from varuna.store.opening import open_store
+from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("shared_captures")

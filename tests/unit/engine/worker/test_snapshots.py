@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.unit.engine.late import Late, LateStream, LateStreams
+from tests.unit.engine.models import SmallLanguage, adamw
 from tests.unit.engine.optimizers import momentum
-from tests.unit.engine.ranks import Setup, SmallLanguage, adamw
+from tests.unit.engine.ranks import Setup
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from tests.unit.engine.worker.test_resuming import train
 from tests.unit.engine.worker.test_snapshotter import assigned, make_plan, manifest_of, stage_of

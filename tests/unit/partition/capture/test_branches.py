@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, Tokens, single_threaded
+from tests.unit.engine.models import Tokens
+from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.partition.families import Family
 from tests.unit.partition.in_turn import differences
 from varuna.checks.assumptions import check_assumptions

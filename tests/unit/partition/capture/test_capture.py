@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, tiny_gpt2
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2
+from tests.unit.engine.ranks import Setup
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture.capture import Recipe

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, Tokens, reference, single_threaded, worst
+from tests.unit.engine.models import Tokens
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.partition.cut.test_boundaries import Layers
 from tests.unit.partition.families import Family
 from tests.unit.partition.in_turn import differences, everywhere

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
+from tests.unit.engine.models import adamw
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.model import partition
 from varuna.trainer import Trainer

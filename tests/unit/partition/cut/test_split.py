@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, Tokens, tiny_gpt2, tiny_llama
+from tests.unit.engine.models import Tokens, tiny_gpt2, tiny_llama
+from tests.unit.engine.ranks import Setup
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors, backward
 from varuna.partition.initial.constructor import Initial, materialise
 from varuna.partition.model import PartitionedModel

@@ -11,19 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from tests.unit.engine.ranks import (
-    Setup,
-    SmallLanguage,
-    Tokens,
-    adamw,
-    connected,
-    reference,
-    run_all,
-    single_threaded,
-    tiny_gpt2,
-    tiny_llama,
-    worst,
-)
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2, tiny_llama
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup, connected, single_threaded
 from varuna.core.errors import ModelError, UsageError
 from varuna.engine.worker.agreement import checksum, share_refusal
 from varuna.job.options import Weights
@@ -31,6 +21,7 @@ from varuna.job.spec import JobSpec
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.initial.initial_values import begin_with
 from varuna.process.host_lock import turn
+from varuna.testing.threads import run_all
 
 
 def saved(build: Callable[[], nn.Module], folder: Path, shards: str = "5GB") -> None:

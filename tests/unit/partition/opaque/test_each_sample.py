@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
+from tests.unit.engine.models import adamw
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.core.errors import ModelError
 from varuna.job.options import Loss
 from varuna.partition.evaluation import for_evaluation
