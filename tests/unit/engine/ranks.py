@@ -262,8 +262,9 @@ class Setup:
             stage = session.current.stage
             for section in stage.sharding.held:
                 state = from_bytes(to_bytes(stage.state_of(section)))
-                for name, value in state.tensors.items():
-                    assert torch.equal(found.setdefault(f"{section}/{name}", value), value), name
+                held = {f"{section}/{name}": value for name, value in state.tensors.items()}
+                assert all(torch.equal(found[name], value) for name, value in held.items() if name in found), section
+                found.update(held)
         return found
 
     def times(self) -> list[StepTimes | None]:

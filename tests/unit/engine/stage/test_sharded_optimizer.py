@@ -45,7 +45,7 @@ def stages_of(setup: Setup) -> list[Stage]:
 
 def test_what_others_update_is_in_the_compute_dtype() -> None:
     sharing = Setup(precision="bf16", share=True)
-    sharing.losses(1, 3, steps=1)
+    sharing.losses(1, 4, steps=1)
     for stage in stages_of(sharing):
         names = [name for section in stage.sharding.lent for name in stage.job.model.sections[section].parameters]
         assert stage.job.dtype in {stage.parameters[name].dtype for name in names}
