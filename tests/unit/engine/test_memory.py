@@ -115,6 +115,7 @@ def planned(setup: Setup, stages: int, memory_bytes: int | None = None) -> Plan:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_single_stage_uses_what_its_plan_promised(precision: str) -> None:
     setup = setup_of(2, precision=precision)
@@ -294,7 +295,7 @@ class Standardised(nn.Module):
     ("stages", "replicas"), [(2, 1), *(pytest.param(*grid, marks=pytest.mark.nightly) for grid in ((1, 1), (1, 2)))]
 )
 def test_statistics_for_buffers_are_promised_for_every_micro_batch(stages: int, replicas: int) -> None:
-    micro_batches = by_depth(16, 48)
+    micro_batches = 48
     setup = setup_of(micro_batches, build=Standardised, micro_batch=2)
     plan = best_plan(
         PlanRequest(

@@ -142,7 +142,7 @@ CASES = {
     ),
     "complex": Case(of(build=Spectral)),
     "terms": Case(of(build=test_terms.Detection, dataset=Sentences(), clip=None), near=2e-6, wide=1e-6),
-    "as written": Case(of(build=odd_modules.tied_kinds, dataset=Padded())),
+    "drawn as written": Case(of(build=odd_modules.drawing, dataset=Padded()), draws=True),
     "lengths": Case(test_length_variants.setup, plain={"whole_batch": False, "weigh": targets}),
     "gpt2": Case(of(build=tiny_gpt2, dataset=Tokens())),
 }
@@ -180,7 +180,7 @@ NIGHTLY = {
     "as written beside compiled": Case(
         of(build=odd_modules.tied_kinds, dataset=Padded(), compiler=Compiler("eager"))  # such modules stay as they are
     ),
-    "drawn as written": Case(of(build=odd_modules.drawing, dataset=Padded()), draws=True),
+    "as written": Case(of(build=odd_modules.tied_kinds, dataset=Padded())),
     "llama": Case(of(build=tiny_llama, dataset=Tokens())),
     "mixtral": Case(of(build=mixtral, dataset=Tokens(size=24)), plain={"whole_batch": False}),
     "qwen": Case(of(build=qwen, dataset=Tokens(size=24)), plain={"whole_batch": False}),

@@ -199,6 +199,7 @@ def test_random_sums_of_random_terms(seed: int) -> None:
     assert worst(setup.losses(1, 2, 2), reference(setup, 2)) < 5e-6
 
 
+@pytest.mark.nightly
 def test_an_evaluation_counts_all_its_examples() -> None:
     setup = Setup(build=Detection, dataset=Sentences(), micro_batch=3, clip=None)
     undisturbed = [loss for loss, _ in setup.losses(1, 1, by_depth(2, 3))]
@@ -221,7 +222,8 @@ def test_examples_that_cannot_be_counted_end_an_evaluation_instead_of_a_thread()
         train(Setup(build=HandMaskedClamped, dataset=Sentences(), micro_batch=3, clip=None), 1, 1, Uneven(), 9)
 
 
-@pytest.mark.parametrize(("precision", "near"), [pytest.param("bf16", 2e-2, marks=pytest.mark.nightly), ("fp16", 3e-3)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("precision", "near"), [("bf16", 2e-2), ("fp16", 3e-3)])
 def test_half_precision_adds_terms_up_in_fp32(precision: Precision, near: float) -> None:
     setup = Setup(build=MaskedAndNext, dataset=Sentences(), micro_batch=3, clip=None, precision=precision, unit=8.0)
     one = setup.losses(1, 1, 2)
@@ -238,6 +240,7 @@ def test_compiled_sections_add_terms_up_alike() -> None:
     assert worst(one, reference(setup, 2)) < 2e-6
 
 
+@pytest.mark.nightly
 def test_terms_go_on_in_other_plans(tmp_path: Path) -> None:
     def go_on(stages: int, replicas: int, steps: int) -> list[tuple[float, float]]:
         setup = Setup(build=MaskedAndNext, dataset=Sentences(), micro_batch=3, clip=None, directory=str(tmp_path))
