@@ -12,7 +12,7 @@ import torch
 from tests.unit.engine.late import Late, LateStream, LateStreams
 from tests.unit.engine.models import SmallLanguage, adamw
 from tests.unit.engine.optimizers import momentum
-from tests.unit.engine.ranks import Setup
+from tests.unit.engine.ranks import STEPS, Setup
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from tests.unit.engine.worker.test_resuming import train
 from tests.unit.engine.worker.test_snapshotter import assigned, make_plan, manifest_of, stage_of
@@ -192,5 +192,5 @@ def test_a_checkpoint_of_a_late_device_continues_bit_for_bit(offload: bool, tmp_
     plain = Setup(build=SmallLanguage)
     undisturbed = plain.losses(2, 1)
     late = replace(plain, directory=str(tmp_path), traffic=Late(), offload=offload)
-    first = train(late, 2, 1, 2, str(tmp_path))
-    assert first + train(replace(plain, directory=str(tmp_path)), 2, 1, 4, str(tmp_path)) == undisturbed
+    first = train(late, 2, 1, STEPS // 2, str(tmp_path))
+    assert first + train(replace(plain, directory=str(tmp_path)), 2, 1, STEPS, str(tmp_path)) == undisturbed
