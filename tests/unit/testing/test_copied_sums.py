@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import varuna
-from tests.depth import by_depth
 from tests.unit.testing import work
 from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed, went_back
 from tests.waiting import wait_for
@@ -27,7 +26,7 @@ from varuna.testing import run
 from varuna.testing.faults import Fault, Phase
 from varuna.testing.ranks import Stages
 
-STEPS, STEP, MICRO_BATCHES = by_depth(2, 3), 1, 72
+STEPS, STEP, MICRO_BATCHES = 3, 1, 72
 
 
 class Watched:

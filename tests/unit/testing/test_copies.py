@@ -59,20 +59,6 @@ def test_a_worker_dies_while_the_next_plan_forms(kept: Kept, alone: tuple[float,
     assert not went_back(outcome)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(200)
-def test_an_owner_and_its_keeper_die_together(kept: Kept, alone: tuple[float, ...]) -> None:
-    both = threading.Barrier(2)
-
-    def together() -> bool:
-        return both.wait(20) >= 0
-
-    outcome = without_replicas(kept, [Waiting(1, 1, "F", together, 6), Waiting(2, 1, "B", together, 3)])
-    assert went_back(outcome)
-    assert outcome.plans[-1] == "1x1"
-    assert outcome.losses == pytest.approx(alone, rel=1e-6)
-
-
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("phase", "back"), [pytest.param("vote", False, marks=pytest.mark.nightly), ("apply", True)])
 def test_a_death_around_the_vote(kept: Kept, alone: tuple[float, ...], phase: Phase, back: bool) -> None:

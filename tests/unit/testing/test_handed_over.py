@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.depth import by_depth
 from tests.unit.testing import work
 from tests.unit.testing.work import disturbed
 from varuna.core.plan import Plan
@@ -16,7 +15,7 @@ from varuna.planner.choose import plan_run
 from varuna.testing import Fault, fail_at, notice_at, ranks
 from varuna.testing.faults import Warned
 
-STEPS, MICRO_BATCHES, SLOW_STEP = by_depth(3, 4), 24, 2
+STEPS, MICRO_BATCHES, SLOW_STEP = 4, 24, 2
 NOTICE, LAST = 9, 12
 """Backwards of the first and of the last stage: at one the notice comes, the other one is not done before it counts."""
 

@@ -9,7 +9,6 @@ from torch import nn
 
 import varuna
 import varuna.core.sums
-from tests.depth import by_depth
 from tests.unit.engine.models import Dropping, Tokens, adamw
 from tests.unit.engine.pipeline.test_length_variants import LENGTHS, Positions, Sentences, padded
 from tests.unit.testing import work
@@ -20,7 +19,7 @@ from varuna.engine.stage.stage import Stage
 from varuna.testing import run
 from varuna.testing.faults import Fault, Phase
 
-STEPS, MICRO_BATCHES = by_depth(3, 4), 12
+STEPS, MICRO_BATCHES = 4, 12
 
 
 class Recovering(OnceOthers):

@@ -29,7 +29,7 @@ from varuna.store.folder import FolderStore
 from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault
 
-STEPS, STEP, MICRO_BATCHES = by_depth((2, 1, 36), (3, 1, 72))
+STEPS, STEP, MICRO_BATCHES = 3, 1, by_depth(36, 72)
 SECTIONS, ENOUGH, LATE = 6, 8, 20
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.depth import by_depth
 from tests.unit.testing import work
 from tests.unit.testing.work import CAPTURES
 from varuna.core.errors import VarunaError
@@ -10,7 +9,7 @@ from varuna.testing import fail_at, run
 from varuna.testing.faults import Phase
 from varuna.testing.ranks import Stages
 
-STEPS, MICRO_BATCHES = by_depth(2, 3), 12
+STEPS, MICRO_BATCHES = 3, 12
 SHAPES: dict[int, Stages] = {5: (3, 2), 4: (3, 1), 3: (2, 1), 2: 1, 1: 1}
 
 
@@ -20,14 +19,6 @@ script = work.script(STEPS, MICRO_BATCHES)
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
     return work.alone(STEPS, MICRO_BATCHES)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(200)
-def test_they_train_as_one_process(alone: tuple[float, ...]) -> None:
-    outcome = run(script, workers=6, stages=(3, 2, 1), captures=CAPTURES)
-    assert outcome.plans == ("3x1+2x1+1x1",)
-    assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.timeout(200)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import varuna
 from tests.depth import by_depth
 from tests.unit.engine.models import SmallLanguage
-from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.plain import worst
 from tests.unit.engine.ranks import Setup
 from tests.unit.partition.hidden import Lamb, SharedLamb, over
 from varuna.core.errors import LinkError, UsageError
@@ -35,15 +35,6 @@ def test_outside_a_run_nothing_changes() -> None:
     assert varuna.owned(nn.Parameter(value))
     with pytest.raises(UsageError, match="mean"):
         varuna.all_reduce_shared(value, op="mean")
-
-
-@pytest.mark.nightly  # two steps of it are in test_options
-def test_a_lamb_with_global_norm_trains_as_in_one_process() -> None:
-    setup = Setup(optimizer=over(SharedLamb), clip=None)
-    one = setup.losses(1, 1, steps=6)
-    assert worst(one, reference(setup, steps=6)) < 1e-5
-    for stages, replicas in [(2, 1), (3, 1), (1, 2), (2, 2)]:
-        assert worst(setup.losses(stages, replicas, steps=6), one) < 1e-6, (stages, replicas)
 
 
 def test_a_lamb_that_does_not_share_trains_another_model() -> None:
