@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly, nightly_rows
 from tests.unit.engine.ranks import Setup
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.plan import Plan
@@ -31,7 +31,7 @@ from varuna.schedule.actions import Kind
 from varuna.schedule.buffers import ACTIVATIONS_COMING
 
 _MICRO_BATCH, _MICRO_BATCHES = 8, 4
-PRECISIONS = ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)]
+PRECISIONS = ["bf16", *nightly("fp32")]
 
 
 class Wide(nn.Module):
@@ -148,7 +148,7 @@ class Heavy(nn.Module):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stages", [2, *nightly(1)])
 def test_offloaded_state_and_what_is_streamed_of_it_are_promised(stages: int, precision: Precision) -> None:
     """Here host memory and the device's are one, so that both, and the copies of tentative steps, add up."""
 
@@ -291,9 +291,7 @@ class Standardised(nn.Module):
         return nn.functional.cross_entropy(self.head(x), labels[:, 0])
 
 
-@pytest.mark.parametrize(
-    ("stages", "replicas"), [(2, 1), *(pytest.param(*grid, marks=pytest.mark.nightly) for grid in ((1, 1), (1, 2)))]
-)
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), *nightly_rows((1, 1), (1, 2))])
 def test_statistics_for_buffers_are_promised_for_every_micro_batch(stages: int, replicas: int) -> None:
     micro_batches = 48
     setup = setup_of(micro_batches, build=Standardised, micro_batch=2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly
 from tests.unit.engine.models import Dropping, SmallLanguage, Tokens
 from tests.unit.engine.optimizers import by_step, trained_only
 from tests.unit.engine.plain import Curve, reference, worst
@@ -86,7 +86,7 @@ def test_split_backwards_and_kept_sections_do_not_change_a_bit(keep: str, split_
     assert (Kind.RECOMPUTE in kinds[0] | kinds[1]) == (keep != "all")
 
 
-@pytest.mark.parametrize("policy", ["1f1b", pytest.param("gpipe", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("policy", ["1f1b", *nightly("gpipe")])
 def test_gpipe_and_1f1b_may_keep_everything(policy: str) -> None:
     def all_kept(plan: Plan) -> Plan:
         return plan.model_copy(update={"kept": tuple(sections_by_stage(plan))})

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly
 from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, dropping, tiny_gpt2, tiny_llama
 from tests.unit.engine.optimizers import (
     adafactor,
@@ -270,7 +270,7 @@ PLACED_NIGHTLY = [
     "placed",
     [
         *(pytest.param(each, id=name) for name, each in PLACED.items()),
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in PLACED_NIGHTLY),
+        *nightly(*PLACED_NIGHTLY),
     ],
 )
 def test_where_state_lives_changes_no_bit(placed: Placed) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import varuna
+from tests.depth import nightly
 from tests.unit.testing import work
 from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed, went_back
 from tests.waiting import wait_for
@@ -245,9 +246,7 @@ def test_an_owner_and_its_keeper_die_together(
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "phase", ["form", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("held", "barrier", "F"))]
-)
+@pytest.mark.parametrize("phase", ["form", *nightly("held", "barrier", "F")])
 def test_a_keeper_dies_while_what_it_keeps_is_handed_over(
     alone: tuple[float, ...], watch: Callable[[int], Watched], phase: Phase
 ) -> None:

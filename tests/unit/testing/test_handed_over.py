@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.depth import nightly
 from tests.unit.testing import work
 from tests.unit.testing.work import disturbed
 from varuna.core.plan import Plan
@@ -64,9 +65,7 @@ def alone() -> tuple[float, ...]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "leavers", [(1,), *(pytest.param(each, marks=pytest.mark.nightly) for each in ((0,), (2,), (0, 2)))]
-)
+@pytest.mark.parametrize("leavers", [(1,), *nightly((0,), (2,), (0, 2))])
 def test_a_notice_costs_one_pipeline_what_is_in_flight(alone: tuple[float, ...], leavers: tuple[int, ...]) -> None:
     seen = Work(3)
     outcome = disturbed(script, seen.hear, {3: 3, 2: 2, 1: 1}, [WarnedTogether(*leavers)])

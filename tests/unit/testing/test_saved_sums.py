@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import varuna
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly_rows
 from tests.unit.engine.models import Tokens
 from tests.unit.engine.stage.test_batch_norm import sgd
 from tests.unit.testing import work
@@ -121,7 +121,7 @@ def go_on(script: Callable[[], Any], shape: tuple[int, int]) -> RunResult:
     ("before", "after"),
     [
         ((2, 2), (3, 1)),
-        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (((3, 1), (1, 3)), ((1, 1), (2, 2)))),
+        *nightly_rows(((3, 1), (1, 3)), ((1, 1), (2, 2))),
     ],
     ids=lambda shape: "x".join(map(str, shape)),
 )

@@ -3,6 +3,7 @@
 import pytest
 
 import varuna
+from tests.depth import nightly
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.testing.work import CAPTURES
 from tests.waiting import wait_for
@@ -64,7 +65,7 @@ def test_a_failing_bucket_ends_in_words_and_another_run_goes_on_from_what_it_has
     assert ("get", "step-00000002/manifest.json") in store.seen
 
 
-@pytest.mark.parametrize("rotten", [4, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("rotten", [4, *nightly(2)])
 def test_a_checkpoint_that_rots_in_the_store_is_found_out_and_the_one_before_counts(
     alone: tuple[float, ...], rotten: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.depth import nightly_rows
 from tests.unit.testing import work
 from tests.unit.testing.work import CAPTURES
 from varuna.core.errors import VarunaError
@@ -26,10 +27,7 @@ def alone() -> tuple[float, ...]:
     ("rank", "phase", "after"),
     [
         (4, "B", 2),
-        *(
-            pytest.param(*each, marks=pytest.mark.nightly)
-            for each in ((1, "F", 3), (2, "B", 2), (0, "sum", 0), (3, "vote", 0), (4, "apply", 0))
-        ),
+        *nightly_rows((1, "F", 3), (2, "B", 2), (0, "sum", 0), (3, "vote", 0), (4, "apply", 0)),
     ],
 )
 def test_one_dies(alone: tuple[float, ...], rank: int, phase: Phase, after: int) -> None:

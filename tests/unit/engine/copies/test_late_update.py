@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.depth import nightly_rows
 from tests.unit.engine.models import SmallLanguage, adamw
 from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.io.frozen import FROZEN, LeftOut
@@ -92,10 +93,7 @@ def left_of(stage: Stage, left_out: LeftOut, spans: tuple[tuple[int, int], ...] 
     ("precision", "offload"),
     [
         *(("fp32", False), ("fp16", True)),
-        *(
-            pytest.param(*given, marks=pytest.mark.nightly)
-            for given in (("fp32", True), ("bf16", False), ("bf16", True), ("fp16", False))
-        ),
+        *nightly_rows(("fp32", True), ("bf16", False), ("bf16", True), ("fp16", False)),
     ],
 )
 def test_it_is_the_one_that_was_lost(precision: Any, offload: bool) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.depth import nightly, nightly_rows
 from tests.unit.engine.late import Late, LateStream, LateStreams, Rash
 from tests.unit.engine.models import Dropping, SmallLanguage, adamw
 from tests.unit.engine.optimizers import adagrad, momentum
@@ -34,14 +35,8 @@ def away(plan: Plan) -> Plan:
     ("optimizer", "precision", "grid"),
     [
         (momentum, "bf16", (2, 1)),
-        *(
-            pytest.param(*given, marks=pytest.mark.nightly)
-            for given in (
-                (adamw, "fp32", (1, 1)),
-                (momentum, "fp32", (2, 2)),
-                (adagrad, "fp32", (1, 1)),
-                (adamw, "bf16", (2, 1)),
-            )
+        *nightly_rows(
+            (adamw, "fp32", (1, 1)), (momentum, "fp32", (2, 2)), (adagrad, "fp32", (1, 1)), (adamw, "bf16", (2, 1))
         ),
     ],
 )
@@ -63,7 +58,7 @@ def test_fp16_steps_that_overflow_leave_what_was_on_its_way() -> None:
     assert same(offloaded.states(), plain.states())
 
 
-@pytest.mark.parametrize("policy", ["adaptive", pytest.param("gpipe", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("policy", ["adaptive", *nightly("gpipe")])
 def test_stashed_inputs_pass_a_late_device_bit_for_bit(policy: str) -> None:
     setup = Setup(build=Dropping, micro_batch=1, policy=policy)
     expected, parameters = setup.losses(3, 1, steps=2), setup.parameters()

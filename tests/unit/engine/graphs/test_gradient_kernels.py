@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly
 from tests.unit.engine.plain import reference, worst
 from tests.unit.engine.ranks import Setup
 
@@ -55,9 +55,7 @@ class Mixing(nn.Module):
         return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize(
-    "mix", [product, *(pytest.param(each, marks=pytest.mark.nightly) for each in (attention, recurrent))]
-)
+@pytest.mark.parametrize("mix", [product, *nightly(attention, recurrent)])
 def test_a_plan_changes_no_bit_where_kernels_ask_for_gradients(mix: Callable[[Block, Tensor], Tensor]) -> None:
     setup = Setup(lambda: Mixing(mix))
     flat = setup.losses(1, 1, STEPS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly
 from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw, dropping, tiny_llama
 from tests.unit.engine.pipeline.test_length_variants import LENGTHS
 from tests.unit.engine.pipeline.test_length_variants import setup as of_lengths
@@ -96,7 +96,7 @@ def gradients(setup: Setup, stage: Stage, *, split: bool, keep: int = 0) -> list
         SmallLanguage,
         Reused,
         Shared,
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in (dropping, tiny_llama)),
+        *nightly(dropping, tiny_llama),
     ],
 )
 def test_both_halves_give_the_bits_of_a_whole_backward(build: Callable[[], nn.Module]) -> None:
@@ -146,9 +146,7 @@ def in_one_section(build: Callable[[], nn.Module]) -> Setup:
     return setup
 
 
-@pytest.mark.parametrize(
-    "build", [Shared, *(pytest.param(each, marks=pytest.mark.nightly) for each in (SmallLanguage, Reused))]
-)
+@pytest.mark.parametrize("build", [Shared, *nightly(SmallLanguage, Reused)])
 def test_uses_of_a_parameter_within_one_section_are_summed_as_autograd_does(build: Callable[[], nn.Module]) -> None:
     setup = in_one_section(build)
     stage = whole_stage(setup)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly
 from tests.unit.engine.models import SmallLanguage, Tokens
 from tests.unit.engine.plain import worst
 from tests.unit.engine.ranks import Setup, connected
@@ -56,7 +56,7 @@ def test_half_the_bytes_of_a_ring_of_fp32_leave() -> None:
     assert [group.left_bytes for group in groups] == [ring_bytes // 2] * 4
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("precision", ["fp32", *nightly("bf16")])
 def test_losses_are_near_those_of_fp32_and_the_same_in_every_run_and_at_every_depth(precision: Precision) -> None:
     whole = Setup(build=SmallLanguage, dataset=Tokens(padded=True), micro_batch=1, precision=precision)
     less = replace(whole, rounds=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly_rows
 from tests.unit.engine.late import Late, LateEvent, LateStream, LateStreams
 from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, dropping
 from tests.unit.engine.plain import same, worst
@@ -103,9 +103,7 @@ def test_sums_that_are_rounded_are_not_these_and_one_replica_has_none() -> None:
 # -- whole runs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stages", "replicas"), [(2, 2), *(pytest.param(*grid, marks=pytest.mark.nightly) for grid in ((2, 1), (3, 2)))]
-)
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 2), *nightly_rows((2, 1), (3, 2))])
 def test_plans_over_direct_links_and_sums_keep_every_bit(stages: int, replicas: int) -> None:
     setup = Setup(build=by_depth(Dropping, dropping), dataset=Tokens(padded=True), global_batch=12)
     expected, parameters = setup.losses(stages, replicas), setup.parameters()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.depth import nightly_rows
 from tests.unit.engine.models import Dropping, SmallLanguage
 from tests.unit.engine.ranks import Setup
 from varuna.core.plan import Plan
@@ -20,7 +21,7 @@ from varuna.schedule.buffers import STASH_IN_TRANSIT
     ("policy", "stay"),
     [
         ("adaptive", 0),
-        *(pytest.param(*given, marks=pytest.mark.nightly) for given in (("adaptive", 1), ("varuna", 0), ("gpipe", 1))),
+        *nightly_rows(("adaptive", 1), ("varuna", 0), ("gpipe", 1)),
     ],
 )
 def test_losses_and_parameters_are_those_of_a_stash_on_the_device(policy: str, stay: int) -> None:

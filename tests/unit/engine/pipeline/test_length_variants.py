@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly
 from tests.unit.checks.verified import verify
 from tests.unit.engine.models import Tokens, tiny_llama
 from tests.unit.engine.plain import targets, train_plainly, worst
@@ -100,9 +100,7 @@ def test_the_schedules_with_split_backwards_run_too() -> None:
     assert setup(policy="adaptive").losses(3, 1, steps=2) == setup().losses(1, 1, steps=2)
 
 
-@pytest.mark.parametrize(
-    "shape", [(3, 1), *(pytest.param(shape, marks=pytest.mark.nightly) for shape in ((2, 1), (5, 1), (2, 2)))]
-)
+@pytest.mark.parametrize("shape", [(3, 1), *nightly((2, 1), (5, 1), (2, 2))])
 def test_a_pipeline_runs_micro_batches_in_an_order_by_length_from_the_second_step_on(shape: tuple[int, int]) -> None:
     """All stages know it: each has read the samples. In the first step none waits for all of them."""
     orders: dict[tuple[int, int], list[int]] = {}

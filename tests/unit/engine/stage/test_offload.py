@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna
+from tests.depth import nightly
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2
 from tests.unit.engine.optimizers import grouped, momentum, warm
 from tests.unit.engine.ranks import STEPS, Setup
@@ -41,7 +42,7 @@ def test_before_step_sees_the_whole_stage_once() -> None:
     assert Setup(**given, offload=True).losses(2, 1) == Setup(**given).losses(2, 1)
 
 
-@pytest.mark.parametrize("saved_offloaded", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("saved_offloaded", [True, *nightly(False)])
 def test_a_checkpoint_is_resumed_with_and_without(saved_offloaded: bool, tmp_path: Path) -> None:
     def setup(offload: bool) -> Setup:
         return Setup(scheduler=warm, optimizer=grouped, directory=str(tmp_path), offload=offload)
@@ -52,7 +53,7 @@ def test_a_checkpoint_is_resumed_with_and_without(saved_offloaded: bool, tmp_pat
     assert first + second == undisturbed
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("precision", ["bf16", *nightly("fp32")])
 def test_states_go_from_stages_with_to_stages_without_and_back(precision: Precision) -> None:
     """What a morph does: a state as bytes, a stage built from it."""
     plain, offloaded = Setup(precision=precision), Setup(precision=precision, offload=True)
@@ -69,7 +70,7 @@ def test_states_go_from_stages_with_to_stages_without_and_back(precision: Precis
         assert {section: to_bytes(stage.state_of(section)) for section in stage.sections} == before
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("precision", ["bf16", *nightly("fp32")])
 def test_a_tentative_step_is_undone_bit_for_bit(precision: Precision) -> None:
     setup = Setup(precision=precision, offload=True, optimizer=momentum)
     setup.losses(1, 1, steps=2)

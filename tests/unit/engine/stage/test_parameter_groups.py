@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly_rows
 from tests.unit.engine.plain import reference, worst
 from tests.unit.engine.ranks import Setup
 from tests.unit.engine.stage.test_optimizer import fresh
@@ -49,10 +49,7 @@ def by_place(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
     ("schedule", "offload"),
     [
         (one_cycle, False),
-        *(
-            pytest.param(*more, marks=pytest.mark.nightly)
-            for more in ((by_place, False), (one_cycle, True), (by_place, True))
-        ),
+        *nightly_rows((by_place, False), (one_cycle, True), (by_place, True)),
     ],
 )
 def test_a_scheduler_finds_the_groups_of_the_whole_model_on_a_stage_with_one_of_them(

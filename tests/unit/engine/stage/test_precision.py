@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import varuna
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2
 from tests.unit.engine.plain import targets, train_plainly, worst
 from tests.unit.engine.ranks import Setup
@@ -28,9 +28,7 @@ def skipped_by(curve: list[tuple[float, float]]) -> list[int]:
     return [step for step, (_, norm) in enumerate(curve) if not math.isfinite(norm)]
 
 
-@pytest.mark.parametrize(
-    "grid", [(2, 2), *(pytest.param(grid, marks=pytest.mark.nightly) for grid in ((1, 1), (3, 1)))]
-)
+@pytest.mark.parametrize("grid", [(2, 2), *nightly((1, 1), (3, 1))])
 def test_fp16_skips_the_steps_that_a_plain_loop_skips(grid: tuple[int, int]) -> None:
     setup = half("fp16", unit=1.0)  # seeds of sums, not of a mean: the first scales overflow
     steps = by_depth(8, 12)

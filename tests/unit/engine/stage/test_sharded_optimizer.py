@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import varuna
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly
 from tests.unit.engine.models import tiny_gpt2
 from tests.unit.engine.optimizers import grouped, warm
 from tests.unit.engine.plain import same, worst
@@ -83,8 +83,8 @@ def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
         Setup(optimizer=talking, share=True).losses(1, 1, steps=1)
 
 
-@pytest.mark.parametrize("saved_shared", [True, pytest.param(False, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("saved_shared", [True, *nightly(False)])
+@pytest.mark.parametrize("precision", ["bf16", *nightly("fp32")])
 def test_a_checkpoint_is_resumed_with_and_without(saved_shared: bool, precision: Precision, tmp_path: Path) -> None:
     given: dict[str, Any] = {"scheduler": warm, "optimizer": grouped, "precision": precision}
     undisturbed = Setup(**given).losses(1, by_depth(3, 4))
