@@ -239,8 +239,8 @@ def test_any_plan_trains_as_a_plain_loop_and_the_depth_changes_no_bit(case: Case
         else:
             assert len(set(depths)) > 1, depths
             assert worst(found, wide) < case.wide, depths
-    for depths in MORE:
-        assert worst(job.on_pipelines(*depths, steps=STEPS), alone) < case.wide, depths
+    for more in MORE:
+        assert worst(job.on_pipelines(*more, steps=STEPS), alone) < case.wide, more
 
 
 class Placed(NamedTuple):

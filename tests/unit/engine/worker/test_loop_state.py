@@ -98,9 +98,9 @@ def plain(steps: int) -> list[tuple[float, float]]:
     losses, rates, made = list[float](), list[float](), list[Any]()
 
     def build(named: Any) -> torch.optim.Optimizer:
-        made.append(adamw(named))
-        made.append(plateau(made[0]))
-        return made[0]
+        optimizer = adamw(named)
+        made.extend((optimizer, plateau(optimizer)))
+        return optimizer
 
     def advance(_model: object, loss: float) -> None:
         losses.append(loss)
