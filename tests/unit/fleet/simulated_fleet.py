@@ -30,6 +30,11 @@ from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import Holders, holders_of
 from varuna.engine.copies.late_update import needed
+from varuna.fleet.agent.worker_record import WorkerRecord
+from varuna.fleet.manager.reconcile import Reconciliation, node_of, reconcile
+from varuna.fleet.manager.resume import lost_workers, resume
+from varuna.fleet.net.protocol import Exited
+from varuna.fleet.run_folder.journal import Past
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import (
     DrainRequested,
@@ -39,6 +44,7 @@ from varuna.fleet.state.inputs import (
     NoticeReceived,
     Tick,
     WorkerExited,
+    WorkerSpawned,
     ZoneReceived,
 )
 from varuna.fleet.state.outputs import Instruction, Kill, Publish, Send
@@ -81,6 +87,14 @@ class SimulatedWorker:
     left: bool = False
     inbox: list[ToWorker] = field(default_factory=list)
     outbox: list[FromWorker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.record = WorkerRecord(self.name)  # what its agent remembers, for a manager that starts again
+
+    def say(self, *messages: FromWorker) -> None:
+        self.outbox += messages
+        for message in messages:
+            self.record.hear(message)
 
     @property
     def rank(self) -> int:
@@ -137,7 +151,7 @@ class SimulatedWorker:
 
     def report(self) -> None:
         unrecorded = tuple(vote for vote in self.votes if vote.step > self.recorded_step)
-        self.outbox.append(
+        self.say(
             Held(
                 generation=self.generation,
                 next_step=self.next_step,
@@ -172,7 +186,7 @@ PLANNERS: dict[str, Callable[[JobFacts, int, int | None], Plan]] = {
 
 
 def stormy(workers: int, planner: str, *, shared: bool = False) -> Driver:
-    """Return a machine that gives no worker up for its failures alone; half of the devices are of another class."""
+    """Return a machine that replaces its workers; with the planner "by class", half of the devices are of another."""
     job = make_job(sections=SECTIONS, steps=STEPS).model_copy(update={"memory": Memory(shard_optimizer=shared)})
     return Driver(
         FleetConfig(workers=workers, max_start_failures=10_000, slow_ratio=SLOW_RATIO),
@@ -194,6 +208,7 @@ class SimulatedFleet:
         self.recorded: list[int] = []
         self.generations: list[int] = []
         self.timeline, self.base = -1, 0  # the generation that last began from a checkpoint or afresh, and its step
+        self.newest_vote: Vote | None = None
         self.seen = 0
         self.sync()
 
@@ -228,6 +243,7 @@ class SimulatedFleet:
             case Publish(event=StepRecorded(step=step)):
                 assert step == (self.recorded[-1] + 1 if self.recorded else 0), "steps are recorded in order, once"
                 self.recorded.append(step)
+                self.newest_vote = self.driver.fleet.votes.get(step)
             case _:
                 pass
 
@@ -268,6 +284,12 @@ class SimulatedFleet:
             self.tick()
         return alive[number % len(alive)]
 
+    def start(self, node: str) -> None:
+        """An agent starts a worker."""
+        name = f"{node}.{len(self.workers)}"
+        self.workers[name] = SimulatedWorker(name, self.shared)
+        self.feed(WorkerSpawned(name, node))
+
     def deliver(self, worker: SimulatedWorker) -> None:
         if worker.outbox:
             self.feed(MessageReceived(worker.name, worker.outbox.pop(0)))
@@ -275,21 +297,27 @@ class SimulatedFleet:
     def hello(self, worker: SimulatedWorker) -> None:
         known = self.driver.fleet.workers.get(worker.name)
         if worker.alive and known is not None and known.standing is Standing.STARTING:
-            self.driver.hello(worker.name)
-            self.sync()
+            hello = self.driver.hello_of(worker.name)
+            worker.record.hear(hello)
+            self.feed(MessageReceived(worker.name, hello))
 
     def obey(self, worker: SimulatedWorker) -> None:
         """Process one message of the manager."""
         if not worker.alive or not worker.inbox:
             return
-        match worker.inbox.pop(0):
+        message = worker.inbox.pop(0)
+        worker.record.told(message)
+        match message:
             case Assign(assignment=assignment) if not worker.over:
                 self.take(worker, assignment)
             case Hold(generation=generation) if worker.over:
                 if not worker.left:  # its loop is over, whatever began meanwhile
                     worker.generation = max(worker.generation, generation)
                     worker.stop()
-            case Hold(generation=generation) if generation == worker.generation and not worker.stopped:
+            case Hold(generation=generation) if generation > worker.generation or (
+                generation == worker.generation and not worker.stopped
+            ):
+                worker.generation = generation  # of which it was never told, if its manager died before
                 worker.stop()
             case Apply(vote=vote):
                 worker.apply(vote)
@@ -421,7 +449,7 @@ class SimulatedFleet:
         if worker.reduced == worker.next_step == vote.step:
             worker.apply(vote)
             if worker.rank == 0:
-                worker.outbox.append(Voted(vote=vote))
+                worker.say(Voted(vote=vote))
             if vote.step == self.steps - 1:
                 worker.over = True
             elif regroup:
@@ -431,13 +459,39 @@ class SimulatedFleet:
         """The loop is over; what nobody has written down is said again."""
         if worker.alive and worker.over and not worker.left:
             worker.left = True
-            worker.outbox += [Voted(vote=vote) for vote in worker.votes if vote.step > worker.recorded_step]
-            worker.outbox.append(Leaving(step=self.steps))
+            worker.say(*(Voted(vote=vote) for vote in worker.votes if vote.step > worker.recorded_step))
+            worker.say(Leaving(step=self.steps))
 
     def die(self, worker: SimulatedWorker) -> None:
         worker.alive = False
         worker.outbox.clear()
         self.feed(WorkerExited(worker.name, -9))
+
+    def restart_manager(self, worker: SimulatedWorker) -> None:
+        """The manager dies, and what was on its way with it; the next one has the journal, and what agents remember.
+
+        Meanwhile ``worker`` may die, too.
+        """
+        events = tuple(done.event for done in self.driver.done if isinstance(done, Publish))
+        started = any(isinstance(event, GenerationStarted) for event in events)
+        job = self.driver.job if started else None
+        past = Past(run="r", job=job, version="1", vote=self.newest_vote, events=events)
+        self.driver.fleet = resume(past, self.driver.config, self.driver.now_s)
+        self.driver.open.clear()
+        if len(self.driver.done) % 2:
+            worker.alive = False
+        for each in self.workers.values():
+            each.inbox.clear()
+            each.outbox.clear()
+            each.record.exited = None if each.alive else Exited(code=-9)
+        self.feed(Tick())
+        for node in sorted({node_of(name) for name in self.workers}):
+            here = tuple(each.record.snapshot() for each in self.workers.values() if node_of(each.name) == node)
+            heard, fenced = reconcile(self.driver.fleet, lost_workers(past), Reconciliation(node, here))
+            for name in fenced:
+                self.workers[name].alive = False
+            for event in heard:
+                self.feed(event)
 
     def notice(self, worker: SimulatedWorker) -> None:
         """Its node will be taken away, sooner or later than it takes to leave it."""

@@ -17,8 +17,9 @@ from varuna.core.messages import Beat, Hold
 from varuna.fleet.machine import advance
 from varuna.fleet.machine.exits import expire
 from varuna.fleet.machine.transition import Transition
+from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.inputs import MessageReceived, NodeHeard, NodeParted, Tick, WorkerSpawned
+from varuna.fleet.state.inputs import MessageReceived, NodeHeard, NodeParted, Tick
 from varuna.fleet.state.outputs import Instruction, Kill
 from varuna.fleet.state.phases import Ended, Running
 from varuna.fleet.state.run_events import WorkerLost
@@ -27,10 +28,6 @@ from varuna.fleet.state.worker import Standing
 TICK_S = 0.2
 STALLED_S = 15.0  # after so long a manager drops a connection
 WARM_S = 3.0
-
-
-def node_of(worker: str) -> str:
-    return worker.partition(".")[0]
 
 
 class Wired(SimulatedFleet):
@@ -46,7 +43,6 @@ class Wired(SimulatedFleet):
         self.due: list[tuple[float, str]] = []  # when a new worker is warm
         self.progress_s: dict[str, float] = {}
         self.suffered: set[str] = set()  # machines whose cables to others have been out
-        self.names = 0
         config = FleetConfig(workers=2 * machines, elastic=True, replace=False, wait_s=float("inf"))
         job = make_job(sections=SECTIONS, steps=STEPS * 10)
         driver = Driver(config, plan={1: one_stage, 2: two_stages}[stages], job=job)
@@ -60,12 +56,8 @@ class Wired(SimulatedFleet):
             self.pass_time()
 
     def start(self, node: str) -> None:
-        name = f"{node}.{self.names}"
-        self.names += 1
-        self.workers[name] = SimulatedWorker(name)
-        self.feed(WorkerSpawned(name, node))
-        self.driver.hello(name)
-        self.sync()
+        super().start(node)
+        self.hello(list(self.workers.values())[-1])
 
     # -- cables
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from tests.unit.planner.test_classes import asked, of_class
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.offers import Offer, Rented, frontier
@@ -70,7 +71,7 @@ def test_a_model_that_fits_nowhere_has_no_fleet() -> None:
     assert found(offer("a", "A", 4, 1.0), request=small) == ()
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=by_depth(2, 4), deadline=None)
 @given(prices=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), most=st.tuples(st.integers(1, 3), st.integers(1, 4)))
 def test_the_frontier_leaves_out_nothing_that_would_beat_it(prices: tuple[float, float], most: tuple[int, int]) -> None:
     fleets = found(offer("a", "A", most[0], prices[0]), offer("b", "B", most[1], prices[1]))

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from typer.testing import CliRunner
 
+from tests.depth import by_depth
 from tests.unit.replay.models import make_calibration
 from varuna.calibration.file import write_calibration
 from varuna.cli.main import app
@@ -162,7 +163,7 @@ LATE = Trace(changes=(Change(0.0, ("a",), ()), Change(0.4, ("b", "c", "d"), ()))
 """Its nodes come as it ends."""
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=by_depth(6, 20), deadline=None)
 @given(recordings(), some.sampled_from([0.0, 30.0, 600.0]))
 @example(LATE, 0.0)
 def test_any_recording_can_be_replayed(recorded: Trace, notice_s: float) -> None:

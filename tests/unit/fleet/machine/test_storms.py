@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.depth import by_depth
-from tests.unit.fleet.simulated_fleet import SECTIONS, SimulatedFleet, SimulatedWorker, stormy
-from tests.unit.fleet.support import Driver
+from tests.unit.fleet.simulated_fleet import PLANNERS, SECTIONS, STEPS, SimulatedFleet, SimulatedWorker, stormy
+from tests.unit.fleet.support import Driver, make_job
 from varuna.core.messages import Held
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, numbers_of, spans_of
 from varuna.fleet.manager.validation import objection_to_sums
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.phases import Ended
 
 MICRO_BATCH = 2
@@ -59,6 +60,42 @@ def test_whoever_dies_no_committed_step_is_lost_and_the_run_gets_on(seed: int, s
         fleet.drain: deaths / 4,
         fleet.place: 1,
         fleet.ask: 0.2,
+    }
+    storm(fleet, choose, weights, 300)
+
+
+class FleetOfAgents(SimulatedFleet):
+    """Two machines, whose agents start another worker when one is gone."""
+
+    def __init__(self, workers: int, planner: str, *, checkpoints: bool) -> None:
+        config = FleetConfig(workers=workers, elastic=True, replace=False, wait_s=float("inf"))
+        job = make_job(sections=SECTIONS, steps=STEPS)
+        super().__init__(Driver(config, plan=PLANNERS[planner], job=job), checkpoints=checkpoints)
+        self.tick()
+
+    def tick(self) -> None:
+        super().tick()
+        for _ in range(self.driver.config.workers - sum(worker.alive for worker in self.workers.values())):
+            self.start(f"n{len(self.workers) % 2}")
+
+
+@pytest.mark.parametrize("seed", range(by_depth(12, 200)))
+def test_a_manager_that_dies_at_any_moment_comes_back_to_the_same_run(seed: int) -> None:
+    """What the next one has is the journal and what agents remember: numbers of generations go on, as steps do."""
+    choose = random.Random(seed)
+    planner = ["one stage", "two stages", "unlike"][seed % 3]
+    fleet = FleetOfAgents(choose.randint(2, 6), planner, checkpoints=choose.random() < 0.5)
+    for _ in range(choose.randint(0, 4)):
+        fleet.round()
+    weights: dict[Act, float] = {
+        fleet.deliver: 20,
+        fleet.obey: 20,
+        fleet.learn: 20,
+        fleet.fetch: 10,
+        fleet.vote_and_tick: 8,
+        fleet.hello: 3,
+        fleet.die: 0.5,
+        fleet.restart_manager: choose.choice([0.5, 3]),
     }
     storm(fleet, choose, weights, 300)
 

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
+from tests.depth import by_depth
 from tests.unit.fleet.support import join, make_job
 from tests.waiting import wait_for
 from varuna import __version__
@@ -416,7 +417,7 @@ frames = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=by_depth(13, 80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=st.booleans(), frame=frames)
 def test_no_frame_breaks_the_door_or_disturbs_others(gate: Gate, first: bool, frame: str | bytes) -> None:
     with gate.visit(gate.me, session="calm") as calm:
