@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna
+from tests.depth import by_depth
 from tests.unit.engine.ranks import Tokens, single_threaded
 from varuna.core.errors import ModelError, UsageError
 from varuna.data import sample_index
@@ -150,7 +151,7 @@ def trainer(model: nn.Module, **options: Any) -> varuna.Trainer:
     return varuna.Trainer(model, Tokens(size=16), adamw(model), BATCH, micro_batch=2, device="cpu", **options)
 
 
-@pytest.mark.parametrize("quantize", KINDS)
+@pytest.mark.parametrize("quantize", by_depth(KINDS[:1], KINDS))
 def test_it_trains_as_in_plain_pytorch_with_stages_replicas_and_a_lost_worker(quantize: Quantize) -> None:
     def script() -> Tensor:
         model = built(quantize)
@@ -204,6 +205,7 @@ def test_what_cannot_be_trained_is_refused_in_words() -> None:
         trainer(model)
 
 
+@pytest.mark.nightly
 def test_optimizers_with_state_in_8_bits(tmp_path: Path) -> None:
     """Those of bitsandbytes move and are saved; those of torchao are refused."""
     optim = pytest.importorskip("bitsandbytes.optim", reason="optional: pip install bitsandbytes")

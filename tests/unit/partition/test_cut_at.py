@@ -90,10 +90,10 @@ def test_sections_begin_where_the_named_modules_do(named: tuple[PartitionedModel
 @pytest.mark.parametrize(
     ("family", "cut_at"),
     [
-        ("t5", ["encoder.block.1", "decoder.block.0.layer.2", "lm_head"]),
+        pytest.param("t5", ["encoder.block.1", "decoder.block.0.layer.2", "lm_head"], marks=pytest.mark.nightly),
         ("sequential", ["2.0", "4"]),
-        ("unet", ["down.1", "middle", "up.2"]),
-        ("albert", ["albert.encoder.albert_layer_groups.0.albert_layers.0.ffn"]),
+        pytest.param("unet", ["down.1", "middle", "up.2"], marks=pytest.mark.nightly),
+        pytest.param("albert", ["albert.encoder.albert_layer_groups.0.albert_layers.0.ffn"], marks=pytest.mark.nightly),
     ],
 )
 def test_models_of_many_kinds_still_compute_the_same(family: str, cut_at: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ def test_split_equals_whole(program: tuple[Instruction, ...], tied: bool, seeds:
     check(program, tied, seeds)
 
 
+@pytest.mark.nightly
 def test_every_operation_can_be_cut_everywhere() -> None:
     names = sorted(OPERATIONS)
     for start in range(4):

@@ -73,6 +73,7 @@ class Wrapped(Layers):
         return turned
 
 
+@pytest.mark.nightly
 def test_layer_drop_runs_as_written_in_the_module_that_draws() -> None:
     build = hugging_face(
         "OPTForCausalLM",

@@ -186,6 +186,7 @@ class CountingExperts(Experts):
     kind = Counting
 
 
+@pytest.mark.nightly
 def test_a_loop_over_the_experts_that_were_hit_visits_all_of_them() -> None:
     model, found = differences(Family(Experts))
     assert found == []
@@ -270,6 +271,7 @@ def test_a_size_may_be_the_key_of_a_cache() -> None:
     assert not model.eager
 
 
+@pytest.mark.nightly
 def test_a_model_for_one_number_of_samples_is_told_what_does_that() -> None:
     batch = SampleSource(Plain(), seed=0).micro_batch([0, 1]).tensors
     with pytest.raises(ModelError, match=rf"{Path(__file__).name}:\d+: int\(x"):

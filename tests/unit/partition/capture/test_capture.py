@@ -24,6 +24,7 @@ def gpt2() -> PartitionedModel:
     return Setup(build=tiny_gpt2).model  # captured once for many tests
 
 
+@pytest.mark.nightly
 def test_gpt2_is_cut_along_the_residual_stream(gpt2: PartitionedModel) -> None:
     model = gpt2
     crossing = [[c.shape(5) for c in into] for into in model.split.crossings[1:]]
@@ -149,6 +150,7 @@ def test_a_model_that_cannot_be_built_hears_how_it_is_built() -> None:
         partition(Recipe(missing), batch_of(Tokens()))
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("error")
 def test_an_lstm_is_captured_without_a_warning_about_its_own_list() -> None:
     class Recurrent(nn.Module):

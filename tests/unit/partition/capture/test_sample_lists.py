@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -100,6 +101,7 @@ class Around(nn.Module):
         return {"loss": self.inner(ids, patches, labels)}
 
 
+@pytest.mark.nightly
 def test_a_list_of_samples_that_is_put_together_leaves_the_model_a_graph() -> None:
     with single_threaded():
         for build in (Vision, Stacked, Averaged, EachAlone, Counted):

@@ -61,6 +61,7 @@ def compare(
     return model
 
 
+@pytest.mark.nightly
 def test_rotary_positions_at_any_batch_size() -> None:
     compare(partial(tiny_llama, layers=1), Tokens())
 

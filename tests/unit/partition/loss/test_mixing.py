@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.depth import by_depth
 from varuna.checks.mixing import check_mixing, try_mixing
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
@@ -145,7 +146,9 @@ MIXING: dict[LossFunction, str] = {
 }
 
 
-@pytest.mark.parametrize("loss", MIXING, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss", by_depth([contrastive, balanced, hardest, dice], list(MIXING)), ids=lambda loss: loss.__name__
+)
 def test_what_mixes_examples_is_found_in_the_graph_and_told_with_its_line(loss: LossFunction) -> None:
     found = [each for each in mixing(loss) if each.certain]
     assert any(MIXING[loss] in each.what for each in found), found
@@ -190,6 +193,7 @@ def windowed(x: Tensor, batch: Any) -> Tensor:
     return found
 
 
+@pytest.mark.nightly
 def test_what_keeps_examples_apart_is_not_suspected() -> None:
     assert mixing(windowed) == ()
     found = [each for each in mixing(apart) if "diagonal" not in (each.where or "")]

@@ -92,6 +92,7 @@ def test_a_criterion_that_forward_makes_runs_as_written_in_any_plan() -> None:
         assert list(for_evaluation(setup.model, setup.recipe, batch).eager) == list(setup.model.eager)
 
 
+@pytest.mark.nightly
 def test_what_it_does_to_the_batch_is_for_the_user_to_say() -> None:
     with single_threaded():
         with pytest.raises(ModelError, match="per_micro_batch=True"):
