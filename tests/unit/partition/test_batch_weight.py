@@ -67,6 +67,7 @@ class MaskedMean(nn.Module):
         return (each * mask).sum() / mask.sum()
 
 
+@pytest.mark.nightly
 def test_a_mean_by_hand_is_weighed_by_its_mask() -> None:
     recipe = Recipe(MaskedMean)
     model, source = prepared(recipe, Tokens(padded=True))
@@ -165,6 +166,7 @@ class Noisy(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + divergence
 
 
+@pytest.mark.nightly
 def test_draws_of_the_model_are_no_error_of_its_weighing() -> None:
     recipe = Recipe(Noisy)
     model, source = prepared(recipe, Tokens(padded=True))
@@ -185,6 +187,7 @@ def test_a_model_that_returns_something_else_in_evaluation_is_weighed_in_trainin
     check_weighing(model, recipe, materialise(recipe, 0), source, None)
 
 
+@pytest.mark.nightly
 def test_rounding_that_a_deep_model_amplifies_is_no_error() -> None:
     class Steep(SmallLanguage):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

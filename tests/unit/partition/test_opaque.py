@@ -92,6 +92,7 @@ def test_one_that_keeps_something_is_refused_by_name(middle: Callable[[], nn.Mod
         captured(lambda: Net(middle))
 
 
+@pytest.mark.nightly
 def test_what_no_other_call_reads_may_be_written() -> None:
     assert list(captured(lambda: Net(Noting)).eager) == ["middle"]
 
@@ -101,6 +102,7 @@ def test_one_that_gives_another_result_each_time_is_not_taken() -> None:
         captured(lambda: Net(Fresh))
 
 
+@pytest.mark.nightly
 def test_what_the_model_itself_does_stays_refused_at_its_line() -> None:
     line = inspect.getsourcelines(Whole.forward)[1] + 2
     with pytest.raises(ModelError, match=rf"(?s)odd_modules.py:{line}.*move this code into a submodule"):

@@ -65,6 +65,7 @@ class Plain(Tokens):
 LINE = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "== 0).any()" in text)
 
 
+@pytest.mark.nightly
 def test_a_branch_on_the_samples_goes_as_for_the_first_of_them() -> None:
     with single_threaded():
         job = Setup(build=Branching, dataset=Plain())
@@ -81,6 +82,7 @@ class Padding(Layers):
         return super().forward(input_ids, labels)
 
 
+@pytest.mark.nightly
 def test_a_branch_on_samples_that_were_written_is_looked_at_by_one_section() -> None:
     with single_threaded():
         job = Setup(build=Padding, dataset=Plain())
@@ -195,6 +197,7 @@ def test_a_loop_over_the_experts_that_were_hit_visits_all_of_them() -> None:
     check_assumptions(model, recipe, materialise(recipe, 0), SampleSource(Plain(), seed=0))
 
 
+@pytest.mark.nightly
 def test_a_loop_that_minds_how_many_it_visits_is_refused() -> None:
     recipe, source = Recipe(CountingExperts), SampleSource(Plain(), seed=0)
     model = partition(recipe, source.micro_batch([0, 1]).tensors)

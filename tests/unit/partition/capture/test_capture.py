@@ -64,11 +64,13 @@ def test_left_over_cache_tensors_are_folded_away(gpt2: PartitionedModel) -> None
     assert "lift_fresh" not in code
 
 
+@pytest.mark.nightly
 def test_two_captures_agree_to_the_digest() -> None:
     one, other = (partition(Recipe(SmallLanguage), batch_of(Tokens()), optimizer=adamw) for _ in range(2))
     assert one.facts == other.facts
 
 
+@pytest.mark.nightly
 def test_models_that_differ_only_under_autocast_have_other_digests() -> None:
     class Autocast(nn.Module):
         def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
@@ -135,7 +137,11 @@ def test_a_model_that_returns_no_loss_is_refused_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "found"), [(lambda out: out.reshape(1, 1), r"a tensor of shape \(1, 1\)"), (lambda _: 3, "a int")]
+    ("value", "found"),
+    [
+        (lambda out: out.reshape(1, 1), r"a tensor of shape \(1, 1\)"),
+        pytest.param(lambda _: 3, "a int", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_metric_that_is_no_sum_is_named(value: Callable[[Any], Any], found: str) -> None:
     with pytest.raises(ModelError, match=rf"metrics= must return .* but 'odd' is {found}\. Sum it"):

@@ -145,6 +145,7 @@ class Beyond(Limited):
     begin = 5.0
 
 
+@pytest.mark.nightly
 def test_a_write_that_limits_a_parameter_is_nothing_within_the_limits_and_refused_beyond() -> None:
     assert differences(Family(Limited))[1] == []
     source = SampleSource(Small(), seed=0)

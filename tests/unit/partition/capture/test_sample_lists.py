@@ -120,5 +120,6 @@ def _batch() -> dict[str, Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
+@pytest.mark.nightly
 def test_what_depends_on_the_sample_before_runs_as_written() -> None:
     assert list(partition(Recipe(Around), _batch()).eager) == ["inner"]

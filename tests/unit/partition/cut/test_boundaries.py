@@ -131,6 +131,7 @@ def test_recomputed_blocks_learn_what_they_learn_in_eager(build: Callable[[], nn
     assert differences(Family(build), choose=everywhere)[1] == []
 
 
+@pytest.mark.nightly
 def test_complex_values_and_their_gradients_cross_links() -> None:
     with single_threaded():
         job = Setup(build=Waves, dataset=Tokens())

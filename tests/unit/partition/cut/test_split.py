@@ -92,6 +92,7 @@ def test_skips_integers_shared_weights_and_in_place_ops() -> None:
     assert [tied.name for tied in model.facts.tied] == ["layers.1.weight"]
 
 
+@pytest.mark.nightly
 def test_masks_from_an_input_are_rebuilt_where_they_are_used() -> None:
     class Masked(Tokens):
         def __getitem__(self, index: int) -> dict[str, Tensor]:

@@ -61,6 +61,7 @@ def test_weights_train_as_a_plain_loop_from_from_pretrained(
         assert worst(one, reference(setup)) < 1e-5
 
 
+@pytest.mark.nightly
 def test_parameters_drawn_one_by_one_train_the_same_in_any_plan() -> None:
     with single_threaded():
         setup = Setup(init="per_parameter")

@@ -227,7 +227,7 @@ class Normed(Hidden):
         return found
 
 
-@pytest.mark.parametrize("build", [Hidden, Normed])
+@pytest.mark.parametrize("build", by_depth([Hidden], [Hidden, Normed]))
 @pytest.mark.parametrize(("loss", "mixes"), [(reordered, False), (misplaced, True)])
 def test_a_run_decides_about_operations_that_may_mix(loss: LossFunction, mixes: bool, build: type[nn.Module]) -> None:
     recipe, source = Recipe(build, loss), SampleSource(Sentences(), seed=0)
@@ -243,6 +243,7 @@ def test_a_run_decides_about_operations_that_may_mix(loss: LossFunction, mixes: 
         try_mixing(model, recipe, initial, source, None, accepted=False)
 
 
+@pytest.mark.nightly
 def test_a_refusal_asks_for_what_is_missing_only() -> None:
     source = SampleSource(Sentences(), seed=0)
     found = partition(Recipe(Hidden, contrastive), source.micro_batch([0, 1]).tensors)

@@ -79,6 +79,7 @@ class Detector(nn.Module):
         return losses["points"] + 0.1 * losses["kinds"]
 
 
+@pytest.mark.nightly
 def test_a_criterion_that_forward_makes_runs_as_written_in_any_plan() -> None:
     with single_threaded():
         setup = Setup(build=Detector, dataset=Pictures(), clip=None)
