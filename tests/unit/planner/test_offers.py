@@ -36,6 +36,7 @@ def test_no_fleet_is_both_slower_and_dearer_than_another() -> None:
     assert fleets[0].gpus[0] == 0, "B is cheaper for what it does"
 
 
+@pytest.mark.nightly
 def test_a_fleet_does_what_a_run_on_it_would() -> None:
     for fleet in found(offer("a", "A", 4, 1.0), offer("b", "B", 4, 0.3)):
         sizes = {name: count for name, count in zip("AB", fleet.gpus, strict=True) if count}
