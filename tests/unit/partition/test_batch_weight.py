@@ -124,6 +124,7 @@ class Some(Tokens):
         return sample
 
 
+@pytest.mark.nightly
 def test_a_model_that_goes_another_way_for_a_whole_batch_is_told_so() -> None:
     recipe = Recipe(Unmasked)
     model, source = prepared(recipe, Some())
@@ -175,6 +176,7 @@ def test_draws_of_the_model_are_no_error_of_its_weighing() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+@pytest.mark.nightly
 def test_a_model_that_returns_something_else_in_evaluation_is_weighed_in_training() -> None:
     class Auxiliary(SmallLanguage):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

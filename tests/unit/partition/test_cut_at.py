@@ -143,6 +143,7 @@ def test_a_module_in_the_life_of_a_written_tensor_is_refused_with_those_that_can
         cut(Recipe(Written), ["layers.1"])
 
 
+@pytest.mark.nightly
 def test_cuts_are_a_number_or_names() -> None:
     for cut, sections in ((["layers.1"], 2), (3, 4)):
         assert len(JobSpec(SmallLanguage, Tokens(), adamw, 4, cut=cut).partitioned.sections) == sections

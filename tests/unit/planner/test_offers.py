@@ -72,6 +72,7 @@ def test_a_model_that_fits_nowhere_has_no_fleet() -> None:
     assert found(offer("a", "A", 4, 1.0), request=small) == ()
 
 
+@pytest.mark.nightly
 @settings(max_examples=by_depth(2, 4), deadline=None)
 @given(prices=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), most=st.tuples(st.integers(1, 3), st.integers(1, 4)))
 def test_the_frontier_leaves_out_nothing_that_would_beat_it(prices: tuple[float, float], most: tuple[int, int]) -> None:

@@ -185,6 +185,7 @@ def test_a_frozen_builder_holds_nobody_up_for_ever_and_no_file_stays(
         assert not capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_the_trainer_refuses_bad_values_and_reports_the_beginning(tmp_path: Path) -> None:
     def trainer(**more: object) -> varuna.Trainer:
         return varuna.Trainer(tiny_gpt2, Tokens(), adamw, 8, **more)  # type: ignore[arg-type]
