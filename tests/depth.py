@@ -1,4 +1,4 @@
-"""How deep tests go: what every change pays for (``make test``), or everything (``make nightly``, which sets NIGHTLY)."""
+"""How deep tests go: what every change pays for (``make test``), or everything (``make nightly`` sets NIGHTLY)."""
 
 import os
 from typing import TypeVar

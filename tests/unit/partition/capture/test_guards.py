@@ -182,7 +182,10 @@ class Counting(Layers):
         return x[:, : 1 + int(x.abs().sum().item()) % 4].mean(1, keepdim=True) + x
 
 
-@pytest.mark.parametrize("build", by_depth([Updated], [Tossing, Updated, Counting]))
+UNDECIDED: list[type[Layers]] = [Updated, Tossing, Counting]
+
+
+@pytest.mark.parametrize("build", by_depth(UNDECIDED[:1], UNDECIDED))
 def test_what_no_sample_decides_stays_refused(build: type[Layers]) -> None:
     batch = SampleSource(Small(), seed=0).micro_batch([0, 1]).tensors
     with pytest.raises(ModelError):
@@ -224,7 +227,10 @@ class OfNumbers(Asserting):
         torch._check((ids == ODD).sum().item() == 0)  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("build", by_depth([OfSamples], [Asserting, OfSamples, OfNumbers]))
+ASSERTING: list[type[nn.Module]] = [OfSamples, Asserting, OfNumbers]
+
+
+@pytest.mark.parametrize("build", by_depth(ASSERTING[:1], ASSERTING))
 def test_what_forward_asserts_is_asserted_in_training(build: type[nn.Module]) -> None:
     """Plain PyTorch raises for such samples; a captured graph would train on them in silence."""
     with single_threaded():

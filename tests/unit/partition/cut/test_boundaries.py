@@ -112,21 +112,26 @@ def behind_attention(flow: Flow, costs: Sequence[Cost]) -> list[int]:
     return [i for i in everywhere(flow, costs) if op_name(flow.ops[i]) == "aten::scaled_dot_product_attention"]
 
 
-@pytest.mark.parametrize(
-    ("build", "choose"),
-    by_depth(
-        [(Strided, everywhere)],
-        [(Spectral, everywhere), (Waves, everywhere), (Strided, everywhere), (Viewed, behind_attention)],
-    ),
-)
+CUT: list[tuple[Callable[[], nn.Module], CutChooser]] = [
+    (Strided, everywhere),
+    (Spectral, everywhere),
+    (Waves, everywhere),
+    (Viewed, behind_attention),
+]
+
+
+@pytest.mark.parametrize(("build", "choose"), by_depth(CUT[:1], CUT))
 def test_wherever_it_is_cut_it_equals_eager(build: Callable[[], nn.Module], choose: CutChooser) -> None:
     model, found = differences(Family(build), choose=choose)
     assert found == []
     assert len(model.sections) >= 3
 
 
+RECOMPUTED: list[Callable[[], nn.Module]] = [Checkpointed, Unlearned]
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("build", by_depth([Checkpointed], [Checkpointed, Unlearned]))
+@pytest.mark.parametrize("build", by_depth(RECOMPUTED[:1], RECOMPUTED))
 def test_recomputed_blocks_learn_what_they_learn_in_eager(build: Callable[[], nn.Module]) -> None:
     assert differences(Family(build), choose=everywhere)[1] == []
 
