@@ -6,7 +6,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +16,6 @@ import pytest
 from benchmarks.gallery import COMPARED, EXAMPLES, FOLDER, LOSS, MEASURED, PAGE, Example
 from benchmarks.notebook import outputs
 from tests.unit.engine.ranks import single_threaded
-from varuna.job.model_config import Configured
-from varuna.job.shared_capture import same
-from varuna.partition.model import PartitionedModel
 from varuna.testing import run
 
 ROOT = Path(__file__).parents[2]
@@ -39,24 +36,6 @@ rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
 def _one_thread() -> Iterator[None]:
     with single_threaded():
         yield
-
-
-@pytest.fixture
-def _one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process and two workers of a test train the same model: what takes longest is done once."""
-    found: list[tuple[object, Configured, PartitionedModel]] = []
-
-    def captured(
-        given: object, capture: Callable[[], PartitionedModel], *, built: Configured, key: object
-    ) -> PartitionedModel:
-        for known, configured, model in found:
-            if same(known, given):
-                built.json, built.has_adapters = configured.json, configured.has_adapters
-                return model
-        found.append((given, built, capture()))
-        return found[-1][2]
-
-    monkeypatch.setattr("varuna.job.spec.captured_once", captured)
 
 
 def with_digits() -> None:
@@ -90,7 +69,7 @@ def said(page_row: str) -> tuple[float, float]:
     return float(compared), float(last)
 
 
-@pytest.mark.usefixtures("_one_capture")
+@pytest.mark.usefixtures("one_capture")
 @pytest.mark.filterwarnings("ignore:The tensor attributes")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_an_example_trains_the_same_in_two_stages(

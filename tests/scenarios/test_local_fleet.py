@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.scenarios.launch import BOUND_S
+from tests.scenarios.launch import BOUND_S, processes_with
 from tests.unit.fleet.support import make_plan
 from tests.waiting import wait_for
 from varuna.core.errors import FleetError, UsageError
@@ -171,6 +171,7 @@ ManagerService(ServiceConfig(run_dir=Path({str(tmp_path)!r})),
         assert parent.stdout is not None
         lines = pid_lines(parent.stdout)
         pids = [int(next(lines)) for _ in range(2)]
+        wait_for(lambda: set(pids) <= set(processes_with(f"{SCRIPT} {tmp_path / 'counter'}")))  # as ps shows them
         parent.kill()
     wait_for(lambda: not any(map(is_alive, pids)))
 
