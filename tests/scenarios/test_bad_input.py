@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.depth import of_depth
 from tests.scenarios import faulty
 from tests.scenarios.launch import Done, environment, json_log, processes_with, run, varuna_command
 from tests.scenarios.warm import COLD, Process
@@ -261,7 +262,7 @@ def test_an_exception_under_torchrun_is_shown_once(tmp_path: Path) -> None:
         ("before-step", "ArithmeticError: embed.weight has a bad gradient", ""),
     ],
 )
-@pytest.mark.parametrize("is_managed", [False, pytest.param(True, marks=nightly)])
+@pytest.mark.parametrize("is_managed", of_depth((False, True), {False}))
 def test_an_exception_in_the_users_functions_is_shown_once(
     alone: Alone, tmp_path: Path, is_managed: bool, fault: str, error: str, note: str
 ) -> None:
@@ -304,7 +305,7 @@ def test_a_script_that_does_not_get_to_train_ends_the_run(
     assert set(ended.done.out.splitlines()) == {"loading"}
 
 
-@pytest.mark.parametrize("is_managed", [False, pytest.param(True, marks=nightly)])
+@pytest.mark.parametrize("is_managed", of_depth((False, True), {False}))
 def test_a_script_that_exits_in_its_loop_gives_its_exit_code(alone: Alone, tmp_path: Path, is_managed: bool) -> None:
     ended = managed(tmp_path, "exit") if is_managed else alone("exit")
     ended.says(3, *["ended with exit code 3 after its last step"] * is_managed)
@@ -375,7 +376,7 @@ def test_a_manager_passes_on_what_workers_say_of_checkpoints(finished: Path) -> 
     assert sorted(replaced.done.losses) == list(range(6))
 
 
-@pytest.mark.parametrize("is_managed", [False, pytest.param(True, marks=nightly)])
+@pytest.mark.parametrize("is_managed", of_depth((False, True), {False}))
 def test_a_damaged_shard_costs_only_the_steps_since_the_checkpoint_before(
     finished: Path, alone: Alone, is_managed: bool
 ) -> None:
@@ -390,7 +391,7 @@ def test_a_damaged_shard_costs_only_the_steps_since_the_checkpoint_before(
         ended.says(0, "going back from step 6 to the checkpoint of step 4")
 
 
-@pytest.mark.parametrize("is_managed", [False, pytest.param(True, marks=nightly)])
+@pytest.mark.parametrize("is_managed", of_depth((False, True), {False}))
 def test_a_damaged_only_checkpoint_is_refused_and_left_as_it_is(finished: Path, alone: Alone, is_managed: bool) -> None:
     for step in SAVED_STEPS[:-1]:
         shutil.rmtree(finished / f"checkpoints/step-{step:08d}")

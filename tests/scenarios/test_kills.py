@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.depth import of_depth
 from tests.scenarios.job import LAYERS
 from tests.scenarios.launch import (
     BOUND_S,
@@ -261,31 +262,32 @@ def test_the_only_holder_of_a_section_leaves_its_state_to_its_neighbour(tmp_path
     assert len(list(tmp_path.glob("done-*"))) == 2
 
 
-@pytest.mark.parametrize("start", ["warm_start", pytest.param("cold_start", marks=nightly)])
+@pytest.mark.parametrize("start", of_depth(("warm_start", "cold_start"), {"warm_start"}))
 def test_a_lost_parent_takes_its_workers_along_and_the_same_command_resumes(
     start: str, request: pytest.FixtureRequest, tmp_path: Path, alone: Alone
 ) -> None:
     """``test_local_fleet`` kills a parent whose workers began as a user's do; here they train."""
     request.getfixturevalue(start)
     log = tmp_path / "log.jsonl"
-    args = ["--steps", str(STEPS), *DROPOUT, "--slow", "0.05", "--checkpoint-dir", str(tmp_path / "c")]
+    steps = 24
+    args = ["--steps", str(steps), *DROPOUT, "--slow", "0.2", "--checkpoint-dir", str(tmp_path / "c")]
     args += ["--checkpoint-every", "4", "--folder", str(tmp_path)]
-    command = varuna_command(2, ["--json-log", str(log)], *args)
+    command = varuna_command(2, ["--stages", "1", "--json-log", str(log)], *args)
     parent = Process(
         command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 10)
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 8)
     shown = set(processes_with(str(tmp_path))) - {parent.pid}
     readers = {process for process in shown if parent_of(process) in shown}  # spare ones, until one is known needless
     assert len(shown - readers) == 2, "each worker's command line shows the script and its arguments"
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(BOUND_S)
     wait_for(lambda: not processes_with(str(tmp_path)))
-    done = varuna(4, ["--stages", "4"], *args)  # another plan reads the same checkpoint
+    done = varuna(2, ["--stages", "2"], *args)  # another plan reads the same checkpoint
     assert done.code == 0, done.err
-    assert min(done.losses) in (8, 12, 16)
-    assert max(done.losses) == STEPS - 1
-    undisturbed = alone(STEPS, *DROPOUT)
+    assert min(done.losses) in (4, 8, 12, 16)
+    assert max(done.losses) == steps - 1
+    undisturbed = alone(steps, *DROPOUT)
     assert all(loss == pytest.approx(undisturbed[step], rel=1e-5) for step, loss in done.losses.items())
 
 

@@ -59,10 +59,9 @@ def test_losses_and_exports_do_not_depend_on_the_plan_and_all_ranks_leave_togeth
     assert first.keys() == second.keys()
     assert {"embed.weight", "blocks.1.up.weight"} <= first.keys()
     assert "head.weight" not in first
+    rtol, atol = (0.0, 0.0) if replicas == 1 else (1e-4, 1e-6)  # D changes the order of sums
     for name, value in first.items():
-        torch.testing.assert_close(
-            second[name], value, rtol=0 if replicas == 1 else 1e-4, atol=0 if replicas == 1 else 1e-6
-        )
+        torch.testing.assert_close(second[name], value, rtol=rtol, atol=atol)
 
 
 READS_AHEAD = """

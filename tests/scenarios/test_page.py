@@ -197,6 +197,7 @@ def _see_the_whole_week(seen: Window) -> None:
     seen.page.click("#story-more")
 
 
+@pytest.mark.nightly
 def test_a_week_of_300_workers_is_usable_at_once_and_no_text_of_theirs_is_markup(tmp_path: Path) -> None:
     (tmp_path / "n0.0.log").write_text(HOSTILE)
     with served(Week(), tmp_path) as page, window() as seen:
