@@ -11,18 +11,20 @@ from varuna.job.shared_capture import same
 from varuna.partition.model import PartitionedModel
 
 _LONGEST = (
+    "test_partitions.py",
     "test_kills.py",
+    "test_cluster.py",
     "test_launching.py",
     "test_planned.py",
-    "test_cluster.py",
     "test_clouds.py",
     "test_ray.py",
     "test_weights.py",
-    "test_partitions.py",
     "test_slurm.py",
+    "test_page.py",
+    "test_stopped.py",
+    "test_torchrun.py",
     "test_bad_input.py",
     "test_object_stores.py",
-    "test_page.py",
 )
 
 
