@@ -16,6 +16,7 @@ from varuna.engine.stage.section import Examples, SectionRunner, Tensors
 from varuna.partition.batch_weight import completed
 from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.capture.loops import EveryPlace
+from varuna.partition.capture.modes import into_training
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
@@ -93,7 +94,7 @@ def _first_false(graph: PartitionedModel, initial: Initial, batch: Mapping[str, 
 
 def _check_loops(recipe: Recipe, initial: Initial, source: SampleSource, count: int) -> None:
     """Run the plain model with its loops as written, and with loops that visit every place, until that differs."""
-    losses = LossModule(initial.module.train(), recipe)
+    losses = LossModule(into_training(initial.module), recipe)
     for position in range(count):
         whole = source.micro_batch([position]).tensors
         for batch in ({key: _cut(value) for key, value in whole.items()}, whole):

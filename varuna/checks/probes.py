@@ -13,6 +13,7 @@ from varuna.checks.outcome import Draws, Outcome, Part, loss_again, plainly, sam
 from varuna.engine.stage.precision import cast
 from varuna.partition.capture.capture import LossModule
 from varuna.partition.capture.dtypes import HALVES
+from varuna.partition.capture.modes import into_training
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.model import PartitionedModel
 from varuna.partition.watching.side_effects import Respond, Seen
@@ -40,7 +41,7 @@ def computing(initial: Initial, dtype: torch.dtype, *, widened: bool = False) ->
     parameters = {name: value.data for name, value in module.named_parameters()}
     modes = [(each, each.training) for each in module.modules()]
     with same_buffers(module):
-        module.train()
+        into_training(module)
         if dtype is not torch.float32:
             module._apply(lambda value: cast(value, dtype))  # type: ignore[no-untyped-call]
         elif widened:

@@ -21,6 +21,7 @@ from varuna.checks.probes import ENDS, answer
 from varuna.data.randomness import seeded
 from varuna.partition.capture.building import build_without_data, cast_fakes
 from varuna.partition.capture.capture import LossModule, Recipe
+from varuna.partition.capture.modes import into_training
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
@@ -99,7 +100,7 @@ def _built(recipe: Recipe, mode: FakeMode) -> nn.Module:
         module = build_without_data(recipe.build, mode).module
     if recipe.dtype is not torch.float32:
         cast_fakes(module, mode, recipe.dtype)
-    return module.train()
+    return into_training(module)
 
 
 def _forward(losses: LossModule, tensors: Mapping[str, Tensor], respond: Respond | None = None) -> _Forward:

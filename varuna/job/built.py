@@ -19,6 +19,7 @@ from varuna.core.errors import UsageError
 from varuna.data.columns import TARGETS
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.agreement import checksum
+from varuna.job.copying import copied_whole
 from varuna.partition.capture.capture import LossFunction
 from varuna.partition.opaque.quantized import quantized_layers, with_plain_tensors
 from varuna.process.console import say
@@ -53,7 +54,7 @@ class GivenModel:
                 made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             for buffer in self.pattern.buffers():
                 made[id(buffer)] = buffer.clone()
-        copied: nn.Module = copy.deepcopy(self.pattern, made)
+        copied: nn.Module = copied_whole(self.pattern, made)
         for guard in self._guards:
             copied._forward_pre_hooks.pop(guard.id, None)
             copied._state_dict_pre_hooks.pop(guard.id, None)

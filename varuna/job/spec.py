@@ -121,7 +121,8 @@ class JobSpec:
     @cached_property
     def recipe(self) -> Recipe:
         """The model with its loss, as it is captured."""
-        return Recipe(self.built, loss_of(self.loss.function), self.metrics, self.dtype)
+        own = self.model.module if isinstance(self.model, GivenModel) else None
+        return Recipe(self.built, loss_of(self.loss.function), self.metrics, self.dtype, own=own)
 
     @cached_property
     def update(self) -> OptimizerFactory:

@@ -98,6 +98,7 @@ class _OverVaruna(OnMainRank):
             transformers.set_seed(self.args.seed)
             self.model = self.call_model_init()
             self.optimizer = self.lr_scheduler = None
+        self.model.train()  # as the library does before each step
         texts = transformers.PreTrainedTokenizerBase | transformers.ProcessorMixin
         if isinstance(self.processing_class, texts) and hasattr(self.model, "config"):
             align_special_tokens(self.model, self.processing_class)

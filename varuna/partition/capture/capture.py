@@ -23,9 +23,11 @@ from varuna.partition.capture.dtypes import HALVES, check_dtypes
 from varuna.partition.capture.export import ExportedGraph, export
 from varuna.partition.capture.guards import Taken, taken_for_granted
 from varuna.partition.capture.known_inputs import Givens
+from varuna.partition.capture.modes import in_evaluation, into_training
 from varuna.partition.capture.outputs import OutputsFunction, rows_of
 from varuna.partition.capture.parameter_limits import limits_of
 from varuna.partition.capture.real_values import Grade, RealValues
+from varuna.partition.capture.stand_ins import in_place_of
 from varuna.partition.graph.captured import Capture as Capture
 from varuna.partition.graph.inline import inline_no_grad
 from varuna.partition.opaque.eager_modules import Pieces
@@ -48,6 +50,7 @@ Batch = Mapping[str, Tensor]
 LossFunction = Callable[[Any, Batch], Tensor]
 MetricsFunction = Callable[[Any, Batch], Mapping[str, Tensor]]
 
+_NAMED = 3
 EXPORT_EXAMPLES = 3
 """Examples in the batch that is exported: 1 would be specialised (0/1 rule), 2 is a common head count."""
 
@@ -63,6 +66,8 @@ class Recipe:
     """anything else: parameters, floating buffers and floating inputs are cast to it, as ``model.to(dtype)`` does"""
     training: bool = True
     """False: as ``model.eval()`` makes it"""
+    own: nn.Module | None = None
+    """the script's own model, if ``build`` copies it: code that refers to it gets the copy that runs"""
     eager: tuple[str, ...] = ()
     """paths of modules that run as written, as one operation each, if that is known already"""
     outputs: OutputsFunction | None = None
@@ -80,9 +85,14 @@ class LossModule(nn.Module):
         self.outputs = recipe.outputs
         self.dtype = recipe.dtype
         self.takes = accepted_keys(model)
+        self.__dict__["own"] = recipe.own  # no part of this module
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, and the metric sums (detached, float32); of a prediction any number, and its rows."""
+        with in_place_of(self.own, self.model):
+            return self._run(batch)
+
+    def _run(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         keys = batch.keys() if self.takes is None else [key for key in batch if key in self.takes]
         output = self.model(**{key: self._cast(batch[key]) for key in keys})
         if self.outputs is not None:
@@ -164,7 +174,10 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
         check_dtypes(model, recipe.dtype)
         if recipe.dtype is not torch.float32:
             cast_fakes(model, mode, recipe.dtype)
-        model.train(recipe.training)
+        if recipe.training:
+            _name_evaluated(into_training(model))
+        else:
+            model.eval()
         with mode:
             fake = {
                 key: torch.zeros((EXPORT_EXAMPLES, *value.shape[1:]), dtype=value.dtype) for key, value in batch.items()
@@ -266,6 +279,16 @@ def _name_others(model: nn.Module, recipe: Recipe, batch: Batch) -> None:
     others = ", ".join(repr(key) for key in batch if key not in takes)
     if others:
         say_once(f"samples also have {others}, which {type(model).__name__}.forward() does not take: not used")
+
+
+def _name_evaluated(model: nn.Module) -> None:
+    """Say which modules stay in evaluation mode: a loop that calls ``model.train()`` would not leave them there."""
+    if found := in_evaluation(model):
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        say_once(
+            f"{', '.join(found[:_NAMED])}{more} stay in evaluation mode, as model= gives them; with model.train() "
+            "before Trainer(...), all of the model trains"
+        )
 
 
 def _inputs(program: torch.export.ExportedProgram, keys: list[str]) -> dict[str, str]:

@@ -261,7 +261,9 @@ class Pieces:
                 f"{path} can only run eagerly as one operation, and its constructor draws the random numbers in the "
                 f"plain attribute {odd}, which would differ between workers. Register it as a buffer."
             )
-        return built[0].train(self.model.get_submodule(path).training)
+        for mine, captured in zip(built[0].modules(), self.model.get_submodule(path).modules(), strict=True):
+            mine.training = captured.training
+        return built[0]
 
 
 def _module_stack() -> Any:

@@ -52,4 +52,5 @@ def _structure(model: nn.Module) -> str:
         for name, value in named
     ]
     config: Any = getattr(model, "config", None)
-    return f"{model} {tensors} {config.to_json_string() if hasattr(config, 'to_json_string') else ''}"
+    modes = [each.training for each in model.modules()]
+    return f"{model} {modes} {tensors} {config.to_json_string() if hasattr(config, 'to_json_string') else ''}"
