@@ -28,7 +28,7 @@ from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
 from varuna.job.aside import Aside
-from varuna.job.built import as_functions, is_new
+from varuna.job.built import as_functions
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
@@ -137,13 +137,14 @@ class Trainer:
         refuse_unknown(unknown, Trainer.__init__.__kwdefaults__ or {})
         where = choose_device(device)
         saved = checkpoints if checkpoints is None or isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
-        self._given = given = as_functions(model, optimizer, lr_scheduler)
+        given_loss = loss if isinstance(loss, Loss) else Loss(loss)
+        self._given = given = as_functions(model, optimizer, lr_scheduler, given_loss.function)
         self._spec = JobSpec(
             given.model,
             dataset,
             given.optimizer,
             global_batch,
-            loss=loss if isinstance(loss, Loss) else Loss(loss),
+            loss=given_loss,
             metrics=metrics,
             collate=collate if isinstance(collate, Collate) else Collate(collate),
             num_workers=num_workers,
@@ -371,7 +372,7 @@ class Trainer:
         if session.current is None:
             built.take(None)
             return
-        spread = partial(spread_model, model=model, wanted=partial(is_new, model.trainable))
+        spread = partial(spread_model, model=model, wanted=partial(built.wants, model.trainable))
         if (values := session.aside(spread, "gets the trained model")) is not None:
             built.take(values)
 

@@ -20,7 +20,9 @@ from varuna.data.columns import TARGETS
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.agreement import checksum
 from varuna.job.copying import copied_whole
+from varuna.job.referred import tensors_and_modules
 from varuna.partition.capture.capture import LossFunction
+from varuna.partition.capture.with_loss import ModelAndLoss
 from varuna.partition.opaque.quantized import quantized_layers, with_plain_tensors
 from varuna.process.console import say
 
@@ -28,19 +30,22 @@ from varuna.process.console import say
 class GivenModel:
     """Builds copies of a module; their parameters are filled by operations, so that none need memory under fakes."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, loss: nn.Module | None = None) -> None:
         """Describe the copies.
 
         Args:
             module: moves to host memory.
+            loss: its parameters train with the model's; it moves, too.
 
         Raises:
             UsageError: it is a wrapper for another way to train.
         """
         _check_bare(module)
         self.module = module.to("cpu")  # devices hold stages
+        self.whole = self.module if loss is None else ModelAndLoss(self.module, loss.to("cpu"))
+        """with the loss"""
         self.is_quantized = bool(quantized_layers(self.module))
-        self.pattern = _plain(self.module) if self.is_quantized else self.module
+        self.pattern = _plain(self.whole) if self.is_quantized else self.whole
         """what copies are made of, its parameters plain tensors"""
         self._guards: list[Any] = []
         self._is_spare = False
@@ -55,10 +60,11 @@ class GivenModel:
             for buffer in self.pattern.buffers():
                 made[id(buffer)] = buffer.clone()
         copied: nn.Module = copied_whole(self.pattern, made)
+        guarded = copied.model_itself if isinstance(copied, ModelAndLoss) else copied
         for guard in self._guards:
-            copied._forward_pre_hooks.pop(guard.id, None)
-            copied._state_dict_pre_hooks.pop(guard.id, None)
-            copied._load_state_dict_post_hooks.pop(guard.id, None)
+            guarded._forward_pre_hooks.pop(guard.id, None)
+            guarded._state_dict_pre_hooks.pop(guard.id, None)
+            guarded._load_state_dict_post_hooks.pop(guard.id, None)
         return copied
 
     def digest(self) -> str:
@@ -76,12 +82,16 @@ class GivenModel:
             ),
         ]
 
+    def wants(self, trained: Container[str], path: str) -> bool:
+        """Whether an entry of a section's state belongs to the model and may not be as the script has built it."""
+        return _is_new(trained, path)
+
     def take(self, values: Mapping[str, Tensor] | None) -> None:
         """The trained values, after the loop; None on a worker that has been a spare in the end."""
         self._is_spare = values is None
         if values is not None:
             self._release()
-            fill(self.module, values)
+            fill(self.whole, values)
 
     def _release(self) -> None:
         while self._guards:
@@ -99,8 +109,35 @@ class GivenModel:
         )
 
 
-def is_new(trained: Container[str], path: str) -> bool:
-    """Whether an entry of a section's state belongs to the model and may not be as the script has built it."""
+class WithLoss:
+    """Builds a model with a copy of the script's loss, whose parameters train with it."""
+
+    def __init__(self, build: Callable[[], nn.Module], loss: nn.Module) -> None:
+        self.__wrapped__ = build  # where ``inspect.unwrap`` looks
+        self.loss = loss
+        self._copy = GivenModel(loss)
+        self._prefix = ""
+
+    def __call__(self) -> nn.Module:
+        """Build both."""
+        made = ModelAndLoss(self.__wrapped__(), self._copy())
+        self._prefix = f"{made.of_loss}."
+        return made
+
+    def digest(self) -> str:
+        """Of the loss's values, which must be the same on all workers."""
+        return self._copy.digest()
+
+    def wants(self, trained: Container[str], path: str) -> bool:
+        """Whether an entry of a section's state belongs to the loss and may not be as the script has built it."""
+        return _is_new(trained, path) and path.partition("/")[2].startswith(self._prefix)
+
+    def take(self, values: Mapping[str, Tensor] | None) -> None:
+        """The trained values, after the loop; None on a worker that has been a spare in the end."""
+        fill(self.loss, {name.removeprefix(self._prefix): value for name, value in (values or {}).items()})
+
+
+def _is_new(trained: Container[str], path: str) -> bool:
     kind, _, name = path.partition("/")
     return is_exported(path) and (kind != "parameters" or name in trained)
 
@@ -243,8 +280,8 @@ class AsFunctions(NamedTuple):
     model: Callable[[], nn.Module]
     optimizer: OptimizerFactory
     lr_scheduler: SchedulerFactory | None
-    built: GivenModel | None
-    """the model, if the script has built it"""
+    built: GivenModel | WithLoss | None
+    """what gets the trained values: the model, if the script has built it, or a loss with parameters"""
     steps: torch.optim.Optimizer | None
     """the optimizer, if the script has built it"""
     schedule: LRScheduler | None = None
@@ -252,7 +289,7 @@ class AsFunctions(NamedTuple):
 
     def guard(self) -> None:
         """Training begins: from now on refuse to use them."""
-        if self.built is not None:
+        if isinstance(self.built, GivenModel):
             self.built.guard()
         if self.steps is not None:
             self.steps.register_step_pre_hook(_refuse_step)
@@ -261,13 +298,14 @@ class AsFunctions(NamedTuple):
             vars(self.schedule).update(step=_refuse_schedule, state_dict=_refuse_state)
 
 
-def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> AsFunctions:
+def as_functions(model: Any, optimizer: Any, lr_scheduler: Any, loss: Any = None) -> AsFunctions:
     """What is built already becomes functions that build the same.
 
     Args:
         model: a module, or what builds one.
         optimizer: an optimizer over the module's parameters, or what builds one.
         lr_scheduler: a scheduler of that optimizer, what builds one, or None.
+        loss: as the script passes it; a module with parameters, or those that the optimizer has, train with the model.
 
     Raises:
         UsageError: one is built and belongs to something else than the others.
@@ -283,9 +321,10 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> AsFunctions:
             )
         lr_scheduler = scheduler_like(lr_scheduler)
     if isinstance(model, nn.Module):
-        built = GivenModel(model)
+        trained = _trained_loss(loss, model, steps)
+        built = GivenModel(model, trained)
         if steps is not None:
-            optimizer = optimizer_like(steps, list(model.named_parameters()))
+            optimizer = optimizer_like(steps, list(built.whole.named_parameters()))
         return AsFunctions(built, optimizer, lr_scheduler, built, steps, schedule)
     if steps is not None:
         raise UsageError(
@@ -293,4 +332,31 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> AsFunctions:
             "Pass both built or both as functions: optimizer=lambda named: "
             f"torch.optim.{type(optimizer).__name__}([p for _, p in named], ...)."
         )
+    if (trained := _trained_loss(loss, None, None)) is not None and callable(model):
+        both = WithLoss(model, trained)
+        return AsFunctions(both, optimizer, lr_scheduler, both, None)
     return AsFunctions(model, optimizer, lr_scheduler, None, None)
+
+
+def _trained_loss(loss: Any, model: nn.Module | None, steps: torch.optim.Optimizer | None) -> nn.Module | None:
+    """What of a loss trains with the model: a module with parameters, or what a built optimizer has and a function uses.
+
+    Args:
+        loss: as the script passes it.
+        model: the script's own, if it has built it.
+        steps: the optimizer, if the script has built it.
+    """
+    if isinstance(loss, nn.Module):
+        return loss if any(parameter.requires_grad for parameter in loss.parameters()) else None
+    if steps is None or model is None:
+        return None
+    own = {id(parameter) for parameter in model.parameters()}
+    others = {id(p) for group in steps.param_groups for p in group["params"]} - own
+    if not others:
+        return None
+    found = nn.Module()
+    for name, value in tensors_and_modules(loss).items():
+        held = value.parameters() if isinstance(value, nn.Module) else (value,)
+        if value is not model and others.intersection(map(id, held)):
+            setattr(found, name, value)
+    return found

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from varuna.partition.capture.with_loss import ModelAndLoss
+
 
 class Configured:
     """Builds the model, and remembers the configuration of what was built if it has one as Hugging Face's do."""
@@ -19,11 +21,12 @@ class Configured:
 
     def __call__(self) -> nn.Module:
         """Build the model."""
-        module = self.__wrapped__()
+        built = self.__wrapped__()
+        module = built.model_itself if isinstance(built, ModelAndLoss) else built
         self.has_adapters = hasattr(module, "peft_config") and hasattr(module, "active_adapter")
         config: Any = getattr(module, "config", None)
         if hasattr(config, "to_json_string") and not self.has_adapters:  # that would be the base's
             found = {"architectures": [type(module).__name__], **json.loads(config.to_json_string())}
             found["architectures"] = found["architectures"] or [type(module).__name__]
             self.json = json.dumps(found, indent=2, sort_keys=True) + "\n"
-        return module
+        return built

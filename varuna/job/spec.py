@@ -19,7 +19,7 @@ from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, Sch
 from varuna.engine.stage.precision import DTYPES, cast
 from varuna.engine.worker.loop_state import Kept, Stateful
 from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device, described
-from varuna.job.built import GivenModel, loss_of
+from varuna.job.built import GivenModel, WithLoss, loss_of
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.shared_capture import captured_once
@@ -121,7 +121,9 @@ class JobSpec:
     @cached_property
     def recipe(self) -> Recipe:
         """The model with its loss, as it is captured."""
-        own = self.model.module if isinstance(self.model, GivenModel) else None
+        own = self.model.whole if isinstance(self.model, GivenModel) else None
+        if isinstance(self.model, WithLoss):
+            own = self.model.loss
         return Recipe(self.built, loss_of(self.loss.function), self.metrics, self.dtype, own=own)
 
     @cached_property

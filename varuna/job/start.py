@@ -24,7 +24,7 @@ from varuna.engine.stage.precision import unit_near
 from varuna.engine.worker.loop_state import LoopState
 from varuna.engine.worker.session import Session
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
-from varuna.job.built import GivenModel
+from varuna.job.built import GivenModel, WithLoss
 from varuna.job.first_calibration import first_calibration
 from varuna.job.options import CHECKPOINTED_EVERY
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
@@ -99,7 +99,7 @@ def open_session(
     hardware is offered to the membership.
     """
     model, first = spec.partitioned, beginning or spec.beginning()
-    values = f":{spec.model.digest()}" if isinstance(spec.model, GivenModel) else ""
+    values = f":{spec.model.digest()}" if isinstance(spec.model, GivenModel | WithLoss) else ""
     facts = job_facts(spec, n, initialisation=first.name + values, saves=saver is not None)
     if global_batch is not None:
         facts = facts.model_copy(update={"global_batch": global_batch})

@@ -28,6 +28,7 @@ from varuna.partition.capture.outputs import OutputsFunction, rows_of
 from varuna.partition.capture.parameter_limits import limits_of
 from varuna.partition.capture.real_values import Grade, RealValues
 from varuna.partition.capture.stand_ins import in_place_of
+from varuna.partition.capture.with_loss import ModelAndLoss
 from varuna.partition.graph.captured import Capture as Capture
 from varuna.partition.graph.inline import inline_no_grad
 from varuna.partition.opaque.eager_modules import Pieces
@@ -67,7 +68,7 @@ class Recipe:
     training: bool = True
     """False: as ``model.eval()`` makes it"""
     own: nn.Module | None = None
-    """the script's own model, if ``build`` copies it: code that refers to it gets the copy that runs"""
+    """the script's own model or loss, if ``build`` copies it: code that refers to it gets the copy that runs"""
     eager: tuple[str, ...] = ()
     """paths of modules that run as written, as one operation each, if that is known already"""
     outputs: OutputsFunction | None = None
@@ -89,7 +90,10 @@ class LossModule(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, and the metric sums (detached, float32); of a prediction any number, and its rows."""
-        with in_place_of(self.own, self.model):
+        own, copied = self.own, self.model
+        if isinstance(copied, ModelAndLoss) and not isinstance(own, ModelAndLoss):  # the script has built the loss only
+            copied = copied.loss_itself
+        with in_place_of(own, copied):
             return self._run(batch)
 
     def _run(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
