@@ -166,6 +166,7 @@ class Trainer:
             compiler=compiler_of(compile, where),
             memory=Memory() if memory is None else memory,
             network=Network() if network is None else network,
+            trains_nothing_else=given.steps is not None,
         )
         self._session: Session | None = None
         self._tells_speed = True  # without a manager, which does

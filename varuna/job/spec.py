@@ -75,6 +75,8 @@ class JobSpec:
     compiler: Compiler | None = None
     memory: Memory = field(default_factory=Memory)
     network: Network = field(default_factory=Network)
+    trains_nothing_else: bool = False
+    """nobody trains parameters that are no part of the model: the script's optimizer is built"""
 
     def __post_init__(self) -> None:
         for name in ("model", "optimizer", "lr_scheduler", "metrics", "before_step"):
@@ -124,7 +126,8 @@ class JobSpec:
         own = self.model.whole if isinstance(self.model, GivenModel) else None
         if isinstance(self.model, WithLoss):
             own = self.model.loss
-        return Recipe(self.built, loss_of(self.loss.function), self.metrics, self.dtype, own=own)
+        loss, closed = loss_of(self.loss.function), self.trains_nothing_else
+        return Recipe(self.built, loss, self.metrics, self.dtype, own=own, trains_nothing_else=closed)
 
     @cached_property
     def update(self) -> OptimizerFactory:

@@ -25,6 +25,7 @@ from varuna.partition.capture.guards import Taken, taken_for_granted
 from varuna.partition.capture.known_inputs import Givens
 from varuna.partition.capture.modes import in_evaluation, into_training
 from varuna.partition.capture.outputs import OutputsFunction, rows_of
+from varuna.partition.capture.outside import check_outside
 from varuna.partition.capture.parameter_limits import limits_of
 from varuna.partition.capture.real_values import Grade, RealValues
 from varuna.partition.capture.stand_ins import in_place_of
@@ -69,6 +70,8 @@ class Recipe:
     """False: as ``model.eval()`` makes it"""
     own: nn.Module | None = None
     """the script's own model or loss, if ``build`` copies it: code that refers to it gets the copy that runs"""
+    trains_nothing_else: bool = False
+    """the script's optimizer is built, so that nobody trains a parameter that is no part of the model"""
     eager: tuple[str, ...] = ()
     """paths of modules that run as written, as one operation each, if that is known already"""
     outputs: OutputsFunction | None = None
@@ -232,7 +235,9 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
         said = explain("cannot be captured", error)
         raise ModelError(of_model(said, model, error, is_small=givens.is_small)) from error
     sources = source_digest(model, recipe.build, recipe.loss, recipe.metrics, recipe.outputs)
-    return _describe(exported, model, list(fake), taken, sources)
+    found = _describe(exported, model, list(fake), taken, sources)
+    check_outside(found.graph, found.constants, exported.noticed, trains_nothing_else=recipe.trains_nothing_else)
+    return found
 
 
 def _pieces(module: LossModule, recipe: Recipe) -> Pieces:
@@ -313,15 +318,25 @@ def _constants(program: torch.export.ExportedProgram, noticed: ForwardFindings) 
     Raises:
         ModelError: a placeholder has no value.
     """
+    for placeholder in program.graph_signature.inputs_to_lifted_custom_objs:
+        where = next((line for node in _users(program, placeholder) if (line := line_of(node)) is not None), None)
+        raise ModelError(
+            f"forward() computes{f' at {where}' if where else ''} with an object of torch's that is no tensor "
+            f"({placeholder}), which a graph cannot hold. Compute with tensors, or move this code into a submodule that "
+            "takes and returns tensors."
+        )
     found: dict[str, Tensor] = {}
     for placeholder, name in program.graph_signature.inputs_to_lifted_tensor_constants.items():
         value = program.constants[name]
         if not isinstance(value, Tensor) or isinstance(value, torch._subclasses.FakeTensor):
-            users = next(node for node in program.graph.nodes if node.name == placeholder).users
-            lines = [line for node in users if (line := line_of(node)) is not None]
+            lines = [line for node in _users(program, placeholder) if (line := line_of(node)) is not None]
             raise ModelError(without_value(name, lines[0] if lines else None, noticed))
         found[placeholder] = value
     return found
+
+
+def _users(program: torch.export.ExportedProgram, placeholder: str) -> list[torch.fx.Node]:
+    return list(next(node for node in program.graph.nodes if node.name == placeholder).users)
 
 
 def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken: Taken, sources: str) -> Capture:

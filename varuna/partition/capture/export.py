@@ -34,6 +34,7 @@ from varuna.partition.opaque.autograd_functions import kept_functions
 from varuna.partition.opaque.calls import WritesError
 from varuna.partition.opaque.ctc_loss import Alignments
 from varuna.partition.opaque.eager_modules import AgainError, Pieces, check_followed
+from varuna.partition.opaque.own_draws import OwnDrawsError
 from varuna.partition.watching.explaining import ASKS_FOR_DATA, ForwardFindings, NotExportedError
 from varuna.partition.watching.noticing import Noticing
 from varuna.partition.watching.own_code import OWN
@@ -81,6 +82,8 @@ def export(
     if not pieces.found:
         try:
             return _some_way(module, fake, given, accept, pieces)
+        except OwnDrawsError:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
             failure = error
     values = RealValues(Grade.SAMPLES, given(Grade.SAMPLES) or {})
@@ -90,7 +93,7 @@ def export(
             found = pieces.find(lambda: _with_lists(module, fake, values.real), values.real)
         if found or failure is None:
             return _some_way(module, fake, given, accept, pieces)
-    except WritesError:
+    except (WritesError, OwnDrawsError):
         raise
     except Exception:
         if failure is None or pieces.found:  # what stands in the way of all else

@@ -23,6 +23,7 @@ from varuna.data.randomness import generator_lock
 from varuna.partition.opaque import calls
 from varuna.partition.opaque.calls import Call, Given, GrowingSize, WritesError
 from varuna.partition.opaque.each_sample import gathered
+from varuna.partition.opaque.own_draws import OwnDrawsError, refused_seeds
 from varuna.partition.opaque.learning import SIZES, Arguments, engine_of_torch, plainly, with_learned
 from varuna.partition.opaque.template import UnfitError, same_attributes, state_of, template_of
 from varuna.partition.watching.explaining import user_frame, user_line
@@ -122,7 +123,7 @@ class Pieces:
 
         nn.Module._call_impl = call  # type: ignore[method-assign,assignment]
         try:
-            with _own_gradients():
+            with _own_gradients(), refused_seeds():
                 yield
         finally:
             nn.Module._call_impl = _call_impl  # type: ignore[method-assign]
@@ -136,7 +137,7 @@ class Pieces:
         any_number, calls_before = self._takes_any_number, len(_module_stack())
         try:
             result = _call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
-        except (WritesError, AgainError):
+        except (WritesError, AgainError, OwnDrawsError):
             raise
         except Exception as error:
             if self._values is None:

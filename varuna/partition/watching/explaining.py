@@ -4,8 +4,9 @@ import contextlib
 import re
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -58,6 +59,15 @@ ASKS_FOR_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException)
 _PLAIN = (NameError, AttributeError, TypeError, LookupError, ImportError)
 
 
+class Outside(NamedTuple):
+    """A tensor that requires a gradient, and is no part of the model."""
+
+    is_leaf: bool
+    shape: tuple[int, ...]
+    where: str | None
+    """the user's line that computes with it"""
+
+
 @dataclass
 class ForwardFindings:
     """What ``forward`` did, by the line of the user's code; None where it did not."""
@@ -66,6 +76,8 @@ class ForwardFindings:
     """took a parameter's ``.data``"""
     fixed_at: str | None = None
     """made a Python number of the number of samples"""
+    outside: dict[int, Outside] = field(default_factory=dict)
+    """computed with, though they are no part of the model, by the address of their memory"""
 
 
 class NotExportedError(Exception):
