@@ -92,7 +92,7 @@ def plainly(losses: LossModule, parts: Sequence[Part], *, draws: Draws = SameDra
     found, sums, total = [], list[Mapping[str, float]](), _total(parts)
     with same_buffers(losses.model), controlled(draws), watched() as seen:
         for part in parts:
-            loss, metrics = _run(losses, part)
+            loss, metrics = run_plainly(losses, part)
             found.append(float(loss.detach()))
             sums.append({name: float(value) for name, value in metrics.items()})
             if part.weight and loss.requires_grad:
@@ -107,10 +107,11 @@ def plainly(losses: LossModule, parts: Sequence[Part], *, draws: Draws = SameDra
 def loss_again(losses: LossModule, part: Part, *, key: int = 0, respond: Respond | None = None) -> float:
     """The loss alone, with the same draws from torch; from Python and NumPy those of ``key``, or what is responded."""
     with torch.no_grad(), same_buffers(losses.model), seeded(key, "self-check"), watched(respond), SameDraws():  # type: ignore[no-untyped-call]
-        return float(_run(losses, part)[0])
+        return float(run_plainly(losses, part)[0])
 
 
-def _run(losses: LossModule, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+def run_plainly(losses: LossModule, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch, and the metric sums; its tensors stay as they are."""
     made: tuple[Tensor, dict[str, Tensor]] = losses({key: value.clone() for key, value in part.tensors.items()})
     return made
 

@@ -27,6 +27,7 @@ from varuna.checks.loss_weight import check_weighing
 from varuna.checks.mixing import try_mixing
 from varuna.checks.module_state import changed, marks, plain_values
 from varuna.checks.outcome import Draws, Outcome, Part, in_turn, plainly
+from varuna.checks.proportion import check_proportion
 from varuna.checks.samples import Undisturbed, check_mixed_samples, choose_positions, read_twice
 from varuna.checks.shapes_only import look_over
 from varuna.core.errors import ModelError
@@ -223,6 +224,7 @@ class _Check:
                 reentrant=tuple(expected.seen.reentrant),
             )
             _refuse(refused(evidence))
+            check_proportion(self.model, losses, parts[0])
             found = in_turn(self.model, begun, parts)
             odd = differences(found, expected, self._tolerance)
             if odd:
