@@ -24,14 +24,15 @@ def in_place_of(originals: nn.Module | None, copied: nn.Module) -> Iterator[None
 
     Args:
         originals: the script's own; None: there is none.
-        copied: has the same modules in the same order.
+        copied: has modules of the same names.
     """
     if originals is None:
         yield
         return
     with _one_at_a_time:
-        pairs = list(zip(originals.modules(), copied.modules(), strict=True))
-        tensors = {id(one): other for one, other in zip(_tensors(originals), _tensors(copied), strict=True)}
+        copies = _by_name(copied)
+        pairs = [(each, copies[name]) for name, each in originals.named_modules()]
+        tensors = {id(each): value for original, copy in pairs for each, value in _tensors(original, copy)}
         own = [vars(original) for original, _ in pairs]
         for original, copy in pairs:
             object.__setattr__(original, "__dict__", vars(copy))
@@ -43,9 +44,15 @@ def in_place_of(originals: nn.Module | None, copied: nn.Module) -> Iterator[None
                 object.__setattr__(original, "__dict__", before)
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return [value for _, value in named]
+def _by_name(module: nn.Module) -> dict[str, nn.Module]:
+    return dict(module.named_modules(remove_duplicate=False))
+
+
+def _tensors(original: nn.Module, copy: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    for mine, others in ((original._parameters, copy._parameters), (original._buffers, copy._buffers)):
+        for name, value in mine.items():
+            if value is not None and (other := others.get(name)) is not None:
+                yield value, other
 
 
 class _OtherTensors(TorchFunctionMode):
