@@ -49,6 +49,14 @@ def extent_of(facts: ModelFacts, *, micro_batch: int | None, slowdown: float, co
     return Extent((), divides=False, estimate_s=0.0)
 
 
+def of_at_least(sizes: tuple[int, ...], fewest: int) -> tuple[int, ...]:
+    """Micro-batches of as many samples together, each of ``fewest`` at least; none, if there are too few."""
+    if min(sizes) >= fewest:
+        return sizes
+    count, rest = divmod(sum(sizes), fewest)
+    return (fewest + rest, *[fewest] * (count - 1)) if count else ()
+
+
 def _choices(fixed: int | None) -> tuple[tuple[tuple[int, ...], float], ...]:
     """Sizes of micro-batches, and how long they may take; unequal ones where the user has not fixed them."""
     if fixed is None:

@@ -5,6 +5,7 @@ once, one by one and in halves, as the model is and with parameters magnified, s
 about equally hard, and hides the error.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ def check_weighing(
     initial: Initial,
     source: SampleSource,
     weight: WeightFunction | None,
+    fewest: int = 1,
 ) -> None:
     """Compare one batch of samples, unequal if there are such, with its weighted parts.
 
@@ -58,6 +60,7 @@ def check_weighing(
         initial: the whole model; it is put back as it was.
         source: reads samples.
         weight: the user's weight of a micro-batch, if any.
+        fewest: samples that the plain model needs.
 
     Raises:
         ModelError: they differ, so the loss would depend on P, D and m.
@@ -65,9 +68,9 @@ def check_weighing(
     """
     try:
         with computing(initial, torch.float32, widened=True) as own, torch.no_grad():
-            check = _Check(model, recipe, own, source, weight)
+            check = _Check(model, recipe, own, source, weight, fewest)
             positions = check.positions(_COMPARED if _elements(initial) < _LARGE else _COMPARED_OF_LARGE)
-            if len(positions) < 2:
+            if len(positions) < 2 * fewest:
                 return
             if model.facts.batch_dependent:
                 initial.module.eval()
@@ -94,8 +97,10 @@ class _Check:
         initial: Initial,
         source: SampleSource,
         weight: WeightFunction | None,
+        fewest: int,
     ) -> None:
         self._model, self._initial, self._source, self._weight = model, initial, source, weight
+        self._fewest = fewest
         self._in_fp32 = recipe.dtype is torch.float32 and not model.dtypes
         self._batches: dict[tuple[int, ...], MicroBatch] = {}
         self._losses = LossModule(initial.module, replace(recipe, dtype=torch.float32))
@@ -166,7 +171,7 @@ class _Check:
     def _error(self, positions: Sequence[int], whole: float) -> tuple[float, float]:
         """Relative: of the loss of parts, the larger one; and what rounding may be."""
         half = len(positions) // 2
-        splits = [[[position] for position in positions], [list(positions[:half]), list(positions[half:])]]
+        splits = [self._smallest(positions), [list(positions[:half]), list(positions[half:])]]
         scale = max(abs(whole), 1e-30)
         errors = [abs(self._of_parts(split) - whole) / scale for split in splits if len(split) > 1]
         with self._scaled(1 + _NUDGE):
@@ -174,6 +179,11 @@ class _Check:
         turned = abs(self._loss([*reversed(positions)]) - whole) / scale
         rounding = max(moved * 2.0**-24 / _NUDGE, turned, _LEAST)
         return max((error for error in errors if math.isfinite(error)), default=0.0), rounding
+
+    def _smallest(self, positions: Sequence[int]) -> list[list[int]]:
+        """In parts that are as small as the plain model takes."""
+        ends = [*range(0, len(positions) - self._fewest + 1, self._fewest)]
+        return [list(positions[start:end]) for start, end in itertools.pairwise([*ends, len(positions)])]
 
     def _of_parts(self, parts: Sequence[Sequence[int]]) -> float:
         """The loss as the engine computes it from micro-batches."""
@@ -230,7 +240,7 @@ class _Check:
         for position in positions:
             batch = self._read([position])
             graph = self._model.graphs[variant_of(self._model, batch.tensors, batch.indices)]
-            if graph.whole is not None or not self._in_fp32 or self._model.facts.batch_dependent:
+            if self._fewest > 1 or graph.whole is not None or not self._in_fp32 or self._model.facts.batch_dependent:
                 return []
             alone = self._loss([position])
             captured = self._captured(graph, Examples(batch.tensors, 1))
@@ -251,7 +261,7 @@ class _Check:
         )
 
     def _message(self, positions: Sequence[int], whole: float) -> str:
-        parts = self._of_parts([[position] for position in positions])
+        parts = self._of_parts(self._smallest(positions))
         indices = list(self._read(positions).indices)
         if self._weight is not None:
             counted = "weight(batch)"

@@ -10,13 +10,17 @@ from torch import Tensor, nn
 from varuna.checks.compare import Noise, Tolerance, differences, noise_of
 from varuna.checks.module_state import changed, plain_values, set_value
 from varuna.checks.outcome import Draws, Outcome, Part, loss_again, plainly, same_buffers
+from varuna.core.errors import ModelError, VarunaError
+from varuna.data.samples import SampleSource
 from varuna.engine.stage.precision import cast
 from varuna.partition.capture.capture import LossModule
 from varuna.partition.capture.dtypes import HALVES
 from varuna.partition.capture.modes import into_training
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.model import PartitionedModel
+from varuna.partition.watching.explaining import user_frame
 from varuna.partition.watching.side_effects import Respond, Seen
+from varuna.process.console import say_once
 
 _KEYS = range(1, 5)
 """Further seeds of Python's and NumPy's generators."""
@@ -86,6 +90,40 @@ def _by_last_bit(value: Tensor, generator: torch.Generator) -> Tensor:
         return value
     signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8) * 2 - 1
     return value * (1 + torch.finfo(value.dtype).eps * signs.to(value.dtype))
+
+
+def fewest(losses: LossModule, source: SampleSource) -> int:
+    """Number of samples that plain PyTorch needs at least: 2 where ``squeeze()`` drops the batch of one.
+
+    Raises:
+        ModelError: it fails for two as well.
+    """
+    failed: Exception | None = None
+    for count in (1, 2):
+        batch = source.micro_batch([position % (source.size or count) for position in range(count)])
+        try:
+            loss_again(losses, Part(batch.tensors, batch.indices, 1.0))
+        except VarunaError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+            failed = failed or error
+            continue
+        if failed is not None:
+            say_once(
+                f"plain PyTorch fails on a batch of one sample ({_told(failed)}): checked on more; a micro-batch of "
+                "one is computed as a part of a larger batch"
+            )
+        return count
+    assert failed is not None
+    raise ModelError(
+        f"the model fails in plain PyTorch on the first samples: {_told(failed)}. Try the same call, in training mode, "
+        "on a collated batch of dataset samples."
+    ) from failed
+
+
+def _told(error: Exception) -> str:
+    where = user_frame(error)
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}{f' at {where}' if where else ''}"
 
 
 def repeats(losses: LossModule, parts: Sequence[Part], expected: Outcome, tolerance: Tolerance) -> bool:

@@ -22,7 +22,7 @@ from varuna.checks.assumptions import check_assumptions
 from varuna.checks.cause import Cause, Evidence, cause_of, refused
 from varuna.checks.compare import TOLERANCES, Difference, Errors, Tolerance, coarsest, differences, errors
 from varuna.checks.draws import NoDraws, SameDraws
-from varuna.checks.extent import Extent, extent_of
+from varuna.checks.extent import Extent, extent_of, of_at_least
 from varuna.checks.loss_weight import check_weighing
 from varuna.checks.mixing import try_mixing
 from varuna.checks.module_state import changed, marks, plain_values
@@ -146,18 +146,23 @@ class SelfCheck:
     ) -> tuple[Errors, tuple[str, ...]]:
         """Compare on data; returns the largest errors, and what is left out."""
         check_assumptions(model, self.recipe, initial, self.source, self.micro_batch or 1)
-        check = _Check(self, model, initial, extent.sizes)
+        with probes.computing(initial, self.recipe.dtype) as own:
+            fewest = probes.fewest(LossModule(own.module, self.recipe), self.source)
+        check = _Check(self, model, initial, extent.sizes, fewest)
+        groups = [positions for positions in groups if len(positions) >= fewest]
         found, left_out = [check.captured(positions) for positions in groups], list[str]()
         mixes = self.micro_batch is not None and self.per_micro_batch and any(graph.mixing for graph in model.graphs)
         if not mixes:
             try_mixing(model, self.recipe, initial, self.source, self.micro_batch, accepted=self.per_micro_batch)
-            check_weighing(model, self.recipe, initial, Undisturbed(self.source), self.weight)
+            check_weighing(model, self.recipe, initial, Undisturbed(self.source), self.weight, fewest)
         for divided in (check.divided(positions) for positions in groups if len(positions) > 1 and extent.divides):
             if isinstance(divided, str):
                 left_out.append(divided)
             else:
                 found.append(divided)
-        return _worst(found), tuple(dict.fromkeys(left_out))
+        if not found:
+            left_out.append(f"single samples, because plain PyTorch takes {fewest} at least")
+        return _worst(found) if found else Errors(0.0, 0.0, ""), tuple(dict.fromkeys(left_out))
 
 
 _ONCE = "check it once in a smaller configuration, with varuna inspect --verify"
@@ -201,6 +206,8 @@ class _Check:
     initial: Initial
     sizes: tuple[int, ...]
     """samples of each micro-batch"""
+    fewest: int
+    """samples that the plain model needs"""
 
     # -- what was captured -----------------------------------------------------------------------------------
 
@@ -209,7 +216,8 @@ class _Check:
         read_twice(self.job.source, positions)
         with self._as_it_trains() as initial:
             losses = LossModule(initial.module, self.job.recipe)
-            parts = self._parts(positions, initial)
+            sizes = of_at_least(self.sizes[: len(positions)], self.fewest)
+            parts = [part for part in self._parts(positions, initial, sizes) if part.size >= self.fewest]
             _refuse(refused(Evidence(hooks=tuple(gradient_hooks(initial.module)))))
             begun = replace(initial, buffers={name: value.clone() for name, value in initial.buffers.items()})
             numbers, unwritten = plain_values(initial.module), marks(initial.module)
@@ -253,7 +261,7 @@ class _Check:
         draws = NoDraws()
         with self._as_it_trains() as initial:
             losses = LossModule(initial.module, self.job.recipe)
-            parts = self._parts(positions, initial)
+            parts = self._parts(positions, initial, self.sizes)
             whole = [self._part(positions, initial)]
             parts = self._adding_up(parts, initial)
             if not sum(part.weight for part in parts):
@@ -287,9 +295,9 @@ class _Check:
         ):
             yield initial
 
-    def _parts(self, positions: Sequence[int], initial: Initial) -> list[Part]:
+    def _parts(self, positions: Sequence[int], initial: Initial, sizes: Sequence[int]) -> list[Part]:
         """Micro-batches, as far as there are samples."""
-        ends = list(itertools.accumulate(self.sizes, initial=0))
+        ends = list(itertools.accumulate(sizes, initial=0))
         spans = [positions[start:end] for start, end in itertools.pairwise(ends)]
         return [self._part(span, initial) for span in spans if span]
 

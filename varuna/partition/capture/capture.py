@@ -32,6 +32,7 @@ from varuna.partition.capture.stand_ins import in_place_of
 from varuna.partition.capture.with_loss import ModelAndLoss
 from varuna.partition.graph.captured import Capture as Capture
 from varuna.partition.graph.inline import inline_no_grad
+from varuna.partition.graph.squeezes import name_squeezed
 from varuna.partition.opaque.eager_modules import Pieces
 from varuna.partition.watching.explaining import (
     BUILDING,
@@ -350,6 +351,7 @@ def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken:
     named = dict(model.named_parameters())
     graph, buffers = program.graph, _buffers(program, first_name)
     inline_no_grad(graph, program.graph_module, buffers)
+    name_squeezed(graph)
     limits = limits_of(graph)
     if len(limits) < exported.limits:  # some are in a region of the graph, out of which nothing can be returned
         raise ModelError(without_value("lifted_tensor_0", None, exported.noticed))
