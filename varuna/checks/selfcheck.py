@@ -36,6 +36,7 @@ from varuna.engine.device.capacity import usable_bytes
 from varuna.partition.batch_layout import check_inputs
 from varuna.partition.batch_weight import WeightFunction, numbers_of, weight_of
 from varuna.partition.capture.capture import LossModule, Recipe
+from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.graph.costs import CPU_SLOWDOWN
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
@@ -315,6 +316,7 @@ class _Check:
         batch = self.job.source.micro_batch(list(positions))
         graph = self.model.graphs[variant_of(self.model, batch.tensors, batch.indices)]
         check_inputs(graph.inputs, batch.tensors, batch.indices)
+        check_ranges(graph.ranges, batch.tensors, batch.indices)
         weight = weight_of(self.model, self.job.weight, batch.tensors, initial.buffers)
         numbers: dict[str, Tensor] = {}
         if graph.whole is not None:

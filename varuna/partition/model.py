@@ -21,6 +21,7 @@ from varuna.partition.cut.strides import settle_strides
 from varuna.partition.graph.costs import CPU_SLOWDOWN, Cost, Sizes, cost_of
 from varuna.partition.graph.flow import Flow
 from varuna.partition.graph.operations import Operation, operation
+from varuna.partition.graph.ranges import Range
 from varuna.partition.graph.sample_guards import Conditions
 from varuna.partition.graph.simplify import simplify
 from varuna.partition.loss.split_terms import CannotCountError, Splitting
@@ -73,6 +74,8 @@ class PartitionedModel:
     """loops over the places where a mask is true run for every place (``partition.capture.loops``)"""
     conditions: Conditions | None = None
     """what the branches of forward() on samples took for granted"""
+    ranges: tuple[Range, ...] = ()
+    """what whole numbers of the samples its embeddings and losses can take"""
     eager: Mapping[str, str] = field(default_factory=dict)
     """path of a module that runs eagerly, as one operation (``partition.opaque``) -> why"""
     variants: tuple["PartitionedModel", ...] = ()
@@ -196,6 +199,7 @@ def partition(
         inputs=inputs,
         visits_all=captured.visits_all,
         conditions=captured.conditions,
+        ranges=captured.ranges,
         eager=captured.eager,
         operations=tuple(map(operation, flow.ops)),
         cuts=tuple(cuts),

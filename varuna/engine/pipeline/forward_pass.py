@@ -30,6 +30,7 @@ from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Stage
 from varuna.partition.batch_layout import check_inputs
 from varuna.partition.batch_weight import WeightFunction
+from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.model import PartitionedModel
 from varuna.schedule.buffers import SAMPLES_AHEAD
@@ -278,6 +279,7 @@ class ForwardPass:
         given = dict(self.whole.numbers(variant, size))
         if batch is not None:
             check_inputs(graph.inputs, batch.tensors, batch.indices)
+            check_ranges(graph.ranges, batch.tensors, batch.indices)
             given.update(batch.tensors)
         return Examples(self._copies.up(given) if given else {}, size, variant)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from varuna.core.errors import LinkError
+from varuna.core.errors import LinkError, VarunaError
 from varuna.core.plan import Plan
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
@@ -297,6 +297,26 @@ class Runtime:
     def _act(self, step: int, action: Action, policy: Policy, flights: dict[int, Flight]) -> None:
         micro_batch = self._mine[action.micro_batch]
         split = micro_batch in self._split
+        try:
+            self._run(step, action, micro_batch, policy, flights, split=split)
+        except VarunaError:
+            raise
+        except Exception as error:
+            base = step * self._plan.global_batch
+            indices = self._source.indices([base + offset for offset in self._plan.samples_of(micro_batch)])
+            error.add_note(f"step {step}, the batch of dataset indices {list(indices)}; this step is not applied")
+            raise
+
+    def _run(
+        self,
+        step: int,
+        action: Action,
+        micro_batch: int,
+        policy: Policy,
+        flights: dict[int, Flight],
+        *,
+        split: bool,
+    ) -> None:
         is_final = action.micro_batch == policy.backward_order[-1]
         if action.kind is Kind.FORWARD:
             keep = len(self._stage.sections) if policy.keeps(action.micro_batch) else self._kept

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from varuna.data.randomness import derive_key, generator_lock
 from varuna.engine.graphs.gradient_kernels import without_graph
 from varuna.engine.graphs.run_once import Run, Seeded
+from varuna.engine.stage.user_place import note_place
 from varuna.partition.cut.split import Crossing, SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
@@ -107,7 +108,7 @@ class SectionRunner:
             arguments = self._arguments(self._taken(values), examples)
             run = self._run(arguments, examples, seeded) if self._compiled else self._without_graph(arguments)
             with seeded():
-                made = self._noted(run(*arguments), micro_batch)
+                made = self._noted(self._called(run, arguments), micro_batch)
             return crossing(made)
 
     def record(
@@ -125,8 +126,15 @@ class SectionRunner:
                 pending = PendingWeights()
                 run, arguments = halved, [pending, *arguments]
         with _QUIET if torch.is_grad_enabled() else torch.enable_grad(), seeded():
-            made = self._noted(run(*arguments), micro_batch)
+            made = self._noted(self._called(run, arguments), micro_batch)
         return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made, pending, micro_batch)
+
+    def _called(self, run: Run, arguments: list[Any]) -> tuple[Tensor, ...]:
+        try:
+            return run(*arguments)
+        except Exception as error:
+            note_place(error, self.section, getattr(run, "__self__", None))
+            raise
 
     def _without_graph(self, arguments: list[Any]) -> Run:
         """The section's graph for F."""
@@ -217,7 +225,11 @@ def backward(tape: Tape, gradients: dict[str, Tensor]) -> None:
         if (gradient := gradients.pop(name, None)) is not None and made.requires_grad
     ]
     if pairs:
-        _run_backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
+        try:
+            _run_backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
+        except Exception as error:
+            note_place(error, tape.section)
+            raise
     for name, taken in tape.taken.items():
         if taken.grad is not None:
             known = gradients.get(name)

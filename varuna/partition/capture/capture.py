@@ -32,6 +32,7 @@ from varuna.partition.capture.stand_ins import in_place_of
 from varuna.partition.capture.with_loss import ModelAndLoss
 from varuna.partition.graph.captured import Capture as Capture
 from varuna.partition.graph.inline import inline_no_grad
+from varuna.partition.graph.ranges import ranges_of
 from varuna.partition.graph.squeezes import name_squeezed
 from varuna.partition.opaque.eager_modules import Pieces
 from varuna.partition.watching.explaining import (
@@ -352,7 +353,7 @@ def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken:
     graph, buffers = program.graph, _buffers(program, first_name)
     inline_no_grad(graph, program.graph_module, buffers)
     name_squeezed(graph)
-    limits = limits_of(graph)
+    limits, constants = limits_of(graph), _constants(program, exported.noticed)
     if len(limits) < exported.limits:  # some are in a region of the graph, out of which nothing can be returned
         raise ModelError(without_value("lifted_tensor_0", None, exported.noticed))
     if taken.unseen:
@@ -364,7 +365,7 @@ def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken:
         trainable=frozenset(name for name, value in named.items() if value.requires_grad),
         aliases={name: first for name, first in first_name.items() if name != first},
         buffers=buffers,
-        constants=_constants(program, exported.noticed),
+        constants=constants,
         inputs=inputs,
         batch_symbol=_batch_symbol(graph, inputs, exported.noticed),
         metrics=_metric_names(program),
@@ -374,6 +375,7 @@ def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken:
         packed={name: v.dtype for name, v in named.items() if not v.is_floating_point() and not v.is_complex()},
         visits_all=exported.visits_all,
         conditions=taken.conditions,
+        ranges=ranges_of(graph, program.graph_module, inputs, constants),
         truths=(*taken.truths, *limits),
         eager=exported.eager,
         sources=sources,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from varuna.partition.graph.ranges import Range
 from varuna.partition.graph.sample_guards import Conditions
 
 
@@ -53,6 +54,8 @@ class Capture:
     """loops over the places where a mask is true were captured for every place"""
     conditions: Conditions | None
     """what the branches of forward() on samples took for granted"""
+    ranges: tuple[Range, ...]
+    """what whole numbers of the samples its embeddings and losses can take"""
     truths: tuple[Truth, ...]
     """what those on activations did"""
     eager: Mapping[str, str]
