@@ -67,7 +67,9 @@ def _passed(losses: LossModule, part: Part, scale: float) -> list[_Passed]:
             loss, _ = run_plainly(losses, part)
             for node in _functions(loss):
                 node.register_hook(
-                    lambda out, into, kind=type(node)._forward_cls: found.append(_Passed(kind, _copies(into), _copies(out)))
+                    lambda out, into, kind=type(node)._forward_cls: found.append(
+                        _Passed(kind, _copies(into), _copies(out))
+                    )
                 )
             if loss.requires_grad:
                 torch.autograd.backward([loss], [torch.full_like(loss, scale)])

@@ -36,8 +36,8 @@ from varuna.engine.device.capacity import usable_bytes
 from varuna.partition.batch_layout import check_inputs
 from varuna.partition.batch_weight import WeightFunction, numbers_of, weight_of
 from varuna.partition.capture.capture import LossModule, Recipe
-from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.graph.costs import CPU_SLOWDOWN
+from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel

@@ -59,7 +59,9 @@ class ModelAndLoss(nn.Module):
     def get_submodule(self, target: str) -> nn.Module:
         """By such a name."""
         first, _, rest = target.partition(".")
-        return self.loss_itself.get_submodule(rest) if first == self.of_loss else self.model_itself.get_submodule(target)
+        return (
+            self.loss_itself.get_submodule(rest) if first == self.of_loss else self.model_itself.get_submodule(target)
+        )
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """By such names."""

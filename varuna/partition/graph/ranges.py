@@ -7,7 +7,6 @@ it is an error in the middle of a graph. Neither names the sample.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -129,5 +128,3 @@ def check_ranges(ranges: Sequence[Range], batch: Mapping[str, Tensor], indices: 
                 "sample, or make the table or the number of classes larger (len(tokenizer) counts added tokens, "
                 "vocab_size may not)."
             )
-
-

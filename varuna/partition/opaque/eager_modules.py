@@ -23,8 +23,8 @@ from varuna.data.randomness import generator_lock
 from varuna.partition.opaque import calls
 from varuna.partition.opaque.calls import Call, Given, GrowingSize, WritesError
 from varuna.partition.opaque.each_sample import gathered
-from varuna.partition.opaque.own_draws import OwnDrawsError, refused_seeds
 from varuna.partition.opaque.learning import SIZES, Arguments, engine_of_torch, plainly, with_learned
+from varuna.partition.opaque.own_draws import OwnDrawsError, refused_seeds
 from varuna.partition.opaque.template import UnfitError, same_attributes, state_of, template_of
 from varuna.partition.watching.explaining import user_frame, user_line
 
@@ -170,10 +170,9 @@ class Pieces:
             raise AgainError
 
     def _unify(self) -> None:
-        """Let all inputs have one symbol for the number of samples, where an operation may hide that they have."""
-        if self.found or self._values is not None:
-            for value in self._inputs.values():
-                torch._check(value.shape[0] == self._batch_size)  # type: ignore[no-untyped-call]
+        """Let all inputs have one symbol for the number of samples: an operation may join them, or hide it."""
+        for value in self._inputs.values():
+            torch._check(value.shape[0] == self._batch_size)  # type: ignore[no-untyped-call]
 
     @property
     def _batch_size(self) -> Any:
