@@ -18,6 +18,7 @@ from varuna.partition.capture.dtypes import HALVES
 from varuna.partition.capture.modes import into_training
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.model import PartitionedModel
+from varuna.partition.opaque.template import plain_tensors
 from varuna.partition.watching.explaining import user_frame
 from varuna.partition.watching.side_effects import Respond, Seen
 from varuna.process.console import say_once
@@ -99,10 +100,10 @@ def fewest(losses: LossModule, source: SampleSource) -> int:
         ModelError: it fails for two as well.
     """
     failed: Exception | None = None
+    held = _held(losses)
     for count in (1, 2):
-        batch = source.micro_batch([position % (source.size or count) for position in range(count)])
         try:
-            loss_again(losses, Part(batch.tensors, batch.indices, 1.0))
+            _once(losses, source, count)
         except VarunaError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
@@ -113,12 +114,43 @@ def fewest(losses: LossModule, source: SampleSource) -> int:
                 f"plain PyTorch fails on a batch of one sample ({_told(failed)}): checked on more; a micro-batch of "
                 "one is computed as a part of a larger batch"
             )
+        elif kept := [path for path, value in _held(losses).items() if held.get(path) is not value]:
+            _check_kept(losses, source, kept)
         return count
     assert failed is not None
     raise ModelError(
         f"the model fails in plain PyTorch on the first samples: {_told(failed)}. Try the same call, in training mode, "
         "on a collated batch of dataset samples."
     ) from failed
+
+
+def _once(losses: LossModule, source: SampleSource, count: int) -> None:
+    batch = source.micro_batch([position % (source.size or count) for position in range(count)])
+    loss_again(losses, Part(batch.tensors, batch.indices, 1.0))
+
+
+def _held(losses: LossModule) -> dict[str, Tensor]:
+    """Tensors in plain attributes of the model's modules."""
+    return dict(plain_tensors(losses.model))
+
+
+def _check_kept(losses: LossModule, source: SampleSource, kept: Sequence[str]) -> None:
+    """Refuse a model that computes with what it has kept of another batch.
+
+    Raises:
+        ModelError: it fails for a batch of another size.
+    """
+    try:
+        _once(losses, source, 2)
+    except VarunaError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"forward() keeps tensors of one batch in {', '.join(kept)}, and computes with them in the next one: after "
+            f"one sample, two fail ({_told(error)}). Micro-batches of a step run apart, in any order and again, so "
+            "nothing may be carried from one call to the next. Begin each call anew (hidden = None), and let a sample "
+            "be as long as what belongs together."
+        ) from error
 
 
 def _told(error: Exception) -> str:

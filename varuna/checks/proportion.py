@@ -1,12 +1,13 @@
 """Is a gradient that an autograd Function returns in proportion to the one that it is given?
 
 A step starts the backward of each micro-batch with its weight (the number of its targets, times the scale of fp16), and
-divides the sum afterwards. A backward that does not multiply by what arrives, as one that hangs an auxiliary loss onto an
-activation with the gradient 1, would train another model in every plan.
+divides the sum afterwards. A backward that does not multiply by what arrives, such as one that hangs an auxiliary loss
+onto an activation with the gradient 1, would train another model in every plan.
 """
 
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,16 +67,16 @@ def _passed(losses: LossModule, part: Part, scale: float) -> list[_Passed]:
         with same_buffers(losses.model), controlled(SameDraws):
             loss, _ = run_plainly(losses, part)
             for node in _functions(loss):
-                node.register_hook(
-                    lambda out, into, kind=type(node)._forward_cls: found.append(
-                        _Passed(kind, _copies(into), _copies(out))
-                    )
-                )
+                node.register_hook(partial(_note, found, type(node)._forward_cls))
             if loss.requires_grad:
                 torch.autograd.backward([loss], [torch.full_like(loss, scale)])
     finally:
         losses.zero_grad()
     return found
+
+
+def _note(found: list[_Passed], function: type, out: Sequence[Tensor | None], into: Sequence[Tensor | None]) -> None:
+    found.append(_Passed(function, _copies(into), _copies(out)))
 
 
 def _functions(loss: Tensor) -> Iterator[Any]:
@@ -115,9 +116,9 @@ def _message(function: type) -> str:
     except (TypeError, OSError, AttributeError):
         where = ""
     return (
-        f"the backward of {function.__name__}{where} returns a gradient that is not in proportion to the one that it is "
-        "given. Varuna starts the backward of each micro-batch with the weight of its samples and divides their sum, as "
-        "gradient accumulation and loss scaling do in plain PyTorch, so it would train another model. Let backward "
+        f"the backward of {function.__name__}{where} returns a gradient that is not in proportion to the one that it "
+        "is given. Varuna starts the backward of each micro-batch with the weight of its samples and divides the sum, "
+        "as gradient accumulation and loss scaling do in plain PyTorch, so it would train another model. Let backward "
         "multiply what it returns by what it is given. If it hangs an auxiliary loss onto an activation, return that "
         "loss from forward() instead, and add it to the model's loss."
     )

@@ -339,7 +339,7 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any, loss: Any = None
 
 
 def _trained_loss(loss: Any, model: nn.Module | None, steps: torch.optim.Optimizer | None) -> nn.Module | None:
-    """What of a loss trains with the model: a module with parameters, or what a built optimizer has and a function uses.
+    """What of a loss trains with the model: a module with parameters; what a function uses and a built optimizer has.
 
     Args:
         loss: as the script passes it.

@@ -64,7 +64,12 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
         alone_s = ALONE_EVERY_S if every == CHECKPOINTED_EVERY else None
         saver = Snapshotter(store, every, membership.saved, membership.unsaved, alone_s=alone_s, left_out=left_out)
     # first, since it may ask for more than the next
-    check_mixing(spec.partitioned, spec.micro_batch, accepted=spec.loss.per_micro_batch)
+    check_mixing(
+        spec.partitioned,
+        spec.micro_batch,
+        accepted=spec.loss.per_micro_batch,
+        weighed=spec.loss.weight is not None,
+    )
     _check_normalisation(spec)
     if spec.checkpoints is None and (place := _rescue_place(spec)):
         saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)

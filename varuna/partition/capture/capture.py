@@ -324,8 +324,8 @@ def _constants(program: torch.export.ExportedProgram, noticed: ForwardFindings) 
         where = next((line for node in _users(program, placeholder) if (line := line_of(node)) is not None), None)
         raise ModelError(
             f"forward() computes{f' at {where}' if where else ''} with an object of torch's that is no tensor "
-            f"({placeholder}), which a graph cannot hold. Compute with tensors, or move this code into a submodule that "
-            "takes and returns tensors."
+            f"({placeholder}), which a graph cannot hold. Compute with tensors, or move this code into a submodule "
+            "that takes and returns tensors."
         )
     found: dict[str, Tensor] = {}
     for placeholder, name in program.graph_signature.inputs_to_lifted_tensor_constants.items():

@@ -1,4 +1,4 @@
-"""Parameters outside of the model that ``forward`` or ``loss=`` computes with: a graph would keep their first values."""
+"""Parameters outside of the model that ``forward`` or ``loss=`` computes with: a graph would keep first values."""
 
 from collections.abc import Mapping
 

@@ -1,7 +1,7 @@
 """Which whole numbers of a sample an embedding or a loss can take: looked at when samples are read.
 
-A token beyond the vocabulary, or a label beyond the classes, is the data's fault. On a GPU it ends the process; on a CPU
-it is an error in the middle of a graph. Neither names the sample.
+A token beyond the vocabulary, or a label beyond the classes, is the data's fault. On a GPU it ends the process; on a
+CPU it is an error in the middle of a graph. Neither names the sample.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,14 +75,8 @@ def ranges_of(
         plain = all(isinstance(each.meta.get("val"), Tensor) and not memory.writers(each) for each in order)
         if not isinstance(end, int) or not keys or len(keys) + len(others) < len(given) or not plain:
             continue
-        made = Graph()
-        copies = {each: made.placeholder(each.name) for each in (*keys, *others)}
-        for each in order:
-            if each not in copies:
-                copies[each] = made.node_copy(each, lambda source: copies[source])
-        made.output(copies[numbers])
         found[numbers, end] = Range(
-            GraphModule(owner, made, class_name="Range"),
+            GraphModule(owner, _copied(order, (*keys, *others), numbers), class_name="Range"),
             tuple(inputs[each.name] for each in keys),
             tuple(constants[each.name] for each in others),
             end,
@@ -91,6 +85,16 @@ def ranges_of(
             line_of(node) or "an unknown line",
         )
     return tuple(found.values())
+
+
+def _copied(order: Sequence[Node], given: Sequence[Node], result: Node) -> Graph:
+    made = Graph()
+    copies = {each: made.placeholder(each.name) for each in given}
+    for each in order:
+        if each not in copies:
+            copies[each] = made.node_copy(each, lambda source: copies[source])
+    made.output(copies[result])
+    return made
 
 
 def _needed(graph: Graph, result: Node) -> list[Node]:
@@ -123,8 +127,8 @@ def check_ranges(ranges: Sequence[Range], batch: Mapping[str, Tensor], indices: 
             mine = [index for index, one in zip(indices, alone, strict=True) if each.finds(one).numel()]
             less = "" if each.ignored is None else f", or {each.ignored}, which is left out"
             raise DataError(
-                f"dataset[{(mine or list(indices))[0]}] has {int(odd[0])} in {', '.join(map(repr, each.inputs))}, which "
-                f"{each.what} takes at {each.place}: it must be at least 0 and below {each.end}{less}. Correct the "
+                f"dataset[{(mine or list(indices))[0]}] has {int(odd[0])} in {', '.join(map(repr, each.inputs))}, "
+                f"which {each.what} takes at {each.place}: it must be at least 0 and below {each.end}{less}. Correct the "
                 "sample, or make the table or the number of classes larger (len(tokenizer) counts added tokens, "
                 "vocab_size may not)."
             )
