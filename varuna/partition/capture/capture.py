@@ -297,8 +297,8 @@ def _name_evaluated(model: nn.Module) -> None:
     if found := in_evaluation(model):
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         say_once(
-            f"{', '.join(found[:_NAMED])}{more} stay in evaluation mode, as model= gives them; with model.train() "
-            "before Trainer(...), all of the model trains"
+            f"in evaluation mode stay, as model= gives them: {', '.join(found[:_NAMED])}{more}; with model.train() "
+            "before Trainer(...), all of the model is in training mode"
         )
 
 

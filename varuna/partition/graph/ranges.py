@@ -128,7 +128,7 @@ def check_ranges(ranges: Sequence[Range], batch: Mapping[str, Tensor], indices: 
             less = "" if each.ignored is None else f", or {each.ignored}, which is left out"
             raise DataError(
                 f"dataset[{(mine or list(indices))[0]}] has {int(odd[0])} in {', '.join(map(repr, each.inputs))}, "
-                f"which {each.what} takes at {each.place}: it must be at least 0 and below {each.end}{less}. Correct the "
-                "sample, or make the table or the number of classes larger (len(tokenizer) counts added tokens, "
+                f"which {each.what} takes at {each.place}: it must be at least 0 and below {each.end}{less}. Correct "
+                "the sample, or make the table or the number of classes larger (len(tokenizer) counts added tokens, "
                 "vocab_size may not)."
             )
