@@ -17,6 +17,7 @@ from varuna.partition.batch_weight import completed
 from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.capture.loops import EveryPlace
 from varuna.partition.capture.modes import into_training
+from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
@@ -44,15 +45,17 @@ def check_assumptions(
         micro_batch: examples, if the user fixed it: a branch may go the same way for each so many, but not for one.
 
     Raises:
-        DataError: a branch of forward() goes two ways for the first samples already, or not as it was captured.
+        DataError: a branch of forward() goes two ways for the first samples already, or not as it was captured; or a
+            sample has a whole number that an embedding or a loss cannot take.
         ModelError: a loop over the places where a mask is true does something for other places as well.
     """
     count = _LOOKED_AT if source.size is None else min(_LOOKED_AT, source.size)
     groups = [range(first, first + micro_batch) for first in range(0, max(count - micro_batch, 0) + 1, micro_batch)]
-    if any(graph.conditions for graph in model.graphs):
+    if any(graph.conditions or graph.ranges for graph in model.graphs):
         for positions in groups:
             batch = source.micro_batch(positions)
             graph = model.graphs[variant_of(model, batch.tensors, batch.indices)]
+            check_ranges(graph.ranges, batch.tensors, batch.indices)
             check_conditions(graph.conditions, batch.tensors, batch.indices, initial.buffers)
     if model.visits_all:
         _check_loops(recipe, initial, source, count)

@@ -118,9 +118,10 @@ def fewest(losses: LossModule, source: SampleSource) -> int:
             _check_kept(losses, source, kept)
         return count
     assert failed is not None
+    where = user_frame(failed)
     raise ModelError(
-        f"the model fails in plain PyTorch on the first samples: {_told(failed)}. Try the same call, in training mode, "
-        "on a collated batch of dataset samples."
+        f"the model could not be run on the first samples{f' at {where}' if where else ''}: {_line(failed)}. Try the "
+        "same in plain PyTorch, in training mode, on a collated batch of dataset samples."
     ) from failed
 
 
@@ -155,7 +156,11 @@ def _check_kept(losses: LossModule, source: SampleSource, kept: Sequence[str]) -
 
 def _told(error: Exception) -> str:
     where = user_frame(error)
-    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}{f' at {where}' if where else ''}"
+    return f"{_line(error)}{f' at {where}' if where else ''}"
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def repeats(losses: LossModule, parts: Sequence[Part], expected: Outcome, tolerance: Tolerance) -> bool:

@@ -223,6 +223,9 @@ def _silent() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"(?s)The tensor attributes? .*_flat_weights")  # every LSTM's own list
             warnings.filterwarnings(
+                "ignore", r"(?s)The tensor attributes? .* during export"
+            )  # the check sees what matters
+            warnings.filterwarnings(
                 "ignore", r"The \.grad attribute of a Tensor that is not a leaf"
             )  # export's own look
             yield

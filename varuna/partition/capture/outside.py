@@ -27,18 +27,18 @@ def check_outside(
     Raises:
         ModelError: the graph has one; names the line.
     """
+    memory = SharedMemory(graph)
     for node in graph.nodes:
-        if node.op != "placeholder" or node.name not in constants:
-            continue
+        if node.op != "placeholder" or node.name not in constants or memory.writers(node):
+            continue  # one that forward writes is refused as such
         found = noticed.outside.get(constants[node.name].untyped_storage().data_ptr())
-        if found is None or (found.is_leaf and trains_nothing_else) or not _reaches_loss(graph, node):
+        if found is None or (found.is_leaf and trains_nothing_else) or not _reaches_loss(graph, memory, node):
             continue
         raise ModelError(_message(found))
 
 
-def _reaches_loss(graph: Graph, source: Node) -> bool:
+def _reaches_loss(graph: Graph, memory: SharedMemory, source: Node) -> bool:
     """Whether a gradient of the loss reaches a value."""
-    memory = SharedMemory(graph)
     output = next(node for node in graph.nodes if node.op == "output")
     reached, before = {source}, 0
     while len(reached) > before:
