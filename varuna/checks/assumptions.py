@@ -16,12 +16,12 @@ from varuna.engine.stage.section import Examples, SectionRunner, Tensors
 from varuna.partition.batch_weight import completed
 from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.capture.loops import EveryPlace
-from varuna.partition.capture.modes import into_training
 from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
+from varuna.partition.originals.modes import into_training
 from varuna.process.console import say, warn
 
 _LOOKED_AT = 16

@@ -15,10 +15,10 @@ from varuna.data.samples import SampleSource
 from varuna.engine.stage.precision import cast
 from varuna.partition.capture.capture import LossModule
 from varuna.partition.capture.dtypes import HALVES
-from varuna.partition.capture.modes import into_training
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.model import PartitionedModel
 from varuna.partition.opaque.template import plain_tensors
+from varuna.partition.originals.modes import into_training
 from varuna.partition.watching.explaining import user_frame
 from varuna.partition.watching.side_effects import Respond, Seen
 from varuna.process.console import say_once

@@ -21,10 +21,10 @@ from varuna.checks.probes import ENDS, answer
 from varuna.data.randomness import seeded
 from varuna.partition.capture.building import build_without_data, cast_fakes
 from varuna.partition.capture.capture import LossModule, Recipe
-from varuna.partition.capture.modes import into_training
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
+from varuna.partition.originals.modes import into_training
 from varuna.partition.watching.fake_mode import FakeMode
 from varuna.partition.watching.side_effects import Respond, Seen, gradient_hooks, watched
 

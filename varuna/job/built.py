@@ -19,11 +19,11 @@ from varuna.core.errors import UsageError
 from varuna.data.columns import TARGETS
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.agreement import checksum
-from varuna.job.copying import copied_whole
-from varuna.job.referred import tensors_and_modules
 from varuna.partition.capture.capture import LossFunction
-from varuna.partition.capture.with_loss import ModelAndLoss
 from varuna.partition.opaque.quantized import quantized_layers, with_plain_tensors
+from varuna.partition.originals.copying import copied_whole
+from varuna.partition.originals.referred import tensors_and_modules
+from varuna.partition.originals.with_loss import ModelAndLoss
 from varuna.process.console import say
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from varuna.partition.capture.with_loss import ModelAndLoss
+from varuna.partition.originals.with_loss import ModelAndLoss
 
 
 class Configured:

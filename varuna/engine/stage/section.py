@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from varuna.data.randomness import derive_key, generator_lock
 from varuna.engine.graphs.gradient_kernels import without_graph
 from varuna.engine.graphs.run_once import Run, Seeded
-from varuna.engine.stage.user_place import note_place
+from varuna.engine.graphs.user_place import note_place
 from varuna.partition.cut.split import Crossing, SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel

@@ -23,18 +23,18 @@ from varuna.partition.capture.dtypes import HALVES, check_dtypes
 from varuna.partition.capture.export import ExportedGraph, export
 from varuna.partition.capture.guards import Taken, taken_for_granted
 from varuna.partition.capture.known_inputs import Givens
-from varuna.partition.capture.modes import in_evaluation, into_training
 from varuna.partition.capture.outputs import OutputsFunction, rows_of
-from varuna.partition.capture.outside import check_outside
 from varuna.partition.capture.parameter_limits import limits_of
 from varuna.partition.capture.real_values import Grade, RealValues
-from varuna.partition.capture.stand_ins import in_place_of
-from varuna.partition.capture.with_loss import ModelAndLoss
 from varuna.partition.graph.captured import Capture as Capture
 from varuna.partition.graph.inline import inline_no_grad
 from varuna.partition.graph.ranges import ranges_of
 from varuna.partition.graph.squeezes import name_squeezed
 from varuna.partition.opaque.eager_modules import Pieces
+from varuna.partition.originals.modes import in_evaluation, into_training
+from varuna.partition.originals.outside import check_outside
+from varuna.partition.originals.stand_ins import in_place_of
+from varuna.partition.originals.with_loss import ModelAndLoss
 from varuna.partition.watching.explaining import (
     BUILDING,
     ForwardFindings,
@@ -95,7 +95,8 @@ class LossModule(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, and the metric sums (detached, float32); of a prediction any number, and its rows."""
-        own, copied = self.own, self.model
+        own: nn.Module | None = self.__dict__["own"]
+        copied: nn.Module = self.model
         if isinstance(copied, ModelAndLoss) and not isinstance(own, ModelAndLoss):  # the script has built the loss only
             copied = copied.loss_itself
         with in_place_of(own, copied):

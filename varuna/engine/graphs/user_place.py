@@ -17,7 +17,7 @@ def _line(error: BaseException, module: GraphModule) -> str | None:
     lines: dict[int, int | None] = getattr(module, "_lineno_map", None) or {}
     start, trace, found = getattr(module, "_prologue_start", 0) or 0, error.__traceback__, None
     while trace is not None:
-        if trace.tb_frame.f_code is module.forward.__func__.__code__:
+        if trace.tb_frame.f_code is type(module).forward.__code__:
             found = lines.get(trace.tb_lineno - start)
         trace = trace.tb_next
     nodes = list(module.graph.nodes)

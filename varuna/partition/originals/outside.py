@@ -48,7 +48,7 @@ def _reaches_loss(graph: Graph, memory: SharedMemory, source: Node) -> bool:
             takes = not reached.isdisjoint(node.all_input_nodes) or not written.isdisjoint(memory.of(node))
             if takes and node is not output and op_name(node) not in _DETACHING and _has_gradient(node):
                 reached.add(node)
-    return output.args[0][0] in reached  # type: ignore[index]
+    return output.args[0][0] in reached
 
 
 def _has_gradient(node: Node) -> bool:
