@@ -17,8 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from varuna.checkpoint.io.export import is_exported
 from varuna.core.errors import UsageError
 from varuna.data.columns import TARGETS
-from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.engine.stage.optimizer import OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.agreement import checksum
+from varuna.job.given_optimizer import an, optimizer_like
 from varuna.partition.capture.capture import LossFunction
 from varuna.partition.opaque.quantized import quantized_layers, with_plain_tensors
 from varuna.process.console import say
@@ -133,49 +134,6 @@ def _check_bare(module: nn.Module) -> None:
         )
 
 
-def optimizer_like(whole: torch.optim.Optimizer, named: NamedParameters) -> OptimizerFactory:
-    """What builds an optimizer like ``whole``, with its groups, over some of its parameters.
-
-    Args:
-        whole: over the model's parameters.
-        named: those parameters, with their names.
-
-    Raises:
-        UsageError: it is over other parameters, or has made steps.
-    """
-    names = {id(parameter): name for name, parameter in named}
-    if not all(id(parameter) in names for group in whole.param_groups for parameter in group["params"]):
-        raise UsageError(
-            f"optimizer= is {_an(whole)} over parameters that model= does not have. Pass the module whose parameters "
-            "it was built from, or a function, such as lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
-        )
-    if whole.state:
-        raise UsageError(
-            f"optimizer= is {_an(whole)} that has state from steps before. Pass a new one; with checkpoints= a run "
-            "resumes with its own state."
-        )
-    groups = [(frozenset(names[id(p)] for p in group["params"]), _options(group)) for group in whole.param_groups]
-    kind: Any = type(whole)
-    taken = inspect.signature(kind).parameters
-    options = {key: value for key, value in whole.defaults.items() if key in taken}
-
-    def build(some: NamedParameters) -> torch.optim.Optimizer:
-        parts = [
-            {"params": [parameter for name, parameter in some if name in mine], **copy.copy(rest)}
-            for mine, rest in groups
-        ]
-        built: torch.optim.Optimizer = kind(parts, **options)
-        return built
-
-    return build
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a parameter group; a scheduler may have changed its learning rate already."""
-    rest = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-    return {**rest, "lr": group.get("initial_lr", group["lr"])} if "lr" in group else rest
-
-
 def scheduler_like(whole: LRScheduler) -> SchedulerFactory:
     """What builds a scheduler like ``whole``, which has made no steps, over another optimizer with the same groups."""
     before = [{key: value for key, value in g.items() if key != "params"} for g in whole.optimizer.param_groups]
@@ -211,11 +169,6 @@ def _refuse_schedule(*_: object) -> Never:
         "this scheduler was passed to varuna.Trainer, which advances it once per step. Leave scheduler.step() out of "
         "the loop over trainer.steps(n); ReduceLROnPlateau is told with trainer.step_scheduler(value)."
     )
-
-
-def _an(optimizer: Callable[..., Any] | torch.optim.Optimizer) -> str:
-    name = type(optimizer).__name__
-    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
 
 
 def loss_of(criterion: Callable[..., Tensor] | None) -> LossFunction | None:
@@ -288,7 +241,7 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> AsFunctions:
         return AsFunctions(built, optimizer, lr_scheduler, built, steps, schedule)
     if steps is not None:
         raise UsageError(
-            f"optimizer= is {_an(optimizer)} that is built already, but model= builds a model with new parameters. "
+            f"optimizer= is {an(optimizer)} that is built already, but model= builds a model with new parameters. "
             "Pass both built or both as functions: optimizer=lambda named: "
             f"torch.optim.{type(optimizer).__name__}([p for _, p in named], ...)."
         )

@@ -107,6 +107,17 @@ def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, .
     return (optimizer, *optimizer.parts) if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
 
 
+def is_torchs(built: torch.optim.Optimizer) -> bool:
+    """Whether a step of this optimizer runs no code but torch's."""
+    return all(
+        (type(part).__module__.startswith("torch.optim.") or isinstance(part, SeveralOptimizers))
+        and "step" not in vars(part)
+        and not part._optimizer_step_pre_hooks
+        and all(isinstance(hook, Averaging) for hook in part._optimizer_step_post_hooks.values())
+        for part in parts_of(built)
+    )
+
+
 def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(

@@ -166,7 +166,7 @@ class _Section:
 
     def fetch(self, after: Ready) -> tuple[list[Tensor], Ready]:
         """Begin to copy masters and state to the device."""
-        state = [entries[key] for (_, key), entries in self.optimizer.slots().items()]
+        state = [entries[slot.key] for slot, entries in self.optimizer.slots().items()]
         return self._copies.fetch([*(master.detach() for master in self._masters.values()), *state], after)
 
     def update(self, fetched: list[Tensor], written: Written) -> list[tuple[Tensor, Tensor]]:
@@ -176,15 +176,15 @@ class _Section:
             self.held[name].grad = self._gradients[name]
         homes = {}
         for slot, entries in self.optimizer.slots().items():
-            homes[slot], entries[slot[1]] = entries[slot[1]], fetched.pop(0)
+            homes[slot], entries[slot.key] = entries[slot.key], fetched.pop(0)
         self.optimizer.update(written)
         pairs = [(self.held[name].detach(), master.detach()) for name, master in self._masters.items()]
         for slot, entries in self.optimizer.slots().items():
-            value, home = entries[slot[1]], homes.get(slot)
+            value, home = entries[slot.key], homes.get(slot)
             if home is None or (home.shape, home.dtype) != (value.shape, value.dtype):
                 home = self._copies.room_for(value)
             pairs.append((value, home))
-            entries[slot[1]] = home
+            entries[slot.key] = home
         self._empty()
         return pairs
 
@@ -203,8 +203,8 @@ class _Section:
         return restore
 
     def _rest(self) -> None:
-        for (_, key), entries in self.optimizer.slots().items():
-            entries[key] = self._copies.at_rest(entries[key])
+        for slot, entries in self.optimizer.slots().items():
+            entries[slot.key] = self._copies.at_rest(entries[slot.key])
 
     def _empty(self) -> None:
         for name in self._masters:

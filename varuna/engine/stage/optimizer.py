@@ -5,10 +5,9 @@ state put back by name. A scheduler is replayed: every scheduler then ends in ex
 undisturbed run has, and nothing of it needs to be stored.
 """
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +16,24 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import UsageError
 from varuna.engine.stage.parameter_groups import ParameterGroup, complete
+from varuna.partition.optimizer_state import OptimizerState, parts_in
 from varuna.partition.optimizers import NamedParameters as NamedParameters
 from varuna.partition.optimizers import OptimizerFactory as OptimizerFactory
-from varuna.partition.optimizers import build_optimizer, parts_of
+from varuna.partition.optimizers import build_optimizer
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 Written = Callable[[Mapping[str, Tensor]], None]
 """Called with parameters, by name, that have just been updated."""
 
-_PLAIN = (bool, int, float, str, type(None))
+
+class Slot(NamedTuple):
+    """A tensor of an optimizer's state."""
+
+    name: str
+    """of the parameter"""
+    path: str
+    """of the optimizer inside of the user's; empty: it is that itself"""
+    key: str
 
 
 class StageOptimizer:
@@ -64,19 +72,23 @@ class StageOptimizer:
         if self._optimizer is None:
             return
         complete(self._optimizer, named, whole)
-        self.put(state)
-        if scheduler is not None:
+        self._state = OptimizerState(self._optimizer, named)
+        if scheduler is not None:  # first: what a step has changed, it has changed after the schedule
             self._scheduler = _replayed(scheduler, self._optimizer, steps_done)
+        self.put(state)
 
     def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over state by parameter name, of those parameters that are here."""
+        """Take over state by parameter name, of those parameters that are here, and what was kept beside it.
+
+        Raises:
+            UsageError: parameters that come together do not agree on what their optimizer kept beside them.
+        """
         if self._optimizer is None:
             return
-        for name, parameter in self._named.items():
-            if state.get(name):
-                self._optimizer.state[parameter] = dict(state[name])
-        for (name, key), entries in self.slots().items():
-            entries[key] = entries[key].to(self._home or self._named[name].device)
+        self._state.put(state)
+        self._state.put_beside(state)
+        for slot, entries in self.slots().items():
+            entries[slot.key] = entries[slot.key].to(self._home or self._named[slot.name].device)
 
     @property
     def lr(self) -> float | None:
@@ -95,11 +107,11 @@ class StageOptimizer:
     def update(self, written: Written) -> None:
         """Apply the gradients, and show the new parameters to ``written``."""
         if self._optimizer is not None:
-            self._optimizer.step()
+            self._state.step()
             written(self._named)
 
-    def slots(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """State that torch keeps with the parameter, by parameter and key; the value is ``entries[key]``.
+    def slots(self) -> dict[Slot, dict[str, Any]]:
+        """State that torch keeps with the parameter; the value is ``entries[slot.key]``.
 
         All tensors but the counter of steps, which stays on the host unless a fused or capturable optimizer reads it.
         """
@@ -107,13 +119,14 @@ class StageOptimizer:
             return {}
         found = {}
         names = {parameter: name for name, parameter in self._named.items()}
-        for group in self._optimizer.param_groups:
-            is_counted_there = group.get("capturable") or group.get("fused")
-            for parameter in group["params"]:
-                entries = self._optimizer.state.get(parameter, {})
-                for key, value in entries.items():
-                    if isinstance(value, Tensor) and (key != "step" or is_counted_there):
-                        found[names[parameter], key] = entries
+        for path, part in parts_in(self._optimizer):
+            for group in part.param_groups:
+                is_counted_there = group.get("capturable") or group.get("fused")
+                for parameter in group["params"]:
+                    entries = part.state.get(parameter, {})
+                    for key, value in entries.items():
+                        if isinstance(value, Tensor) and (key != "step" or is_counted_there):
+                            found[Slot(names[parameter], path, key)] = entries
         return found
 
     def advance(self) -> None:
@@ -138,42 +151,28 @@ class StageOptimizer:
     def copies(self) -> Callable[[], None]:
         """Copy parameters and optimizer state; the returned function puts them back, bit for bit.
 
-        Not of it: the scheduler, which advances only with a committed step, and whatever else the optimizer
-        keeps beside numbers, texts, ``state`` and ``param_groups``.
+        Not of it: the scheduler, which advances only with a committed step.
         """
-        optimizer = self._optimizer
-        if optimizer is None:
+        if self._optimizer is None:
             return lambda: None
         values = [(p, p.detach().to(self._home or p.device, copy=True)) for p in self._named.values()]
-        state = {key: copy.deepcopy(entries) for key, entries in optimizer.state.items()}
-        groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        plain = [
-            (part, {name: value for name, value in vars(part).items() if isinstance(value, _PLAIN)})
-            for part in parts_of(optimizer)
-        ]
+        undo = self._state.copies()
 
         def restore() -> None:
             with torch.no_grad():
                 for parameter, value in values:
                     parameter.copy_(value)
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                group.update(saved)
-            for part, attributes in plain:
-                vars(part).update(attributes)
+            undo.restore()
 
         return restore
 
     def state_of(self, name: str) -> tuple[dict[str, Tensor], dict[str, JSON]]:
-        """Return the optimizer state of a parameter: tensors, and values that are not tensors."""
-        parameter = self._named.get(name)
-        entries = (
-            self._optimizer.state.get(parameter, {}) if self._optimizer is not None and parameter is not None else {}
-        )
-        tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
-        scalars = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
-        return tensors, scalars
+        """Return the optimizer state of a parameter: tensors, and values that are not tensors.
+
+        Raises:
+            UsageError: some of it is of a kind that cannot be saved.
+        """
+        return ({}, {}) if self._optimizer is None else self._state.of(name)
 
 
 def _replayed(factory: SchedulerFactory, optimizer: torch.optim.Optimizer, steps_done: int) -> LRScheduler:

@@ -33,7 +33,8 @@ from varuna.integrations.transformers.arguments import (
 from varuna.integrations.transformers.data import Ordered, one_length
 from varuna.integrations.transformers.main_rank import IS_LAUNCHED, OnMainRank
 from varuna.integrations.transformers.model import ReturningLoss, check_optimizer
-from varuna.job.built import GivenModel, fill, optimizer_like, scheduler_like
+from varuna.job.built import GivenModel, fill, scheduler_like
+from varuna.job.given_optimizer import optimizer_like
 from varuna.process.console import say_once
 from varuna.results import Step
 

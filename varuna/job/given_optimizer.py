@@ -1,0 +1,312 @@
+"""An optimizer that a script has built, as a function that builds the same over the parameters of a stage.
+
+What is built is a copy of the object, never a call of its class: attributes, groups that a constructor has checked and
+hooks stay as they are. In a copy the stage's parameters take the place of the script's, wherever it refers to them;
+parameters of other stages are stand-ins without data, which have no gradient.
+"""
+
+import copy
+import dis
+import functools
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.core.errors import UsageError
+from varuna.partition.optimizers import NamedParameters, OptimizerFactory
+from varuna.partition.plain_values import is_plain_object
+from varuna.partition.watching.user_lines import place_of
+
+_HOOKS = {"_optimizer_step_pre_hooks": "step_pre_hook", "_optimizer_step_post_hooks": "step_post_hook"}
+_SHARED = (type, CodeType, ModuleType, torch.dtype, torch.device, str, bytes, int, float, complex, type(None))
+_DEEPEST = 4
+
+
+def optimizer_like(whole: torch.optim.Optimizer, named: NamedParameters) -> OptimizerFactory:
+    """What builds an optimizer like ``whole``, with its groups, over some of its parameters.
+
+    Args:
+        whole: over the model's parameters.
+        named: those parameters, with their names.
+
+    Raises:
+        UsageError: it is over other parameters, has made steps, or runs code that knows the script's own objects.
+    """
+    names = {id(parameter): name for name, parameter in named}
+    if not all(id(parameter) in names for group in whole.param_groups for parameter in group["params"]):
+        raise UsageError(
+            f"optimizer= is {an(whole)} over parameters that model= does not have. Pass the module whose parameters "
+            "it was built from, or a function, such as lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
+        )
+    if any(not _is_new(entries) for entries in whole.state.values()):
+        raise UsageError(
+            f"optimizer= is {an(whole)} that has state from steps before. Pass a new one; with checkpoints= a run "
+            "resumes with its own state."
+        )
+    _refuse_closures(whole, frozenset(names))
+    stand_ins = {name: _stand_in(parameter) for name, parameter in named}
+    first = _Copying({id(parameter): stand_ins[name] for name, parameter in named}).of(whole)
+
+    def build(some: NamedParameters) -> torch.optim.Optimizer:
+        exchanged: dict[int, Any] = {id(value): value for value in stand_ins.values()}
+        exchanged |= {id(stand_ins[name]): parameter for name, parameter in some}
+        copying = _Copying(exchanged)
+        built: torch.optim.Optimizer = copying.of(first)
+        here = {id(parameter) for _, parameter in some}
+        for each in copying.optimizers:
+            _keep(each, here)
+        return built
+
+    return build
+
+
+def an(optimizer: Callable[..., Any] | torch.optim.Optimizer) -> str:
+    """The name of its class, with an article."""
+    name = type(optimizer).__name__
+    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
+
+
+def _is_new(entries: Any) -> bool:
+    """Whether a parameter's state is from the constructor, as Adagrad's is."""
+    return isinstance(entries, Mapping) and "step" in entries and float(entries["step"]) == 0
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _keep(optimizer: torch.optim.Optimizer, here: set[int]) -> None:
+    """Leave out what belongs to parameters of other stages."""
+    for group in optimizer.param_groups:
+        kept = [index for index, parameter in enumerate(group["params"]) if id(parameter) in here]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][index] for index in kept]
+    for key in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in here]:
+        del optimizer.state[key]
+
+
+class _Copying:
+    """Copies an optimizer and what it holds, with some objects exchanged.
+
+    torch's optimizers copy without their attributes (``copy.deepcopy`` asks for ``__getstate__``), so all attributes
+    are copied here one by one. Functions, classes, locks and handles are shared.
+    """
+
+    def __init__(self, exchanged: Mapping[int, Any]) -> None:
+        """Copy, with ``exchanged`` in place of the objects of these ids, and ids in place of their ids."""
+        self._memo: dict[int, Any] = dict(exchanged)
+        self._ids = {old: id(new) for old, new in exchanged.items()}
+        self._alive: list[Any] = []  # no id is used twice
+        self.optimizers: list[torch.optim.Optimizer] = []
+        """the copies made, those inside of others too"""
+
+    def of(self, value: Any) -> Any:
+        """The copy of anything."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if type(value) is int and value in self._ids:
+            return self._ids[value]
+        if isinstance(value, _SHARED):
+            return value
+        made = self._made(value)
+        self._memo[id(value)] = made
+        self._alive.append(value)
+        return made
+
+    def _made(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, self.of(value.__self__))
+        if isinstance(value, functools.partial):
+            keywords = {key: self.of(each) for key, each in value.keywords.items()}
+            return functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)
+        if isinstance(value, weakref.ref):
+            return weakref.ref(self.of(value()))
+        if isinstance(value, torch.Generator):
+            return value.clone_state()
+        if isinstance(value, dict | list | set | deque):
+            return self._container(value)
+        if isinstance(value, tuple):
+            parts = [self.of(each) for each in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if _is_object(value):
+            return self._object(value)
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception:  # noqa: BLE001 - whatever a lock, a stream or a file raises
+            return value
+
+    def _container(self, value: Any) -> Any:
+        made: Any
+        if isinstance(value, dict):
+            made = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+            self._memo[id(value)] = made
+            made.update((self.of(key), self.of(each)) for key, each in value.items())
+            return made
+        made = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
+        self._memo[id(value)] = made
+        for each in value:
+            made.add(self.of(each)) if isinstance(made, set) else made.append(self.of(each))
+        return made
+
+    def _object(self, value: Any) -> Any:
+        made = self._memo[id(value)] = object.__new__(type(value))
+        for name, each in vars(value).items():
+            if not hasattr(each, "_wrapped_by_lr_sched"):  # step(), counted by a scheduler of the script's
+                vars(made)[name] = self.of(each)
+        if isinstance(made, torch.optim.Optimizer):
+            self.optimizers.append(made)
+        return made
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        """By an operation, so that fakes copy without memory."""
+        with torch.no_grad():
+            made = torch.empty_like(value).copy_(value)
+        return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+
+    def _module(self, value: nn.Module) -> nn.Module:
+        """A module with exchanged parameters; its buffers have no values here, since training updates others."""
+        for buffer in value.buffers():
+            if id(buffer) not in self._memo:
+                self._memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+                self._alive.append(buffer)
+        for parameter in value.parameters():
+            self.of(parameter)
+        return copy.deepcopy(value, self._memo)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer) or is_plain_object(value)
+
+
+# -- code that a copy would run with the script's objects -------------------------------------------------------
+
+
+def _refuse_closures(whole: torch.optim.Optimizer, parameters: frozenset[int]) -> None:
+    """Refuse functions of an optimizer's that know the script's own model, parameters or optimizer.
+
+    Raises:
+        UsageError: names the function, and what it uses.
+    """
+    for label, function in _functions(whole, set()):
+        for name, value in _reached(function, set(), 0):
+            if what := _is_own(value, whole, parameters):
+                raise UsageError(
+                    f"optimizer= is {an(whole)} with {label}, {_called(function)} at {place_of(_plain(function))}, "
+                    f"which uses {what} ({name}) of the script. Varuna trains copies on the workers, so that would "
+                    "read and change what is not trained. Write it over the optimizer that it is given: "
+                    "optimizer.param_groups has the parameters of the stage. Or leave it out, and pass before_step=, "
+                    "a function of the (name, parameter) list that runs just before the update."
+                )
+
+
+def _functions(holder: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Functions that an optimizer would call: its hooks, and those in its attributes."""
+    if id(holder) in seen:
+        return
+    seen.add(id(holder))
+    for name, value in list(vars(holder).items()):
+        if hasattr(value, "_wrapped_by_lr_sched"):
+            continue
+        label = f"a {_HOOKS[name]}" if name in _HOOKS else f"the attribute {name}"
+        for each in value.values() if isinstance(value, Mapping) else [value]:
+            if name in _HOOKS:
+                yield label, each
+            elif isinstance(each, FunctionType | MethodType | functools.partial):
+                yield label, _plain(each)  # what it is bound to is exchanged with the rest
+            elif isinstance(each, torch.optim.Optimizer) or (each is value and _is_object(each)):
+                yield from _functions(each, seen)
+
+
+def _plain(function: Any) -> Any:
+    while isinstance(function, functools.partial | MethodType):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return function if isinstance(function, FunctionType) else type(function).__call__
+
+
+def _called(function: Any) -> str:
+    return getattr(_plain(function), "__name__", type(function).__name__)
+
+
+def _reached(function: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """What a function can use beside its arguments, by name: closures, defaults, globals, and what is in those."""
+    if id(function) in seen or depth > _DEEPEST:
+        return
+    seen.add(id(function))
+    for name, value in _names_of(function):
+        for inner, each in _inside(name, value, 0):
+            yield inner, each
+            if isinstance(each, FunctionType | MethodType | functools.partial):
+                yield from _reached(each, seen, depth + 1)
+
+
+def _names_of(function: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(function, functools.partial):
+        yield from ((f"argument {number}", value) for number, value in enumerate(function.args))
+        yield from function.keywords.items()
+        yield _called(function), function.func
+    elif isinstance(function, MethodType):
+        yield "self", function.__self__
+        yield _called(function), function.__func__
+    elif isinstance(function, FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # a variable without a value yet
+                continue
+        yield from (("a default", value) for value in function.__defaults__ or ())
+        yield from (function.__kwdefaults__ or {}).items()
+        for name in _globals_of(function.__code__):
+            if name in function.__globals__:
+                yield name, function.__globals__[name]
+    else:
+        yield from vars(function).items() if hasattr(function, "__dict__") else ()
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_of(constant)
+
+
+def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """A value and those in containers, or in attributes of plain objects, up to a depth."""
+    yield name, value
+    if depth >= _DEEPEST or isinstance(value, Tensor | nn.Module | torch.optim.Optimizer | type):
+        return
+    if isinstance(value, Mapping):
+        for key, each in list(value.items())[:64]:
+            yield from _inside(f"{name}[{key!r}]", each, depth + 1)
+    elif isinstance(value, Sequence | set) and not isinstance(value, str | bytes):
+        for number, each in enumerate(list(value)[:64]):
+            yield from _inside(f"{name}[{number}]", each, depth + 1)
+    elif isinstance(value, weakref.ref):
+        yield from _inside(name, value(), depth + 1)
+    elif _is_object(value):
+        for key, each in list(vars(value).items())[:64]:
+            yield from _inside(f"{name}.{key}", each, depth + 1)
+
+
+def _is_own(value: Any, whole: torch.optim.Optimizer, parameters: frozenset[int]) -> str:
+    """What of the script's a value is; empty if it is something else."""
+    if isinstance(value, nn.Module) and any(id(each) in parameters for each in value.parameters()):
+        return "the model"
+    if isinstance(value, Tensor) and id(value) in parameters:
+        return "a parameter"
+    is_whole = value is whole or (
+        isinstance(value, torch.optim.Optimizer)
+        and any(id(each) in parameters for group in value.param_groups for each in group["params"])
+    )
+    return "the optimizer" if is_whole else ""
