@@ -13,7 +13,7 @@ from pydantic import Field
 from varuna.core.sums import square_sum
 from varuna.core.value import Value
 
-FLAGS = ("stop", "regroup", "checkpoint", "lr", "measured")
+FLAGS = ("stop", "regroup", "checkpoint", "compare", "lr", "measured")
 
 
 class VoteLayout(Value):
@@ -78,6 +78,7 @@ class VoteLayout(Value):
             stop=vector[self.flag("stop")] > 0,
             regroup=vector[self.flag("regroup")] > 0,
             checkpoint=vector[self.flag("checkpoint")] > 0,
+            compare=vector[self.flag("compare")] > 0,
             lr=vector[self.flag("lr")],
         )
 
@@ -114,6 +115,7 @@ class StepTotals(Value):
     stop: bool
     regroup: bool
     checkpoint: bool
+    compare: bool = False
     lr: float
 
 

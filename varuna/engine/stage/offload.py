@@ -66,6 +66,11 @@ class OffloadedOptimizer:
         """Learning rate of the first section's first parameter group; None without an optimizer."""
         return self._sections[-1].optimizer.lr if self._sections else None
 
+    @property
+    def is_torchs(self) -> bool:
+        """Whether a step runs no code but torch's."""
+        return all(section.optimizer.is_torchs for section in self._sections)
+
     def prepare(self) -> None:
         """Begin to copy the first section's state, which need not wait for gradients."""
         if self._arriving is None and self._sections:

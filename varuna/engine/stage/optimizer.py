@@ -15,11 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import UsageError
+from varuna.data.randomness import Keyed
 from varuna.engine.stage.parameter_groups import ParameterGroup, complete
 from varuna.partition.optimizer_state import OptimizerState, parts_in
 from varuna.partition.optimizers import NamedParameters as NamedParameters
 from varuna.partition.optimizers import OptimizerFactory as OptimizerFactory
-from varuna.partition.optimizers import build_optimizer
+from varuna.partition.optimizers import build_optimizer, is_torchs
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 Written = Callable[[Mapping[str, Tensor]], None]
@@ -73,6 +74,10 @@ class StageOptimizer:
             return
         complete(self._optimizer, named, whole)
         self._state = OptimizerState(self._optimizer, named)
+        if not self.is_torchs:
+            names = {parameter: name for name, parameter in named}
+            for group in (group for _, part in parts_in(self._optimizer) for group in part.param_groups):
+                group["params"] = Keyed(group["params"], [names[each] for each in group["params"]])
         if scheduler is not None:  # first: what a step has changed, it has changed after the schedule
             self._scheduler = _replayed(scheduler, self._optimizer, steps_done)
         self.put(state)
@@ -100,6 +105,11 @@ class StageOptimizer:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that the user's optimizer holds, by name."""
         return self._named
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether a step runs no code but torch's."""
+        return self._optimizer is None or is_torchs(self._optimizer)
 
     def prepare(self) -> None:
         """Get ready to apply a step: nothing to do, since all state is on the device."""

@@ -26,6 +26,7 @@ from varuna.engine.copies.sending import CopiedStage, CopySender
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Courier
 from varuna.engine.pipeline.reduce import Reducer
+from varuna.engine.pipeline.replicas import ReplicaComparison
 from varuna.engine.pipeline.runtime import Runtime
 from varuna.engine.pipeline.timeline import StepPhase
 from varuna.engine.stage.job import Job
@@ -89,6 +90,11 @@ class Generation:
         """Whether its state is still that of a checkpoint, or of the beginning of the run."""
         begins = self.assignment.fresh or self.assignment.checkpoint is not None
         return begins and self.stage.next_step == self.assignment.next_step
+
+    @cached_property
+    def comparison(self) -> ReplicaComparison:
+        """Compares replicas."""
+        return ReplicaComparison(self.stage, self.reducer, self.assignment.rank)
 
     @cached_property
     def reports_lr(self) -> bool:

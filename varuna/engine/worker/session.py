@@ -347,6 +347,7 @@ class Session:
         flags = {"stop": float(self._stopping), "checkpoint": float(self._saves_next)}
         flags["measured"] = self._loop.mark
         if generation.assignment.rank == 0:
+            flags["compare"] = float(generation.comparison.is_due)
             flags["regroup"] = float(self.standing.asked("regroup"))
             flags["stop"] = float(self._stopping or self.standing.asked("stop"))
             due = self._saver is not None and self._saver.is_due(step, self._outliving(generation.plan))
