@@ -22,6 +22,7 @@ from varuna.engine.worker.agreement import checksum
 from varuna.job.given_optimizer import an, optimizer_like
 from varuna.partition.capture.capture import LossFunction
 from varuna.partition.opaque.quantized import quantized_layers, with_plain_tensors
+from varuna.partition.parameter_marks import mark_of, put_mark
 from varuna.process.console import say
 
 
@@ -52,6 +53,7 @@ class GivenModel:
             for parameter in self.pattern.parameters():
                 values = torch.empty_like(parameter).copy_(parameter)
                 made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                put_mark(made[id(parameter)], mark_of(parameter))
             for buffer in self.pattern.buffers():
                 made[id(buffer)] = buffer.clone()
         copied: nn.Module = copy.deepcopy(self.pattern, made)

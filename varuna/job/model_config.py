@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from varuna.partition.parameter_marks import Marks, marks_of
+
 
 class Configured:
     """Builds the model, and remembers the configuration of what was built if it has one as Hugging Face's do."""
@@ -16,10 +18,14 @@ class Configured:
         """content of a ``config.json``; None before the first model, or if it has no configuration, or adapters"""
         self.has_adapters = False
         """the model is one of PEFT's"""
+        self.marks: Marks = {}
+        """attributes of its parameters; empty before the first model"""
 
     def __call__(self) -> nn.Module:
         """Build the model."""
         module = self.__wrapped__()
+        if isinstance(module, nn.Module):
+            self.marks.update(marks_of(module))
         self.has_adapters = hasattr(module, "peft_config") and hasattr(module, "active_adapter")
         config: Any = getattr(module, "config", None)
         if hasattr(config, "to_json_string") and not self.has_adapters:  # that would be the base's

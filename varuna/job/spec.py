@@ -32,6 +32,7 @@ from varuna.partition.initial.initial_values import Init, InitialParameters, beg
 from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.optimizers import AveragingFactory
+from varuna.partition.parameter_marks import Marked
 from varuna.partition.written.key import capture_key, recipe_digest
 from varuna.process.garbage import old_left_out
 from varuna.trackers.tracker import Tracker
@@ -126,9 +127,8 @@ class JobSpec:
     @cached_property
     def update(self) -> OptimizerFactory:
         """Builds the optimizer, with averages if they are wanted."""
-        if self.ema is None:
-            return self.optimizer
-        return AveragingFactory(self.optimizer, self.ema)
+        marked = Marked(self.optimizer, self.built.marks)
+        return marked if self.ema is None else AveragingFactory(marked, self.ema)
 
     @cached_property
     def source(self) -> SampleSource:

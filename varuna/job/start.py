@@ -178,6 +178,7 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
         clip_grad_norm=spec.clip_grad_norm,
         stops_at_nan=spec.on_nan == "stop",
         before_step=spec.before_step,
+        marks=spec.built.marks,
         buffers=spec.cast(buffers),
         device=spec.device,
         dtype=spec.dtype,

@@ -95,6 +95,11 @@ class AveragingFactory:
     factory: OptimizerFactory
     decay: float
 
+    @property
+    def __wrapped__(self) -> OptimizerFactory:
+        """The user's function, where ``inspect.unwrap`` looks."""
+        return self.factory
+
     def __call__(self, named: NamedParameters) -> torch.optim.Optimizer:
         """As the user's factory."""
         optimizer = build_optimizer(self.factory, named)

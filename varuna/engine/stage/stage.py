@@ -28,6 +28,7 @@ from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import Begun, StepShare, Sums, TiedTotals
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
+from varuna.partition.parameter_marks import put_marks
 
 Results = tuple[Tensor, ...]
 Left = tuple[int, int, PendingWeights | None]
@@ -80,6 +81,7 @@ class Stage:
             masters_at=HOST if job.masters_away else job.device,
             dtypes=job.model.dtypes,
         )
+        put_marks(self.parameters.items(), job.marks)
         self.buffers = load_state.buffers_of(graphs, states, job.dtype, job.device)
         self.statistics = Statistics(graphs, plan, job.traffic.sums, begun)
         self.truths, self.buckets = Truths(), dict[int, Bucket]()
