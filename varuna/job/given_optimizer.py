@@ -5,25 +5,21 @@ hooks stay as they are. In a copy the stage's parameters take the place of the s
 parameters of other stages are stand-ins without data, which have no gradient.
 """
 
-import copy
-import dis
 import functools
 import weakref
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from varuna.core.errors import UsageError
+from varuna.partition.object_copies import Copying, globals_of, is_object
 from varuna.partition.optimizers import NamedParameters, OptimizerFactory
-from varuna.partition.plain_values import is_plain_object
 from varuna.partition.watching.user_lines import place_of
 
 _HOOKS = {"_optimizer_step_pre_hooks": "step_pre_hook", "_optimizer_step_post_hooks": "step_post_hook"}
-_SHARED = (type, CodeType, ModuleType, torch.dtype, torch.device, str, bytes, int, float, complex, type(None))
 _DEEPEST = 4
 
 
@@ -50,12 +46,12 @@ def optimizer_like(whole: torch.optim.Optimizer, named: NamedParameters) -> Opti
         )
     _refuse_closures(whole, frozenset(names))
     stand_ins = {name: _stand_in(parameter) for name, parameter in named}
-    first = _Copying({id(parameter): stand_ins[name] for name, parameter in named}).of(whole)
+    first = Copying({id(parameter): stand_ins[name] for name, parameter in named}).of(whole)
 
     def build(some: NamedParameters) -> torch.optim.Optimizer:
         exchanged: dict[int, Any] = {id(value): value for value in stand_ins.values()}
         exchanged |= {id(stand_ins[name]): parameter for name, parameter in some}
-        copying = _Copying(exchanged)
+        copying = Copying(exchanged)
         built: torch.optim.Optimizer = copying.of(first)
         here = {id(parameter) for _, parameter in some}
         for each in copying.optimizers:
@@ -93,103 +89,6 @@ def _keep(optimizer: torch.optim.Optimizer, here: set[int]) -> None:
         del optimizer.state[key]
 
 
-class _Copying:
-    """Copies an optimizer and what it holds, with some objects exchanged.
-
-    torch's optimizers copy without their attributes (``copy.deepcopy`` asks for ``__getstate__``), so all attributes
-    are copied here one by one. Functions, classes, locks and handles are shared.
-    """
-
-    def __init__(self, exchanged: Mapping[int, Any]) -> None:
-        """Copy, with ``exchanged`` in place of the objects of these ids, and ids in place of their ids."""
-        self._memo: dict[int, Any] = dict(exchanged)
-        self._ids = {old: id(new) for old, new in exchanged.items()}
-        self._alive: list[Any] = []  # no id is used twice
-        self.optimizers: list[torch.optim.Optimizer] = []
-        """the copies made, those inside of others too"""
-
-    def of(self, value: Any) -> Any:
-        """The copy of anything."""
-        if id(value) in self._memo:
-            return self._memo[id(value)]
-        if type(value) is int and value in self._ids:
-            return self._ids[value]
-        if isinstance(value, _SHARED):
-            return value
-        made = self._made(value)
-        self._memo[id(value)] = made
-        self._alive.append(value)
-        return made
-
-    def _made(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, nn.Module):
-            return self._module(value)
-        if isinstance(value, MethodType):
-            return MethodType(value.__func__, self.of(value.__self__))
-        if isinstance(value, functools.partial):
-            keywords = {key: self.of(each) for key, each in value.keywords.items()}
-            return functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)
-        if isinstance(value, weakref.ref):
-            return weakref.ref(self.of(value()))
-        if isinstance(value, torch.Generator):
-            return value.clone_state()
-        if isinstance(value, dict | list | set | deque):
-            return self._container(value)
-        if isinstance(value, tuple):
-            parts = [self.of(each) for each in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        if _is_object(value):
-            return self._object(value)
-        try:
-            return copy.deepcopy(value, self._memo)
-        except Exception:  # noqa: BLE001 - whatever a lock, a stream or a file raises
-            return value
-
-    def _container(self, value: Any) -> Any:
-        made: Any
-        if isinstance(value, dict):
-            made = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-            self._memo[id(value)] = made
-            made.update((self.of(key), self.of(each)) for key, each in value.items())
-            return made
-        made = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
-        self._memo[id(value)] = made
-        for each in value:
-            made.add(self.of(each)) if isinstance(made, set) else made.append(self.of(each))
-        return made
-
-    def _object(self, value: Any) -> Any:
-        made = self._memo[id(value)] = object.__new__(type(value))
-        for name, each in vars(value).items():
-            if not hasattr(each, "_wrapped_by_lr_sched"):  # step(), counted by a scheduler of the script's
-                vars(made)[name] = self.of(each)
-        if isinstance(made, torch.optim.Optimizer):
-            self.optimizers.append(made)
-        return made
-
-    def _tensor(self, value: Tensor) -> Tensor:
-        """By an operation, so that fakes copy without memory."""
-        with torch.no_grad():
-            made = torch.empty_like(value).copy_(value)
-        return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
-
-    def _module(self, value: nn.Module) -> nn.Module:
-        """A module with exchanged parameters; its buffers have no values here, since training updates others."""
-        for buffer in value.buffers():
-            if id(buffer) not in self._memo:
-                self._memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-                self._alive.append(buffer)
-        for parameter in value.parameters():
-            self.of(parameter)
-        return copy.deepcopy(value, self._memo)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, torch.optim.Optimizer) or is_plain_object(value)
-
-
 # -- code that a copy would run with the script's objects -------------------------------------------------------
 
 
@@ -225,7 +124,7 @@ def _functions(holder: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
                 yield label, each
             elif isinstance(each, FunctionType | MethodType | functools.partial):
                 yield label, _plain(each)  # what it is bound to is exchanged with the rest
-            elif isinstance(each, torch.optim.Optimizer) or (each is value and _is_object(each)):
+            elif isinstance(each, torch.optim.Optimizer) or (each is value and is_object(each)):
                 yield from _functions(each, seen)
 
 
@@ -267,18 +166,11 @@ def _names_of(function: Any) -> Iterator[tuple[str, Any]]:
                 continue
         yield from (("a default", value) for value in function.__defaults__ or ())
         yield from (function.__kwdefaults__ or {}).items()
-        for name in _globals_of(function.__code__):
+        for name in globals_of(function.__code__):
             if name in function.__globals__:
                 yield name, function.__globals__[name]
     else:
         yield from vars(function).items() if hasattr(function, "__dict__") else ()
-
-
-def _globals_of(code: CodeType) -> Iterator[str]:
-    yield from (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _globals_of(constant)
 
 
 def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
@@ -294,7 +186,7 @@ def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
             yield from _inside(f"{name}[{number}]", each, depth + 1)
     elif isinstance(value, weakref.ref):
         yield from _inside(name, value(), depth + 1)
-    elif _is_object(value):
+    elif is_object(value):
         for key, each in list(vars(value).items())[:64]:
             yield from _inside(f"{name}.{key}", each, depth + 1)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checks.selfcheck import SelfCheck
+from varuna.checks.update import UpdateCheck
 from varuna.core.errors import UsageError
 from varuna.core.model import Memory, Network
 from varuna.core.precision import PRECISIONS, Precision
@@ -145,6 +146,13 @@ class JobSpec:
             self.micro_batch,
             self.loss.per_micro_batch,
             self.device.type,
+        )
+
+    @cached_property
+    def update_check(self) -> UpdateCheck:
+        """What the update is checked with before it is made."""
+        return UpdateCheck(
+            self.partitioned, self.update, self.lr_scheduler, self.before_step, self.built.marks, self.seed
         )
 
     @cached_property

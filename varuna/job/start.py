@@ -51,6 +51,7 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
         UsageError: links between GPUs without one, or batch normalisation without ``micro_batch``.
         ModelError: the model cannot be captured, or its loss not be computed over micro-batches.
         CheckpointError: the directory cannot be written.
+        UsageError: the update keeps what cannot be moved or saved.
     """
     _check_links(spec)
     settle(spec.device)
@@ -68,6 +69,8 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
     _check_normalisation(spec)
     if spec.checkpoints is None and (place := _rescue_place(spec)):
         saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
+    if saver is not None or membership.survives:
+        spec.update_check.of_moves()
     session = open_session(spec, n, membership, saver=saver, measures=membership.measures)
     at_end(session.leave, session.close)
     return session
@@ -121,6 +124,7 @@ def open_session(
         left_out=_in_files(model, first),
         patience=_patience(),
         device_class=device_class(spec.device),
+        cut_check=spec.update_check.of_stages,
     )
 
 

@@ -56,12 +56,12 @@ class Place(NamedTuple):
         return {key: found for key, value in self._candidates() if (found := _plain(value, None)) is not None}
 
     def marks(self) -> dict[Any, object]:
-        """The same entries, as something that changes with them; no device is waited for."""
+        """All entries, as something that changes with them, None for what is not plain; no device is waited for."""
         found: dict[Any, object] = {}
         for key, value in self._candidates():
             versions: list[tuple[int, int]] = []
-            if (told := _plain(value, versions)) is not None:
-                found[key] = told, versions
+            told = _plain(value, versions)
+            found[key] = None if told is None else (told, versions)
         return found
 
     def _candidates(self) -> Iterator[tuple[Any, Any]]:
@@ -187,12 +187,8 @@ class OptimizerState:
         before = self._marks()
         self._optimizer.step()
         after = self._marks()
-        self._moved |= {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-
-    @property
-    def moved(self) -> frozenset[tuple[str, int | None, Any]]:
-        """Entries beside parameters that are state: label of the place, number of the group, key."""
-        return frozenset(self._moved)
+        changed = {key for key in before.keys() | after.keys() if before.get(key, ...) != after.get(key, ...)}
+        self._moved |= {key for key in changed if after.get(key, ...) is not None}  # a cache of tensors is not state
 
     def _marks(self) -> dict[tuple[str, int | None, Any], object]:
         return {
@@ -325,7 +321,7 @@ class OptimizerState:
         self._beside = None  # whoever copies is about to change it
         tables = [(table, {key: deepcopy(its) for key, its in table.items()}) for table in states_in(self._optimizer)]
         places = [
-            (place, {key: deepcopy(place.entries[key]) for key in place.marks()})
+            (place, {key: deepcopy(place.entries[key]) for key in place.plain()})
             for place in places_in(self._optimizer, self._names)
             if not any(place.entries is table for table, _ in tables)
         ]
@@ -344,7 +340,7 @@ class Undo(NamedTuple):
             table.clear()
             table.update(saved)
         for place, saved in self.places:
-            for key in [key for key in place.marks() if key not in saved]:
+            for key in place.plain().keys() - saved.keys():
                 del place.entries[key]
             place.entries.update(saved)
 

@@ -69,6 +69,7 @@ class Session:
         left_out: LeftOut | None = None,
         patience: Patience | None = None,
         device_class: str = "",
+        cut_check: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare; nothing runs before ``steps``.
 
@@ -86,6 +87,7 @@ class Session:
             left_out: parameters that a morph reads from files; the others move between workers.
             patience: of waits for other ranks.
             device_class: of the device that this worker computes on; empty: unknown.
+            cut_check: refuses several stages, if the user's update cannot be divided.
         """
         self._loop = loop or LoopState()
         self._setting = Setting(
@@ -96,6 +98,7 @@ class Session:
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
         self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
+        self._cut_check = cut_check
         self._shown = ShownSteps(membership.shown, job.device)
         self.heartbeat = Heartbeat(self.standing, job.compiler, self._shown.recent)
         self._is_sound, self._patience = True, patience  # the newest step was finite
@@ -243,6 +246,8 @@ class Session:
         heart.at(f"forms generation {assignment.generation}", WorkerPhase.FORMS)
         heart.inbox = inbox
         try:
+            if plan.is_cut:
+                self._cut_check()
             held, newest = standing.in_hand(assignment)
             formed = form(self._setting, assignment, inbox, held, newest, self._combines, heart.doing, heart.give_up)
         except BaseException:

@@ -1,0 +1,263 @@
+"""Before it is applied: does the user's update train the same model in any plan, and after a change of plan?
+
+Some steps of ``before_step=``, the optimizer and its schedule, on drawn parameters and gradients, as stages make them:
+on one stage; with its state moved in between, as in a morph or a resumed run; on a stage for each section; and with
+other gradients in one section. No forward or backward pass is needed for that, and large shapes are made small.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.checkpoint.io.section_state import from_bytes, to_bytes
+from varuna.core.errors import UsageError, VarunaError
+from varuna.data.randomness import Keyed, Turn, derive_key, seeded
+from varuna.engine.stage.cross_stage import Exchange, LocalExchange, installed
+from varuna.engine.stage.load_state import optimizer_state_of, state_in
+from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory, StageOptimizer
+from varuna.engine.stage.parameter_groups import whole_groups
+from varuna.partition.model import PartitionedModel
+from varuna.partition.object_copies import independent
+from varuna.partition.optimizers import build_optimizer, is_torchs
+from varuna.partition.parameter_marks import Marks, put_marks
+from varuna.partition.watching.user_lines import place_of
+
+_STEPS = 4
+_MOVED_AFTER = 1
+_MOST_ELEMENTS, _EDGE = 2**21, 8
+"""Larger models are tried with dimensions of this many elements at most."""
+_CLOSE = 1e-5
+_BLOWN_UP = 4096.0
+
+Values = Mapping[str, Tensor]
+Change = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class UpdateCheck:
+    """The check of one job's update."""
+
+    model: PartitionedModel
+    optimizer: OptimizerFactory
+    scheduler: SchedulerFactory | None = None
+    before_step: Callable[[NamedParameters], None] | None = None
+    marks: Marks = field(default_factory=dict)
+    seed: int = 0
+
+    def of_moves(self) -> None:
+        """Check that what the update needs of earlier steps is moved and saved.
+
+        Raises:
+            UsageError: it trains otherwise after a change of plan, or on resume.
+        """
+        expected = self._expected
+        moved = None if expected is None else self._outcome_in([self._names], moves=True)
+        if expected is not None and moved is not None and (odd := _differences(moved, expected)):
+            raise UsageError(
+                f"{self._what} would train otherwise after a change of plan, or when the run resumes: {_named(odd)} "
+                "would become other values, since something that it keeps from step to step is not moved with its "
+                "parameters. What step() changes in state[parameter], in the options of its groups, and in attributes "
+                "that are numbers, texts, small tensors, or lists and dicts of those is moved and saved. Keep it "
+                "there; tensors as large as a parameter in state[parameter]."
+            )
+
+    def of_stages(self) -> None:
+        """Check that no parameter depends on those of other sections, unless by ``all_reduce_shared``.
+
+        Raises:
+            UsageError: one does: several stages would train another model.
+        """
+        expected = self._expected
+        if expected is None or len(self._sections) < 2:
+            return
+        odd = [] if self._shared else _differences(self._outcome_in(self._sections) or expected, expected)
+        for section, factor in ((self._sections[0], _BLOWN_UP), (self._sections[-1], float("inf"))):
+            if not odd:
+                odd = self._reached(section, factor, expected)
+        if odd:
+            raise UsageError(
+                f"{self._what} computes something over parameters of several sections, of which a stage has a part "
+                f"only: on several stages {_named(odd)} would become other values. varuna inspect --trace names the "
+                "lines. Combine it over the stages with varuna.all_reduce_shared, or train on one stage: varuna run "
+                "--stages 1. For gradient clipping, pass clip_grad_norm= to varuna.Trainer."
+            )
+
+    # -- what is tried -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _sections(self) -> list[list[str]]:
+        """Trainable parameters by their owners, without sections that have none."""
+        found: dict[int, list[str]] = {}
+        for name in self.model.shapes:
+            if name in self.model.trainable:
+                found.setdefault(self.model.owner_of(name), []).append(name)
+        return [found[section] for section in sorted(found)]
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for its in self._sections for name in its]
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {name: tuple(self.model.shapes[name]) for name in self._names}
+        if sum(torch.Size(shape).numel() for shape in shapes.values()) <= _MOST_ELEMENTS:
+            return shapes
+        return {name: tuple(min(size, _EDGE) for size in shape) for name, shape in shapes.items()}
+
+    def _drawn(self, name: str, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(derive_key(0, name, step))
+        return 0.1 * torch.randn(self._shapes[name], generator=generator)
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """No code of the user's runs in an update; or it cannot be tried."""
+        if self.before_step is not None:
+            return not self._sections
+        try:
+            with seeded(0, "update check"):
+                named = [(name, nn.Parameter(self._drawn(name, 0))) for name in self._names]
+                put_marks(named, self.marks)
+                return not named or is_torchs(build_optimizer(self.optimizer, named))
+        except Exception:  # noqa: BLE001 - whatever the user's function raises; training will say it
+            return True
+
+    @property
+    def _what(self) -> str:
+        """Who is to blame, as far as that is simple to tell."""
+        given = "the optimizer" if self.before_step is None else "before_step= (or the optimizer)"
+        return f"{given} at {place_of(self.before_step or self.optimizer)}"
+
+    @cached_property
+    def _shared(self) -> list[Tensor]:
+        """What ``all_reduce_shared`` returned on one stage, in order."""
+        recorded = _Recorded()
+        self._run([self._names], exchange=recorded)
+        return recorded.answers
+
+    @cached_property
+    def _expected(self) -> Values | None:
+        """Parameters after some steps on one stage; None: nothing can be told from them."""
+        if self._is_plain:
+            return None
+        one, again = self._outcome_in([self._names]), self._outcome_in([self._names])
+        if one is None or again is None or _differences(again, one):  # it draws by itself: the replicas are compared
+            return None
+        return one
+
+    def _reached(self, own: Sequence[str], factor: float, expected: Values) -> list[str]:
+        """Parameters of other sections that other gradients in one section change."""
+        change: Change = lambda name, value: value * factor if name in own else value  # noqa: E731
+        try:
+            found = self._run([self._names], change=change, exchange=_Replay(self._shared))
+        except VarunaError:
+            raise
+        except Exception:  # noqa: BLE001 - code that refuses infinities
+            return []
+        return _differences(found, expected, but=frozenset(own))
+
+    def _outcome_in(self, stages: Sequence[Sequence[str]], *, moves: bool = False) -> Values | None:
+        """Parameters after some steps; None if the user's code fails on drawn values, here or when it moves."""
+        try:
+            return self._run(stages, moves=moves)
+        except VarunaError:
+            raise
+        except Exception:  # noqa: BLE001 - code that needs a device, other shapes, or the model's own values
+            return None
+
+    def _run(
+        self,
+        stages: Sequence[Sequence[str]],
+        *,
+        moves: bool = False,
+        change: Change = lambda name, value: value,
+        exchange: Exchange | None = None,
+    ) -> Values:
+        with seeded(0, "update check"):
+            made = [_Stage(self, {name: self._drawn(name, 0) for name in names}, {}, 0) for names in stages]
+        for step in range(_STEPS):
+            for stage in made:
+                gradients = {name: change(name, self._drawn(name, step + 1)) for name, _ in stage.named}
+                with installed(exchange or LocalExchange()):
+                    stage.apply(step, gradients)
+            if moves and step == _MOVED_AFTER:
+                made = [stage.moved(step + 1) for stage in made]
+        return {name: value.detach() for stage in made for name, value in stage.named}
+
+    @cached_property
+    def groups(self) -> Any:
+        """Parameter groups of the whole model, which a schedule needs."""
+        return () if self.scheduler is None else whole_groups(self.optimizer, self._shapes)
+
+
+class _Stage:
+    """One stage's part of the update, as the engine makes it."""
+
+    def __init__(self, check: UpdateCheck, values: Values, state: Mapping[str, Mapping[str, Any]], steps: int) -> None:
+        self._check = check
+        self.named = [(name, nn.Parameter(value.clone())) for name, value in values.items()]
+        put_marks(self.named, check.marks)
+        self._before_step = independent(check.before_step)
+        self._optimizer = StageOptimizer(check.optimizer, check.scheduler, self.named, state, steps, whole=check.groups)
+
+    def apply(self, step: int, gradients: Values) -> None:
+        """Make a step."""
+        for name, parameter in self.named:
+            parameter.grad = gradients[name]
+        with Turn(self._check.seed, "update", step):
+            if self._before_step is not None:
+                self._before_step(Keyed(self.named, [name for name, _ in self.named]))
+            self._optimizer.update(lambda written: None)
+        self._optimizer.advance()
+
+    def moved(self, steps: int) -> "_Stage":
+        """The stage built again from its state, as bytes."""
+        state = from_bytes(to_bytes(state_in(0, dict(self.named), {}, self._optimizer.state_of, None)))
+        values = {name: state.tensors[f"parameters/{name}"] for name, _ in self.named}
+        found = _Stage(self._check, values, optimizer_state_of({0: state}, (0,)), steps)
+        found._before_step = self._before_step  # a survivor has the same
+        return found
+
+
+class _Recorded:
+    """Answers ``all_reduce_shared`` as one stage does, and remembers the answers."""
+
+    def __init__(self) -> None:
+        self.answers: list[Tensor] = []
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """The tensor."""
+        self.answers.append(tensor.detach().clone())
+        return tensor
+
+    def owns(self, parameter: Tensor) -> bool:
+        """True: one stage owns everything."""
+        return True
+
+
+class _Replay(_Recorded):
+    """Answers as before: what goes that way may reach other sections."""
+
+    def __init__(self, answers: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._answers = iter(answers)
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """The answer of the same call before; its own part where it makes more calls."""
+        return next(self._answers, tensor).clone()
+
+
+def _differences(found: Values, expected: Values, but: frozenset[str] = frozenset()) -> list[str]:
+    """Parameters that are others than expected, by more than rounding."""
+    return [
+        name
+        for name, value in expected.items()
+        if name not in but and not torch.allclose(found[name], value, rtol=_CLOSE, atol=_CLOSE * 0.1, equal_nan=True)
+    ]
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more parameters" if len(names) > 3 else "")
