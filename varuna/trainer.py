@@ -29,7 +29,7 @@ from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
 from varuna.job.aside import Aside
 from varuna.job.built import as_functions, is_new
-from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
+from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Weights
 from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
 from varuna.job.spec import JobSpec
@@ -66,6 +66,7 @@ class Trainer:
         lr_scheduler: LRScheduler | SchedulerFactory | None = None,
         clip_grad_norm: float | None = None,
         ema: float | None = None,
+        ema_from: EmaFrom = "first step",
         on_nan: OnNan = "stop",
         before_step: Callable[[NamedParameters], None] | None = None,
         cut: int | Sequence[str] | None = None,
@@ -109,6 +110,8 @@ class Trainer:
             clip_grad_norm: largest global L2 norm of the gradients.
             ema: decay of an exponential moving average of the trained parameters, such as 0.999, which ``evaluate``,
                 ``predict`` and ``export`` use with ``ema=True``.
+            ema_from: what the average begins with: the parameters after the ``"first step"``, as torch's
+                ``AveragedModel`` does, or those from the ``"start"``, as timm's ``ModelEmaV3`` does.
             on_nan: ``"stop"`` ends the run before a loss or gradient that is not finite is applied; ``"continue"`` does
                 not look.
             before_step: receives the (name, parameter) list with reduced, clipped gradients before the optimizer.
@@ -154,6 +157,7 @@ class Trainer:
             lr_scheduler=given.lr_scheduler,
             clip_grad_norm=clip_grad_norm,
             ema=ema,
+            ema_from=ema_from,
             on_nan=on_nan,
             before_step=before_step,
             cut=cut,

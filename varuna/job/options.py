@@ -19,6 +19,8 @@ CHECKPOINTED_EVERY = timedelta(seconds=SAVED_EVERY_S)
 
 OnNan = Literal["stop", "continue"]
 """What a run does when the loss or the gradients of a step are not finite."""
+EmaFrom = Literal["first step", "start"]
+"""What an average of the parameters begins with: what they are after the first step, or before it."""
 Missing = Literal["refuse", "initialise"]
 """What happens to parameters that ``weights`` lacks, or has in another shape."""
 

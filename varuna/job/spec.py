@@ -22,7 +22,7 @@ from varuna.engine.worker.loop_state import Kept, Stateful
 from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device, described
 from varuna.job.built import GivenModel, loss_of
 from varuna.job.model_config import Configured
-from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
+from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Weights
 from varuna.job.shared_capture import captured_once
 from varuna.membership.launched import here
 from varuna.partition.capture.capture import MetricsFunction, Recipe
@@ -66,6 +66,7 @@ class JobSpec:
     lr_scheduler: SchedulerFactory | None = None
     clip_grad_norm: float | None = None
     ema: float | None = None
+    ema_from: EmaFrom = "first step"
     on_nan: OnNan = "stop"
     before_step: Callable[[NamedParameters], None] | None = None
     cut: int | Sequence[str] | None = None
@@ -89,6 +90,8 @@ class JobSpec:
             raise UsageError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
         if self.on_nan not in get_args(OnNan):
             raise UsageError(f"on_nan={self.on_nan!r} must be one of {', '.join(get_args(OnNan))}")
+        if self.ema_from not in get_args(EmaFrom):
+            raise UsageError(f"ema_from={self.ema_from!r} must be one of {', '.join(get_args(EmaFrom))}")
         self._check_before_step()
         self._check_state()
         if self.precision != "fp32" and isinstance(self.model, GivenModel) and self.model.is_quantized:
@@ -129,7 +132,7 @@ class JobSpec:
     def update(self) -> OptimizerFactory:
         """Builds the optimizer, with averages if they are wanted."""
         marked = Marked(self.optimizer, self.built.marks)
-        return marked if self.ema is None else AveragingFactory(marked, self.ema)
+        return marked if self.ema is None else AveragingFactory(marked, self.ema, self.ema_from == "start")
 
     @cached_property
     def source(self) -> SampleSource:

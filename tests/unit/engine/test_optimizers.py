@@ -112,6 +112,24 @@ def test_averages_are_torchs_own_in_every_plan_and_after_another_one(tmp_path: P
     torch.testing.assert_close(found, {name: value.detach() for name, value in expected.items()})
 
 
+def test_an_average_that_begins_with_the_first_weights_is_timms(tmp_path: Path) -> None:
+    """``ModelEmaV3``: a copy of the model before step 0, moved by ``lerp`` after each step; here 2x1, then 1x2."""
+    setup = Setup(optimizer=AveragingFactory(adamw, 0.8, from_start=True), directory=str(tmp_path))
+    weights = [dict(setup.beginning.parameters(setup.model.shapes))]
+    with single_threaded():
+        for steps in range(1, 5):
+            alone = Setup()
+            alone.run(1, 1, steps)
+            weights.append(alone.parameters())
+        expected = {name: value.clone() for name, value in weights[0].items()}
+        for newest in weights[1:]:
+            for name, value in expected.items():
+                value.lerp_(newest[name], 1 - 0.8)
+        train(setup, 2, 1, 2, str(tmp_path))
+        train(setup, 1, 2, 4, str(tmp_path))
+    torch.testing.assert_close(averages_of(setup), expected)
+
+
 def test_the_trial_of_an_optimizer_with_averages_is_remembered() -> None:
     tried = []
 
