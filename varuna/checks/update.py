@@ -5,15 +5,16 @@ on one stage; with its state moved in between, as in a morph or a resumed run; o
 other gradients in one section. No forward or backward pass is needed for that, and large shapes are made small.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from varuna.checkpoint.io.section_state import from_bytes, to_bytes
+from varuna.checkpoint.io.section_state import JSON, from_bytes, to_bytes
 from varuna.core.errors import UsageError, VarunaError
 from varuna.data.randomness import Keyed, Turn, derive_key, seeded
 from varuna.engine.stage.cross_stage import Exchange, LocalExchange, installed
@@ -22,18 +23,32 @@ from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, Sch
 from varuna.engine.stage.parameter_groups import whole_groups
 from varuna.partition.model import PartitionedModel
 from varuna.partition.object_copies import independent
+from varuna.partition.optimizer_state import BESIDE
 from varuna.partition.optimizers import build_optimizer, is_torchs
 from varuna.partition.parameter_marks import Marks, put_marks
+from varuna.partition.plain_values import from_json
 from varuna.partition.watching.user_lines import place_of
 
 _STEPS = 4
 _MOVED_AFTER = 1
 _MOST_ELEMENTS, _EDGE = 2**21, 8
 """Larger models are tried with dimensions of this many elements at most."""
-_CLOSE = 1e-5
+_CLOSE = 1e-4
 _BLOWN_UP = 4096.0
 
 Values = Mapping[str, Tensor]
+
+
+class Kept(NamedTuple):
+    """What becomes of a parameter: its value, how far it has moved, and what its optimizer keeps for it."""
+
+    value: Tensor
+    way: Tensor
+    tensors: Mapping[str, Tensor]
+    scalars: Mapping[str, JSON]
+
+
+Outcome = Mapping[str, Kept]
 Change = Callable[[str, Tensor], Tensor]
 
 
@@ -47,6 +62,8 @@ class UpdateCheck:
     before_step: Callable[[NamedParameters], None] | None = None
     marks: Marks = field(default_factory=dict)
     seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """on which the update runs"""
 
     def of_moves(self) -> None:
         """Check that what the update needs of earlier steps is moved and saved.
@@ -59,7 +76,7 @@ class UpdateCheck:
         if expected is not None and moved is not None and (odd := _differences(moved, expected)):
             raise UsageError(
                 f"{self._what} would train otherwise after a change of plan, or when the run resumes: {_named(odd)} "
-                "would become other values, since something that it keeps from step to step is not moved with its "
+                "would become other, since something that it keeps from step to step is not moved with its "
                 "parameters. What step() changes in state[parameter], in the options of its groups, and in attributes "
                 "that are numbers, texts, small tensors, or lists and dicts of those is moved and saved. Keep it "
                 "there; tensors as large as a parameter in state[parameter]."
@@ -81,7 +98,7 @@ class UpdateCheck:
         if odd:
             raise UsageError(
                 f"{self._what} computes something over parameters of several sections, of which a stage has a part "
-                f"only: on several stages {_named(odd)} would become other values. varuna inspect --trace names the "
+                f"only: on several stages {_named(odd)} would become other. varuna inspect --trace names the "
                 "lines. Combine it over the stages with varuna.all_reduce_shared, or train on one stage: varuna run "
                 "--stages 1. For gradient clipping, pass clip_grad_norm= to varuna.Trainer."
             )
@@ -108,9 +125,10 @@ class UpdateCheck:
             return shapes
         return {name: tuple(min(size, _EDGE) for size in shape) for name, shape in shapes.items()}
 
-    def _drawn(self, name: str, step: int) -> Tensor:
+    def drawn(self, name: str, step: int) -> Tensor:
+        """First values of a parameter (step 0), or its gradients."""
         generator = torch.Generator().manual_seed(derive_key(0, name, step))
-        return 0.1 * torch.randn(self._shapes[name], generator=generator)
+        return (0.1 * torch.randn(self._shapes[name], generator=generator)).to(self.device)
 
     @cached_property
     def _is_plain(self) -> bool:
@@ -119,7 +137,7 @@ class UpdateCheck:
             return not self._sections
         try:
             with seeded(0, "update check"):
-                named = [(name, nn.Parameter(self._drawn(name, 0))) for name in self._names]
+                named = [(name, nn.Parameter(self.drawn(name, 0))) for name in self._names]
                 put_marks(named, self.marks)
                 return not named or is_torchs(build_optimizer(self.optimizer, named))
         except Exception:  # noqa: BLE001 - whatever the user's function raises; training will say it
@@ -139,7 +157,7 @@ class UpdateCheck:
         return recorded.answers
 
     @cached_property
-    def _expected(self) -> Values | None:
+    def _expected(self) -> Outcome | None:
         """Parameters after some steps on one stage; None: nothing can be told from them."""
         if self._is_plain:
             return None
@@ -148,7 +166,7 @@ class UpdateCheck:
             return None
         return one
 
-    def _reached(self, own: Sequence[str], factor: float, expected: Values) -> list[str]:
+    def _reached(self, own: Sequence[str], factor: float, expected: Outcome) -> list[str]:
         """Parameters of other sections that other gradients in one section change."""
         change: Change = lambda name, value: value * factor if name in own else value  # noqa: E731
         try:
@@ -159,7 +177,7 @@ class UpdateCheck:
             return []
         return _differences(found, expected, but=frozenset(own))
 
-    def _outcome_in(self, stages: Sequence[Sequence[str]], *, moves: bool = False) -> Values | None:
+    def _outcome_in(self, stages: Sequence[Sequence[str]], *, moves: bool = False) -> Outcome | None:
         """Parameters after some steps; None if the user's code fails on drawn values, here or when it moves."""
         try:
             return self._run(stages, moves=moves)
@@ -175,17 +193,17 @@ class UpdateCheck:
         moves: bool = False,
         change: Change = lambda name, value: value,
         exchange: Exchange | None = None,
-    ) -> Values:
+    ) -> Outcome:
         with seeded(0, "update check"):
-            made = [_Stage(self, {name: self._drawn(name, 0) for name in names}, {}, 0) for names in stages]
+            made = [_Stage(self, {name: self.drawn(name, 0) for name in names}, {}, 0) for names in stages]
         for step in range(_STEPS):
             for stage in made:
-                gradients = {name: change(name, self._drawn(name, step + 1)) for name, _ in stage.named}
+                gradients = {name: change(name, self.drawn(name, step + 1)) for name, _ in stage.named}
                 with installed(exchange or LocalExchange()):
                     stage.apply(step, gradients)
             if moves and step == _MOVED_AFTER:
                 made = [stage.moved(step + 1) for stage in made]
-        return {name: value.detach() for stage in made for name, value in stage.named}
+        return {name: stage.kept(name, value.detach()) for stage in made for name, value in stage.named}
 
     @cached_property
     def groups(self) -> Any:
@@ -213,10 +231,14 @@ class _Stage:
             self._optimizer.update(lambda written: None)
         self._optimizer.advance()
 
+    def kept(self, name: str, value: Tensor) -> Kept:
+        """What became of a parameter."""
+        return Kept(value, value - self._check.drawn(name, 0), *self._optimizer.state_of(name))
+
     def moved(self, steps: int) -> "_Stage":
         """The stage built again from its state, as bytes."""
         state = from_bytes(to_bytes(state_in(0, dict(self.named), {}, self._optimizer.state_of, None)))
-        values = {name: state.tensors[f"parameters/{name}"] for name, _ in self.named}
+        values = {name: state.tensors[f"parameters/{name}"].to(self._check.device) for name, _ in self.named}
         found = _Stage(self._check, values, optimizer_state_of({0: state}, (0,)), steps)
         found._before_step = self._before_step  # a survivor has the same
         return found
@@ -250,14 +272,53 @@ class _Replay(_Recorded):
         return next(self._answers, tensor).clone()
 
 
-def _differences(found: Values, expected: Values, but: frozenset[str] = frozenset()) -> list[str]:
-    """Parameters that are others than expected, by more than rounding."""
-    return [
-        name
-        for name, value in expected.items()
-        if name not in but and not torch.allclose(found[name], value, rtol=_CLOSE, atol=_CLOSE * 0.1, equal_nan=True)
-    ]
+def _differences(found: Outcome, expected: Outcome, but: frozenset[str] = frozenset()) -> list[str]:
+    """What differs by more than rounding: parameters, and what their optimizer keeps beside them."""
+    odd: dict[str, None] = {}
+    for name, kept in expected.items():
+        if name not in but:
+            other = found[name]
+            if not _is_close(other.value, kept.value, kept.way):
+                odd[name] = None
+            for key, value in kept.tensors.items():
+                if key not in other.tensors or not _is_close(other.tensors[key], value, value):
+                    odd[f"state[parameter][{key!r}] of {name}"] = None
+            for key in kept.scalars.keys() | other.scalars.keys():
+                one, two = kept.scalars.get(key), other.scalars.get(key)
+                if not _is_alike(one, two):
+                    odd[_beside(one, two) if key == BESIDE else f"state[parameter][{key!r}] of {name}"] = None
+    return list(odd)
+
+
+def _is_close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    """Whether two tensors are alike but for rounding of themselves, and of what was added to them."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    room = _CLOSE * scale.abs() + 2 * torch.finfo(expected.dtype).eps * expected.abs()
+    same = (found == expected) | (found.isnan() & expected.isnan()) | ((found - expected).abs() <= room)
+    return bool(same.all())
+
+
+def _is_alike(one: JSON, two: JSON) -> bool:
+    if isinstance(one, float) and isinstance(two, float | int):
+        return one == two or (one != one and two != two) or math.isclose(one, two, rel_tol=_CLOSE)
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(map(_is_alike, one, two))
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_is_alike(one[key], two[key]) for key in one)
+    return one == two
+
+
+def _beside(one: JSON, two: JSON) -> str:
+    """The first entry beside parameters that differs."""
+    lists = [each if isinstance(each, list) else [] for each in (one, two)]
+    entries: list[Any] = [*lists[0], *lists[1]]
+    other = [each for each in entries if not all(any(_is_alike(each, its) for its in side) for side in lists)]
+    label, _, key, _ = other[0] if other else entries[0]
+    return f"{label}[{from_json(key)!r}]"
 
 
 def _named(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more parameters" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

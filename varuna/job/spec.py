@@ -155,7 +155,13 @@ class JobSpec:
     def update_check(self) -> UpdateCheck:
         """What the update is checked with before it is made."""
         return UpdateCheck(
-            self.partitioned, self.update, self.lr_scheduler, self.before_step, self.built.marks, self.seed
+            self.partitioned,
+            self.update,
+            self.lr_scheduler,
+            self.before_step,
+            self.built.marks,
+            self.seed,
+            self.device,
         )
 
     @cached_property

@@ -258,10 +258,12 @@ class OptimizerState:
             entries: dict[str, dict[str, Any]] = {path: {} for path in tables}
             inside: set[str] = set()  # paths of tensors in containers
 
-            def take(path: str, given: Mapping[str, Any] = given, inside: set[str] = inside) -> Tensor:
+            def take(
+                path: str, given: Mapping[str, Any] = given, inside: set[str] = inside, device: Any = parameter.device
+            ) -> Tensor:
                 inside.add(path)
                 found: Tensor = given[path]
-                return found
+                return found.to(device) if found.dim() else found  # counters stay on the host
 
             for key, value in given.items():
                 path = max((each for each in tables if key.startswith(each)), key=len)
