@@ -227,7 +227,7 @@ class _Stage:
             parameter.grad = gradients[name]
         with Turn(self._check.seed, "update", step):
             if self._before_step is not None:
-                self._before_step(Keyed(self.named, [name for name, _ in self.named]))
+                self._before_step(Keyed(self.named, [name for name, _ in self.named], "before_step"))
             self._optimizer.update(lambda written: None)
         self._optimizer.advance()
 

@@ -128,6 +128,7 @@ class Turn(AbstractContextManager["Turn"]):
         self._outside = _taken()
         _turns.newest, self._before = self, _turns.newest
         _seed(self.key)
+        _seed_device(self.key)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,8 +140,7 @@ class Turn(AbstractContextManager["Turn"]):
         """Let torch draw otherwise from here on: by this turn's key and ``key``."""
         both = (self.key ^ key) * 0x9E3779B97F4A7C15 % 2**64
         torch.default_generator.manual_seed(both)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed(both)
+        _seed_device(both)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -154,6 +154,18 @@ class Turn(AbstractContextManager["Turn"]):
             generator_lock.acquire()
             self._outside = _taken()
             _put_back(own)
+
+
+def next_in_turn(number: int) -> None:
+    """Begin a numbered part of this thread's turn: what it draws does not depend on the parts before; else nothing."""
+    if (turn := _turns.newest) is not None:
+        _seed(derive_key(turn.key, number))
+        _seed_device(derive_key(turn.key, number))
+
+
+def _seed_device(key: int) -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # this process computes on a GPU, its current one
+        torch.cuda.manual_seed(key)
 
 
 class _Turns(threading.local):
@@ -174,10 +186,10 @@ class Keyed(list[Any]):
     So what is drawn for a parameter does not depend on which others are on its stage.
     """
 
-    def __init__(self, items: Iterable[Any], keys: Iterable[str]) -> None:
-        """List ``items``; the keys are of the same number."""
+    def __init__(self, items: Iterable[Any], keys: Iterable[str], what: str) -> None:
+        """List ``items``; the keys are of the same number, and mean another draw in another list (``what``)."""
         super().__init__(items)
-        self._keys = [derive_key(0, key) for key in keys]
+        self._keys = [derive_key(0, what, key) for key in keys]
 
     def __iter__(self) -> Iterator[Any]:
         turn = present_turn()

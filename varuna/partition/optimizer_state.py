@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import UsageError
+from varuna.data.randomness import next_in_turn
 from varuna.partition.optimizers import SeveralOptimizers, is_torchs
 from varuna.partition.plain_values import MOST_ELEMENTS, NotPlainError, as_json, from_json, is_plain_object
 
@@ -185,6 +186,7 @@ class OptimizerState:
             self._optimizer.step()
             return
         before = self._marks()
+        next_in_turn(0)
         self._optimizer.step()
         after = self._marks()
         changed = {key for key in before.keys() | after.keys() if before.get(key, ...) != after.get(key, ...)}

@@ -10,6 +10,7 @@ import torch
 
 from varuna.checkpoint.io.section_state import AVERAGE as AVERAGE
 from varuna.core.errors import UsageError
+from varuna.data.randomness import next_in_turn
 
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -34,7 +35,8 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nothing needs what torch's returns
         """Step each of them."""
-        for part in self.parts:
+        for number, part in enumerate(self.parts):
+            next_in_turn(1 + number)
             part.step()
 
 

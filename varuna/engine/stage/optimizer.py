@@ -77,7 +77,7 @@ class StageOptimizer:
         if not self.is_torchs:
             names = {parameter: name for name, parameter in named}
             for group in (group for _, part in parts_in(self._optimizer) for group in part.param_groups):
-                group["params"] = Keyed(group["params"], [names[each] for each in group["params"]])
+                group["params"] = Keyed(group["params"], [names[each] for each in group["params"]], "optimizer")
         if scheduler is not None:  # first: what a step has changed, it has changed after the schedule
             self._scheduler = _replayed(scheduler, self._optimizer, steps_done)
         self.put(state)

@@ -361,7 +361,7 @@ class Stage:
         with self._drawing():
             if self.job.before_step is not None:
                 named = self.named_parameters()
-                self.job.before_step(Keyed(named, [name for name, _ in named]))
+                self.job.before_step(Keyed(named, [name for name, _ in named], "before_step"))
             with self.sharding.without_exchange():
                 self.optimizer.update(self._compute.refresh)
 
