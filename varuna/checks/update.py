@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON, from_bytes, to_bytes
 from varuna.core.errors import UsageError, VarunaError
-from varuna.data.randomness import Keyed, Turn, derive_key, seeded
+from varuna.data.randomness import Keyed, SeededTurn, derive_key, seeded
 from varuna.engine.stage.cross_stage import Exchange, LocalExchange, installed
 from varuna.engine.stage.load_state import optimizer_state_of, state_in
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory, StageOptimizer
@@ -25,7 +25,7 @@ from varuna.partition.model import PartitionedModel
 from varuna.partition.object_copies import independent
 from varuna.partition.optimizer_state import BESIDE
 from varuna.partition.optimizers import build_optimizer, is_torchs
-from varuna.partition.parameter_marks import Marks, put_marks
+from varuna.partition.parameter_marks import ParameterMarks, put_marks
 from varuna.partition.plain_values import from_json
 from varuna.partition.watching.user_lines import place_of
 
@@ -39,7 +39,7 @@ _BLOWN_UP = 4096.0
 Values = Mapping[str, Tensor]
 
 
-class Kept(NamedTuple):
+class Trained(NamedTuple):
     """What becomes of a parameter: its value, how far it has moved, and what its optimizer keeps for it."""
 
     value: Tensor
@@ -48,7 +48,7 @@ class Kept(NamedTuple):
     scalars: Mapping[str, JSON]
 
 
-Outcome = Mapping[str, Kept]
+ByName = Mapping[str, Trained]
 Change = Callable[[str, Tensor], Tensor]
 
 
@@ -60,7 +60,7 @@ class UpdateCheck:
     optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None = None
     before_step: Callable[[NamedParameters], None] | None = None
-    marks: Marks = field(default_factory=dict)
+    marks: ParameterMarks = field(default_factory=dict)
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """on which the update runs"""
@@ -157,7 +157,7 @@ class UpdateCheck:
         return recorded.answers
 
     @cached_property
-    def _expected(self) -> Outcome | None:
+    def _expected(self) -> ByName | None:
         """Parameters after some steps on one stage; None: nothing can be told from them."""
         if self._is_plain:
             return None
@@ -166,7 +166,7 @@ class UpdateCheck:
             return None
         return one
 
-    def _reached(self, own: Sequence[str], factor: float, expected: Outcome) -> list[str]:
+    def _reached(self, own: Sequence[str], factor: float, expected: ByName) -> list[str]:
         """Parameters of other sections that other gradients in one section change."""
         change: Change = lambda name, value: value * factor if name in own else value  # noqa: E731
         try:
@@ -177,7 +177,7 @@ class UpdateCheck:
             return []
         return _differences(found, expected, but=frozenset(own))
 
-    def _outcome_in(self, stages: Sequence[Sequence[str]], *, moves: bool = False) -> Outcome | None:
+    def _outcome_in(self, stages: Sequence[Sequence[str]], *, moves: bool = False) -> ByName | None:
         """Parameters after some steps; None if the user's code fails on drawn values, here or when it moves."""
         try:
             return self._run(stages, moves=moves)
@@ -193,7 +193,7 @@ class UpdateCheck:
         moves: bool = False,
         change: Change = lambda name, value: value,
         exchange: Exchange | None = None,
-    ) -> Outcome:
+    ) -> ByName:
         with seeded(0, "update check"):
             made = [_Stage(self, {name: self.drawn(name, 0) for name in names}, {}, 0) for names in stages]
         for step in range(_STEPS):
@@ -225,15 +225,15 @@ class _Stage:
         """Make a step."""
         for name, parameter in self.named:
             parameter.grad = gradients[name]
-        with Turn(self._check.seed, "update", step):
+        with SeededTurn(self._check.seed, "update", step):
             if self._before_step is not None:
                 self._before_step(Keyed(self.named, [name for name, _ in self.named], "before_step"))
             self._optimizer.update(lambda written: None)
         self._optimizer.advance()
 
-    def kept(self, name: str, value: Tensor) -> Kept:
+    def kept(self, name: str, value: Tensor) -> Trained:
         """What became of a parameter."""
-        return Kept(value, value - self._check.drawn(name, 0), *self._optimizer.state_of(name))
+        return Trained(value, value - self._check.drawn(name, 0), *self._optimizer.state_of(name))
 
     def moved(self, steps: int) -> "_Stage":
         """The stage built again from its state, as bytes."""
@@ -272,7 +272,7 @@ class _Replay(_Recorded):
         return next(self._answers, tensor).clone()
 
 
-def _differences(found: Outcome, expected: Outcome, but: frozenset[str] = frozenset()) -> list[str]:
+def _differences(found: ByName, expected: ByName, but: frozenset[str] = frozenset()) -> list[str]:
     """What differs by more than rounding: parameters, and what their optimizer keeps beside them."""
     odd: dict[str, None] = {}
     for name, kept in expected.items():

@@ -113,7 +113,7 @@ def _seed(key: int) -> None:
     torch.default_generator.manual_seed(key)  # torch.manual_seed also visits every device: 100x the cost
 
 
-class Turn(AbstractContextManager["Turn"]):
+class SeededTurn(AbstractContextManager["SeededTurn"]):
     """A block whose draws are its own: all three generators are seeded, and put back afterwards.
 
     Holds ``generator_lock``, but for pauses in which it waits for others, who may need the generators meanwhile.
@@ -169,13 +169,13 @@ def _seed_device(key: int) -> None:
 
 
 class _Turns(threading.local):
-    newest: Turn | None = None
+    newest: SeededTurn | None = None
 
 
 _turns = _Turns()
 
 
-def present_turn() -> Turn | None:
+def present_turn() -> SeededTurn | None:
     """The turn that this thread is in, if any."""
     return _turns.newest
 

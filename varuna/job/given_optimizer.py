@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.core.errors import UsageError
-from varuna.partition.object_copies import Copying, globals_of, is_object
+from varuna.partition.object_copies import ObjectCopier, globals_of, is_object
 from varuna.partition.optimizers import NamedParameters, OptimizerFactory
 from varuna.partition.watching.user_lines import place_of
 
@@ -46,12 +46,12 @@ def optimizer_like(whole: torch.optim.Optimizer, named: NamedParameters) -> Opti
         )
     _refuse_closures(whole, frozenset(names))
     stand_ins = {name: _stand_in(parameter) for name, parameter in named}
-    first = Copying({id(parameter): stand_ins[name] for name, parameter in named}).of(whole)
+    first = ObjectCopier({id(parameter): stand_ins[name] for name, parameter in named}).of(whole)
 
     def build(some: NamedParameters) -> torch.optim.Optimizer:
         exchanged: dict[int, Any] = {id(value): value for value in stand_ins.values()}
         exchanged |= {id(stand_ins[name]): parameter for name, parameter in some}
-        copying = Copying(exchanged)
+        copying = ObjectCopier(exchanged)
         built: torch.optim.Optimizer = copying.of(first)
         here = {id(parameter) for _, parameter in some}
         for each in copying.optimizers:
@@ -85,8 +85,8 @@ def _keep(optimizer: torch.optim.Optimizer, here: set[int]) -> None:
         for key in ("params", "param_names"):
             if key in group:
                 group[key] = [group[key][index] for index in kept]
-    for key in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in here]:
-        del optimizer.state[key]
+    for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and id(each) not in here]:
+        del optimizer.state[parameter]
 
 
 # -- code that a copy would run with the script's objects -------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from varuna.partition.parameter_marks import Marks, marks_of
+from varuna.partition.parameter_marks import ParameterMarks, marks_of
 
 
 class Configured:
@@ -18,7 +18,7 @@ class Configured:
         """content of a ``config.json``; None before the first model, or if it has no configuration, or adapters"""
         self.has_adapters = False
         """the model is one of PEFT's"""
-        self.marks: Marks = {}
+        self.marks: ParameterMarks = {}
         """attributes of its parameters; empty before the first model"""
 
     def __call__(self) -> nn.Module:

@@ -20,7 +20,7 @@ _MOST = 10_000
 """Items of a container that a function's own state may have; more are data."""
 
 
-class Copying:
+class ObjectCopier:
     """Copies an object and what it holds, with some objects exchanged.
 
     torch's optimizers copy without their attributes (``copy.deepcopy`` asks for ``__getstate__``), so all attributes

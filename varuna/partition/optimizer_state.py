@@ -37,7 +37,7 @@ _Names = Mapping[int, str]
 """By id of a parameter."""
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """A table in which an optimizer may keep state beside its parameters."""
 
     label: str
@@ -86,7 +86,7 @@ def _plain(value: Any, versions: list[tuple[int, int]] | None) -> list[JSON] | N
         return None
 
 
-class Part(NamedTuple):
+class InnerOptimizer(NamedTuple):
     """An optimizer, or one that another holds."""
 
     path: str
@@ -94,7 +94,7 @@ class Part(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def parts_in(optimizer: torch.optim.Optimizer) -> Iterator[Part]:
+def parts_in(optimizer: torch.optim.Optimizer) -> Iterator[InnerOptimizer]:
     """An optimizer and those inside it, the outer ones first; each once."""
     seen = set[int]()
     roots = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
@@ -102,12 +102,12 @@ def parts_in(optimizer: torch.optim.Optimizer) -> Iterator[Part]:
         yield from _parts_in(root, "", 0, seen)
 
 
-def _parts_in(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[Part]:
+def _parts_in(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[InnerOptimizer]:
     if id(value) in seen or depth > _DEEPEST:
         return
     if isinstance(value, torch.optim.Optimizer):
         seen.add(id(value))
-        yield Part(path, value)
+        yield InnerOptimizer(path, value)
         for name, each in list(vars(value).items()):
             if name not in _TORCHS:
                 yield from _parts_in(each, f"{path}{name}.", depth + 1, seen)
@@ -129,25 +129,24 @@ def states_in(optimizer: torch.optim.Optimizer) -> list[Any]:
     return list({id(part.state): part.state for _, part in parts_in(optimizer)}.values())
 
 
-def places_in(optimizer: torch.optim.Optimizer, names: _Names) -> list[Place]:
+def places_in(optimizer: torch.optim.Optimizer, names: _Names) -> list[StatePlace]:
     """Where an optimizer may keep state beside its parameters; groups that two optimizers share are there once."""
-    found: list[Place] = []
+    found: list[StatePlace] = []
     seen = set[int]()
     for path, part in parts_in(optimizer):
-        members = [
-            tuple(names[id(each)] for each in group["params"] if id(each) in names) for group in part.param_groups
-        ]
-        around = tuple(name for its in members for name in its)
+        groups = [group["params"] for group in part.param_groups]
+        members = [dict.fromkeys(names[id(each)] for each in its if id(each) in names) for its in groups]
+        around = dict.fromkeys(name for its in members for name in its)
         for number, (group, its) in enumerate(zip(part.param_groups, members, strict=True)):
             if id(group) not in seen:
                 seen.add(id(group))
-                found.append(Place(f"{path}options", group, its, around, _PARAMETERS, number))
-        found.append(Place(f"{path}attributes", vars(part), around, around, _TORCHS))
+                found.append(StatePlace(f"{path}options", group, its, around, _PARAMETERS, number))
+        found.append(StatePlace(f"{path}attributes", vars(part), around, around, _TORCHS))
         if id(part.state) not in seen:
             seen.add(id(part.state))
-            found.append(Place(f"{path}state", part.state, around, around))
+            found.append(StatePlace(f"{path}state", part.state, around, around))
         for label, table in _objects(vars(part), f"{path}attributes", 0, seen):
-            found.append(Place(label, table, around, around))
+            found.append(StatePlace(label, table, around, around))
     return found
 
 
@@ -169,13 +168,13 @@ class OptimizerState:
         """Look at an optimizer; nothing of it has changed so far."""
         self._optimizer, self._named = optimizer, dict(named)
         self._names = {id(parameter): name for name, parameter in named}
-        self._parts: dict[str, list[Part]] = {name: [] for name in self._named}  # that each is in
+        self._parts: dict[str, list[InnerOptimizer]] = {name: [] for name in self._named}  # that each is in
         for part in parts_in(optimizer):
             for parameter in (each for group in part.optimizer.param_groups for each in group["params"]):
                 if id(parameter) in self._names:
                     self._parts[self._names[id(parameter)]].append(part)
         self._moved: set[tuple[str, int | None, Any]] = set()  # of places: what step() or put() has changed
-        self._beside: list[tuple[Place, Any, list[JSON]]] | None = None  # the same with values, until one changes
+        self._beside: list[tuple[StatePlace, Any, list[JSON]]] | None = None  # the same with values, until one changes
 
     # -- what a step changes -------------------------------------------------------------------------------------
 
@@ -299,7 +298,7 @@ class OptimizerState:
                 its = [(name, e) for name, e in of_all if e[0] == place.label and e[1] == place.group]
             self._put_into(place, its)
 
-    def _put_into(self, place: Place, its: Sequence[tuple[str, Any]]) -> None:
+    def _put_into(self, place: StatePlace, its: Sequence[tuple[str, Any]]) -> None:
         known: dict[Any, tuple[str, Any]] = {}
         for name, (_, _, encoded, value) in its:
             key = from_json(encoded)
@@ -336,7 +335,7 @@ class Undo(NamedTuple):
     """Copies of an optimizer's state."""
 
     tables: list[tuple[Any, dict[Any, Any]]]
-    places: list[tuple[Place, dict[Any, Any]]]
+    places: list[tuple[StatePlace, dict[Any, Any]]]
 
     def restore(self) -> None:
         """Put them back."""

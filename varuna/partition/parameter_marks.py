@@ -15,24 +15,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from varuna.partition.optimizers import NamedParameters, OptimizerFactory
 
 
-class Mark(NamedTuple):
+class ParameterMark(NamedTuple):
     """What a parameter has beside its values."""
 
     kind: type[nn.Parameter]
     attributes: Mapping[str, Any]
 
 
-Marks = dict[str, Mark]
+ParameterMarks = dict[str, ParameterMark]
 """By parameter; those without any are left out."""
 
 
-def marks_of(module: nn.Module) -> Marks:
-    """Marks of a module's parameters; tensors without values are left out."""
+def marks_of(module: nn.Module) -> ParameterMarks:
+    """ParameterMarks of a module's parameters; tensors without values are left out."""
     found = {name: mark_of(parameter) for name, parameter in module.named_parameters()}
     return {name: mark for name, mark in found.items() if mark.attributes or mark.kind is not nn.Parameter}
 
 
-def mark_of(parameter: nn.Parameter) -> Mark:
+def mark_of(parameter: nn.Parameter) -> ParameterMark:
     """The mark of one parameter."""
     known = vars(nn.Parameter(torch.empty_like(parameter), False)) if isinstance(parameter, FakeTensor) else {}
     attributes = {
@@ -40,17 +40,17 @@ def mark_of(parameter: nn.Parameter) -> Mark:
         for name, value in vars(parameter).items()
         if name not in known and not (isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)))
     }
-    return Mark(type(parameter) if _is_harmless(type(parameter)) else nn.Parameter, attributes)
+    return ParameterMark(type(parameter) if _is_harmless(type(parameter)) else nn.Parameter, attributes)
 
 
-def put_mark(parameter: Tensor, mark: Mark) -> None:
+def put_mark(parameter: Tensor, mark: ParameterMark) -> None:
     """Give a parameter a mark, which it shares with others of its name."""
     vars(parameter).update(mark.attributes)
     if mark.kind is not nn.Parameter and type(parameter) is nn.Parameter:
         parameter.__class__ = mark.kind
 
 
-def put_marks(named: Iterable[tuple[str, nn.Parameter]], marks: Marks) -> None:
+def put_marks(named: Iterable[tuple[str, nn.Parameter]], marks: ParameterMarks) -> None:
     """Give parameters their marks."""
     for name, parameter in named:
         if name in marks:
@@ -60,8 +60,8 @@ def put_marks(named: Iterable[tuple[str, nn.Parameter]], marks: Marks) -> None:
 class Marked:
     """The user's ``optimizer=``, whose parameters have the marks of the model's."""
 
-    def __init__(self, factory: OptimizerFactory, marks: Marks) -> None:
-        """Mark what ``factory`` is given; the marks may be filled in later."""
+    def __init__(self, factory: OptimizerFactory, marks: ParameterMarks) -> None:
+        """ParameterMark what ``factory`` is given; the marks may be filled in later."""
         functools.update_wrapper(self, factory)
         self._factory, self._marks = factory, marks
 

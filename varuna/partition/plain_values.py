@@ -106,9 +106,10 @@ def _numbers(value: Tensor) -> JSON:
 
 def is_plain_object(value: Any) -> bool:
     """Whether an object consists of its attributes, so that copies of those make a copy of it."""
-    kind = type(value)
+    kind: Any = type(value)
+    plain: Any = object
     copies_itself = hasattr(kind, "__deepcopy__") or hasattr(kind, "__copy__") or hasattr(kind, "__slots__")
-    reduces = kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
-    gives_state = getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None)
+    reduces = kind.__reduce_ex__ is not plain.__reduce_ex__ or kind.__reduce__ is not plain.__reduce__
+    gives_state = getattr(kind, "__getstate__", None) is not getattr(plain, "__getstate__", None)
     is_code = isinstance(value, type | ModuleType) or callable(value)
     return hasattr(value, "__dict__") and not (copies_itself or reduces or gives_state or is_code)

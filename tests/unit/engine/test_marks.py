@@ -23,18 +23,18 @@ class Marked(SmallLanguage):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed.weight._no_weight_decay = True  # type: ignore[attr-defined]
+        self.embed.weight.no_weight_decay = True  # type: ignore[attr-defined]
         self.layers[1].weight = Width(self.layers[1].weight.detach().clone())
         for layer in self.layers:
-            layer.bias._optim = {"lr": 0.05}  # type: ignore[union-attr]
+            layer.bias.options = {"lr": 0.05}  # type: ignore[union-attr]
 
 
 def by_marks(named: Any) -> torch.optim.Optimizer:
     kinds: dict[str, list[Any]] = {"plain": [], "undecayed": [], "own": [], "wide": []}
     for _, p in named:
-        kind = "undecayed" if getattr(p, "_no_weight_decay", False) else "own" if hasattr(p, "_optim") else "plain"
+        kind = "undecayed" if getattr(p, "no_weight_decay", False) else "own" if hasattr(p, "options") else "plain"
         kinds["wide" if isinstance(p, Width) else kind].append(p)
-    own = kinds["own"][0]._optim if kinds["own"] else {}
+    own = kinds["own"][0].options if kinds["own"] else {}
     return torch.optim.AdamW(
         [
             {"params": kinds["plain"], "weight_decay": 2.0},
@@ -48,7 +48,7 @@ def by_marks(named: Any) -> torch.optim.Optimizer:
 
 def halved(named: Any) -> None:
     for _, p in named:
-        if hasattr(p, "_optim"):
+        if hasattr(p, "options"):
             p.grad.mul_(-1.0)
 
 
@@ -62,7 +62,7 @@ def test_an_optimizers_function_reads_the_marks_in_every_plan_and_after_a_morph(
     def script() -> None:
         torch.manual_seed(0)
         model: Any = Marked() if how == "built" else Marked
-        memory = Memory(offload_optimizer=how == "offloaded")
+        memory = Memory(offloadoptionsizer=how == "offloaded")
         saved = Checkpoints(tmp_path, every=2)
         job = Trainer(model, Tokens(), by_marks, 8, clip_grad_norm=1.0, micro_batch=2, memory=memory, checkpoints=saved)
         for _ in job.steps(6):

@@ -12,7 +12,7 @@ from varuna.engine.graphs.split_backward_check import Halves
 from varuna.engine.links.traffic import Traffic
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.partition.model import PartitionedModel
-from varuna.partition.parameter_marks import Marks
+from varuna.partition.parameter_marks import ParameterMarks
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Job:
     """where optimizer state lives, and fp32 parameters too unless sections compute with them"""
     traffic: Traffic = field(default_factory=Traffic)
     """between the device and host memory"""
-    marks: Marks = field(default_factory=dict)
+    marks: ParameterMarks = field(default_factory=dict)
     """attributes of parameters that the user's functions see"""
     stops_at_nan: bool = True
     """a step whose loss or gradients are not finite is not applied, and ends the run"""

@@ -27,7 +27,7 @@ Written = Callable[[Mapping[str, Tensor]], None]
 """Called with parameters, by name, that have just been updated."""
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """A tensor of an optimizer's state."""
 
     name: str
@@ -120,7 +120,7 @@ class StageOptimizer:
             self._state.step()
             written(self._named)
 
-    def slots(self) -> dict[Slot, dict[str, Any]]:
+    def slots(self) -> dict[TensorSlot, dict[str, Any]]:
         """State that torch keeps with the parameter; the value is ``entries[slot.key]``.
 
         All tensors but the counter of steps, which stays on the host unless a fused or capturable optimizer reads it.
@@ -136,7 +136,7 @@ class StageOptimizer:
                     entries = part.state.get(parameter, {})
                     for key, value in entries.items():
                         if isinstance(value, Tensor) and (key != "step" or is_counted_there):
-                            found[Slot(names[parameter], path, key)] = entries
+                            found[TensorSlot(names[parameter], path, key)] = entries
         return found
 
     def advance(self) -> None:

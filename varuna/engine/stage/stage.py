@@ -11,7 +11,7 @@ from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums
-from varuna.data.randomness import Keyed, Turn
+from varuna.data.randomness import Keyed, SeededTurn
 from varuna.engine.base.still import Still
 from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
@@ -368,7 +368,7 @@ class Stage:
     def _drawing(self) -> AbstractContextManager[object]:
         """Randomness of the user's code in an update, keyed by (seed, step): the same on all replicas and stages."""
         is_users = self.job.before_step is not None or not self.optimizer.is_torchs
-        return Turn(self.job.seed, "update", self.next_step) if is_users else nullcontext()
+        return SeededTurn(self.job.seed, "update", self.next_step) if is_users else nullcontext()
 
     def _show(self, gradients: Mapping[str, Tensor]) -> None:
         """Gradients where the user's code looks for them; not where a parameter is a copy, or in another memory."""

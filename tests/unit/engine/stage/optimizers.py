@@ -128,7 +128,7 @@ class Whitening(Optimizer):
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
-                    state["sums"] = [torch.zeros(size) for size in p.shape] or [None]
+                    state["sums"] = [torch.zeros(size) for size in p.shape]
                     state["shape"], state["count"] = (tuple(p.shape), "all"), {"steps": 0}
                 state["count"]["steps"] += 1
                 grad = p.grad.clone()
