@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON, from_bytes, to_bytes
 from varuna.core.errors import UsageError, VarunaError
-from varuna.data.randomness import Keyed, SeededTurn, derive_key, seeded
+from varuna.data.randomness import SeededTurn, derive_key, seeded
 from varuna.engine.stage.cross_stage import Exchange, LocalExchange, installed
 from varuna.engine.stage.load_state import optimizer_state_of, state_in
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory, StageOptimizer
 from varuna.engine.stage.parameter_groups import whole_groups
+from varuna.engine.stage.update_draws import call_before_step
 from varuna.partition.model import PartitionedModel
 from varuna.partition.object_copies import independent
 from varuna.partition.optimizer_state import BESIDE
@@ -226,8 +227,7 @@ class _Stage:
         for name, parameter in self.named:
             parameter.grad = gradients[name]
         with SeededTurn(self._check.seed, "update", step):
-            if self._before_step is not None:
-                self._before_step(Keyed(self.named, [name for name, _ in self.named], "before_step"))
+            call_before_step(self._before_step, self.named)
             self._optimizer.update(lambda written: None)
         self._optimizer.advance()
 

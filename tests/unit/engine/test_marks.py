@@ -21,6 +21,8 @@ class Width(nn.Parameter):
 class Marked(SmallLanguage):
     """Marks parameters in the ways that public models do."""
 
+    layers: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.embed.weight.no_weight_decay = True  # type: ignore[attr-defined]
@@ -62,7 +64,7 @@ def test_an_optimizers_function_reads_the_marks_in_every_plan_and_after_a_morph(
     def script() -> None:
         torch.manual_seed(0)
         model: Any = Marked() if how == "built" else Marked
-        memory = Memory(offloadoptionsizer=how == "offloaded")
+        memory = Memory(offload_optimizer=how == "offloaded")
         saved = Checkpoints(tmp_path, every=2)
         job = Trainer(model, Tokens(), by_marks, 8, clip_grad_norm=1.0, micro_batch=2, memory=memory, checkpoints=saved)
         for _ in job.steps(6):

@@ -44,11 +44,11 @@ class Holds(Optimizer):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {"lr": 0.1})
         self.model, self.order = model, list(model.parameters())[::-1]
-        self.factors = {p: 1.0 + number for number, p in enumerate(self.order)}
+        self.factors: dict[Any, float] = {p: 1.0 + number for number, p in enumerate(self.order)}
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.first, self.apply = weakref.ref(self.order[0]), partial(self.move, factor=-1.0)
 
-    def move(self, p: Tensor, factor: float) -> None:
+    def move(self, p: Any, factor: float) -> None:
         p.add_(p.grad, alpha=factor * self.factors[p] * (3.0 if p is self.first() else 1.0))
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ def test_copies_over_the_parts_of_a_model_train_as_the_scripts_own_optimizer(
 ) -> None:
     model, part = net(), net()
     whole = build(model)
-    factory = optimizer_like(whole, list(model.named_parameters()))
+    factory: Any = optimizer_like(whole, list(model.named_parameters()))
     named = list(part.named_parameters())
     found = {**train(factory(named[:3]), named[:3]), **train(factory(named[3:]), named[3:])}
     assert not whole.state or all(float(entries["step"]) == 0 for entries in whole.state.values())
@@ -126,7 +126,7 @@ def closes_over(model: nn.Module) -> Optimizer:
     found = SGD(model.parameters(), lr=0.1)
 
     def counts(*_: object) -> None:
-        model[1].running_mean.zero_()  # type: ignore[operator, union-attr]
+        getattr(model, "1").running_mean.zero_()
 
     found.register_step_pre_hook(counts)
     return found
@@ -148,7 +148,7 @@ def bound(model: nn.Module) -> Optimizer:
 
 def patched(model: nn.Module) -> Optimizer:
     found, step = SGD(model.parameters(), lr=0.1), torch.optim.SGD.step
-    found.step = lambda *_: step(found)  # type: ignore[method-assign, assignment]
+    found.step = lambda *_: step(found)  # type: ignore[method-assign]
     return found
 
 

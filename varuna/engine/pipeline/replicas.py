@@ -43,7 +43,7 @@ class ReplicaComparison:
         """
         begin_s = time.monotonic()
         model = self._stage.job.model
-        states = {section: self._stage.replicated(section) for section in self._stage.sections}
+        states = {section: _replicated(self._stage, section) for section in self._stage.sections}
         table = torch.zeros(self._plan.replicas, len(model.sections), 2, dtype=torch.int64)
         for section, state in states.items():
             table[self._replica, section, 0] = sum(_bits(value) for value in state.values()) % 2**62
@@ -98,6 +98,16 @@ class ReplicaComparison:
     def _names(self, section: int) -> Iterator[str]:
         graph = self._stage.job.model.sections[section]
         yield from dict.fromkeys((*graph.parameters, *graph.updated))
+
+
+def _replicated(stage: Stage, section: int) -> dict[str, Tensor]:
+    """What every replica holds of a section: its state, or of a sharded one the parameters that it computes with."""
+    exchanged = stage.exchanged_parameters()
+    if section not in exchanged:
+        return stage.state_of(section).tensors
+    model = stage.job.model
+    names = [name for name in dict.fromkeys(model.sections[section].parameters) if name in model.trainable]
+    return {f"parameters/{name}": value for name, value in zip(names, exchanged[section], strict=True)}
 
 
 def _bits(value: Tensor) -> int:

@@ -1,7 +1,6 @@
 """A stage on one rank: its sections' parameters, gradient buffers, optimizer and computations."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -11,7 +10,6 @@ from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums
-from varuna.data.randomness import Keyed, SeededTurn
 from varuna.engine.base.still import Still
 from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
@@ -26,6 +24,7 @@ from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import Begun, StepShare, Sums, TiedTotals
+from varuna.engine.stage.update_draws import call_before_step, drawing
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
 from varuna.partition.parameter_marks import put_marks
@@ -358,17 +357,10 @@ class Stage:
             bucket.flat.mul_(scale)
         self._show(self.totals.views)
         self._halves.show()
-        with self._drawing():
-            if self.job.before_step is not None:
-                named = self.named_parameters()
-                self.job.before_step(Keyed(named, [name for name, _ in named], "before_step"))
+        with drawing(self.job, self.next_step, runs_torch_alone=self.optimizer.is_torchs):
+            call_before_step(self.job.before_step, self.named_parameters())
             with self.sharding.without_exchange():
                 self.optimizer.update(self._compute.refresh)
-
-    def _drawing(self) -> AbstractContextManager[object]:
-        """Randomness of the user's code in an update, keyed by (seed, step): the same on all replicas and stages."""
-        is_users = self.job.before_step is not None or not self.optimizer.is_torchs
-        return SeededTurn(self.job.seed, "update", self.next_step) if is_users else nullcontext()
 
     def _show(self, gradients: Mapping[str, Tensor]) -> None:
         """Gradients where the user's code looks for them; not where a parameter is a copy, or in another memory."""
@@ -394,13 +386,6 @@ class Stage:
         self.sharding.missing -= {rest.section}
         if not self.sharding.missing:
             self.still.rests(self.next_step)
-
-    def replicated(self, section: int) -> dict[str, Tensor]:
-        """What every replica holds of a section, as the tensors of its state; without that of a sharded optimizer."""
-        if not self.job.memory.shard_optimizer:
-            return self.state_of(section).tensors
-        names = dict.fromkeys(self.job.model.sections[section].parameters)
-        return {f"parameters/{name}": self._compute[name] for name in names}
 
     def state_of(self, section: int, *, owned_only: bool = False) -> SectionState:
         """A section's state as references (not copies); without optimizer state where other replicas have it.

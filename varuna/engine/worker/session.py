@@ -98,8 +98,7 @@ class Session:
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
         self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
-        self._cut_check = cut_check
-        self._shown = ShownSteps(membership.shown, job.device)
+        self._shown, self._cut_check = ShownSteps(membership.shown, job.device), cut_check
         self.heartbeat = Heartbeat(self.standing, job.compiler, self._shown.recent)
         self._is_sound, self._patience = True, patience  # the newest step was finite
         self.current: Generation | None = None
