@@ -19,9 +19,14 @@ from varuna.core.errors import UsageError, VarunaError
 from varuna.data.randomness import SeededTurn, derive_key, seeded
 from varuna.engine.stage.cross_stage import Exchange, LocalExchange, installed
 from varuna.engine.stage.load_state import optimizer_state_of, state_in
-from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory, StageOptimizer
+from varuna.engine.stage.optimizer import (
+    NamedParameters,
+    OptimizerFactory,
+    SchedulerFactory,
+    StageOptimizer,
+    call_before_step,
+)
 from varuna.engine.stage.parameter_groups import whole_groups
-from varuna.engine.stage.update_draws import call_before_step
 from varuna.partition.model import PartitionedModel
 from varuna.partition.object_copies import independent
 from varuna.partition.optimizer_state import BESIDE

@@ -28,7 +28,7 @@ class Marked(SmallLanguage):
         self.embed.weight.no_weight_decay = True  # type: ignore[attr-defined]
         self.layers[1].weight = Width(self.layers[1].weight.detach().clone())
         for layer in self.layers:
-            layer.bias.options = {"lr": 0.05}  # type: ignore[union-attr]
+            layer.bias.options = {"lr": 0.05}
 
 
 def by_marks(named: Any) -> torch.optim.Optimizer:

@@ -185,6 +185,12 @@ class StageOptimizer:
         return ({}, {}) if self._optimizer is None else self._state.of(name)
 
 
+def call_before_step(function: Callable[[NamedParameters], None] | None, named: NamedParameters) -> None:
+    """Call ``before_step=``, if there is one; what it draws for a parameter does not depend on the others."""
+    if function is not None:
+        function(Keyed(named, [name for name, _ in named], "before_step"))
+
+
 def _replayed(factory: SchedulerFactory, optimizer: torch.optim.Optimizer, steps_done: int) -> LRScheduler:
     """The user's scheduler after some steps; one that waits for measurements has had none."""
     try:

@@ -1,6 +1,7 @@
 """A stage on one rank: its sections' parameters, gradient buffers, optimizer and computations."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums
+from varuna.data.randomness import SeededTurn
 from varuna.engine.base.still import Still
 from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
@@ -20,11 +22,11 @@ from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
 from varuna.engine.stage.guards import Truths
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.offload import optimizer_of
+from varuna.engine.stage.optimizer import call_before_step
 from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import Begun, StepShare, Sums, TiedTotals
-from varuna.engine.stage.update_draws import call_before_step, drawing
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
 from varuna.partition.parameter_marks import put_marks
@@ -357,7 +359,8 @@ class Stage:
             bucket.flat.mul_(scale)
         self._show(self.totals.views)
         self._halves.show()
-        with drawing(self.job, self.next_step, runs_torch_alone=self.optimizer.is_torchs):
+        is_torchs = self.job.before_step is None and self.optimizer.is_torchs
+        with nullcontext() if is_torchs else SeededTurn(self.job.seed, "update", self.next_step):
             call_before_step(self.job.before_step, self.named_parameters())
             with self.sharding.without_exchange():
                 self.optimizer.update(self._compute.refresh)
