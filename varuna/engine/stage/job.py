@@ -42,6 +42,9 @@ class Job:
     stops_at_nan: bool = True
     """a step whose loss or gradients are not finite is not applied, and ends the run"""
 
+    is_steered: bool = False
+    """the training loop may write options of the optimizer's groups, so every rank has all groups"""
+
     @property
     def masters_away(self) -> bool:
         """Parameters that the optimizer updates live in host memory; copies of them are on the device."""

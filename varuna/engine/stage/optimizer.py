@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import UsageError
-from varuna.engine.stage.parameter_groups import ParameterGroup, complete
+from varuna.engine.stage.parameter_groups import NO_STEERING, ParameterGroup, Steering, Writes, complete, options_alone
 from varuna.partition.optimizers import NamedParameters as NamedParameters
 from varuna.partition.optimizers import OptimizerFactory as OptimizerFactory
 from varuna.partition.optimizers import build_optimizer, parts_of
@@ -41,6 +41,7 @@ class StageOptimizer:
         *,
         home: torch.device | None = None,
         whole: Sequence[ParameterGroup] = (),
+        steering: Steering = NO_STEERING,
     ) -> None:
         """Build both and bring them to where the run is.
 
@@ -52,6 +53,7 @@ class StageOptimizer:
             steps_done: optimizer steps that the parameters contain.
             home: where state lives between steps; with its parameter if None.
             whole: parameter groups of the whole model, if they are known: the scheduler finds them all.
+            steering: what the training loop has told both so far.
 
         Raises:
             UsageError: a factory returns something else than an optimizer or a scheduler, or the scheduler needs
@@ -61,12 +63,15 @@ class StageOptimizer:
         self._home = home
         self._optimizer = build_optimizer(optimizer, named) if named else None
         self._scheduler: LRScheduler | None = None
-        if self._optimizer is None:
+        if self._optimizer is not None:
+            complete(self._optimizer, named, whole)
+            self.put(state)
+        self._options = options_alone(whole) if self._optimizer is None and whole else self._optimizer
+        if self._options is None:
             return
-        complete(self._optimizer, named, whole)
-        self.put(state)
         if scheduler is not None:
-            self._scheduler = _replayed(scheduler, self._optimizer, steps_done)
+            self._scheduler = _scheduled(scheduler, self._options)
+        self._replay(steps_done, steering)
 
     def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over state by parameter name, of those parameters that are here."""
@@ -129,11 +134,38 @@ class StageOptimizer:
         """
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(value)
-        elif self._optimizer is not None:
+        elif self._options is not None:
             raise UsageError(
                 "trainer.step_scheduler(value) is for lr_scheduler=lambda optimizer: ReduceLROnPlateau(optimizer). "
                 "Every other scheduler advances by itself, once per step."
             )
+
+    def options(self) -> Sequence[Mapping[str, Any]] | None:
+        """The parameter groups with their options, as they are now; None where the groups are not known."""
+        return None if self._options is None else self._options.param_groups
+
+    def write(self, values: Writes) -> None:
+        """Give options of groups other values."""
+        if self._options is not None:
+            for (group, key), value in values.items():
+                self._options.param_groups[group][key] = copy.deepcopy(value)
+
+    def _replay(self, steps: int, steering: Steering) -> None:
+        """Tell optimizer and scheduler once more what they have been told, in the same order."""
+        written, told = steering.written, steering.measured
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "step() before optimizer.step()": this is a replay
+            if written is not None:
+                self._follow(written.steps, told[: written.measured])
+                self.write(written.values)
+                steps, told = steps - written.steps, told[written.measured :]
+            self._follow(steps, told)
+
+    def _follow(self, steps: int, told: Sequence[float]) -> None:
+        for _ in range(0 if self._scheduler is None else steps):
+            self.advance()
+        for value in told:
+            self.measure(value)
 
     def copies(self) -> Callable[[], None]:
         """Copy parameters and optimizer state; the returned function puts them back, bit for bit.
@@ -176,8 +208,8 @@ class StageOptimizer:
         return tensors, scalars
 
 
-def _replayed(factory: SchedulerFactory, optimizer: torch.optim.Optimizer, steps_done: int) -> LRScheduler:
-    """The user's scheduler after some steps; one that waits for measurements has had none."""
+def _scheduled(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The user's scheduler, before step 0."""
     try:
         scheduler = factory(optimizer)
     except (ValueError, IndexError) as error:
@@ -191,10 +223,4 @@ def _replayed(factory: SchedulerFactory, optimizer: torch.optim.Optimizer, steps
             f"lr_scheduler= must return a torch scheduler, but returned {type(scheduler).__name__}. "
             "LambdaLR can express any function of the step."
         )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        return scheduler
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "step() before optimizer.step()": this is a replay
-        for _ in range(steps_done):
-            scheduler.step()
     return scheduler

@@ -20,6 +20,7 @@ from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
 from varuna.engine.stage.guards import Truths
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.offload import optimizer_of
+from varuna.engine.stage.parameter_groups import NO_STEERING, Steering
 from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
@@ -46,6 +47,7 @@ class Stage:
         replica: int = 0,
         begun: Begun | None = None,
         missing: frozenset[int] = frozenset(),
+        steering: Steering = NO_STEERING,
     ) -> None:
         """Take over the state of every section of the stage.
 
@@ -58,6 +60,7 @@ class Stage:
             replica: which replica of the stage; decides what of shared optimizer state is here.
             begun: the first step, if another generation has begun it.
             missing: sections whose optimizer state comes later: see ``complete``.
+            steering: what the training loop has told the optimizer and its scheduler.
         """
         self.job = job
         self.plan, self.index, self.sections = plan, stage, plan.cut_of(replica).sections_of(stage)
@@ -108,7 +111,7 @@ class Stage:
         self._halves = HalfGradients(self.parameters, self._gradients if job.dtype is torch.float32 else {})
         updated = [(name, value) for name, value in self.named_parameters() if name in self.sharding.updated]
         known = load_state.optimizer_state_of(states, self.sharding.whole)
-        self.optimizer = optimizer_of(job, graphs, updated, known, next_step, self._gradients)
+        self.optimizer = optimizer_of(job, graphs, updated, known, next_step, self._gradients, steering)
         self._show(self._gradients)
         foreign = {p.name for p in self.tied if p.owner not in self.sections}
         named = (*self.parameters.items(), *self.optimizer.parameters.items())

@@ -245,7 +245,7 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
             {each: state.tensors[STATISTICS] for each, state in states.items() if STATISTICS in state.tensors},
         )
     missing = frozenset(each.section for each in received_later(assignment))
-    stage = Stage(
+    return Stage(
         setting.job,
         plan,
         place.stage,
@@ -254,10 +254,8 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
         replica=place.replica,
         begun=begun,
         missing=missing,
+        steering=setting.loop.steering,
     )
-    for value in setting.loop.measured:
-        stage.optimizer.measure(value)
-    return stage
 
 
 def send_rest(
@@ -337,7 +335,7 @@ def _open_copies(
         stage if stage.sums.outlast and not stage.statistics.sections else None,
         setting.job.traffic.state,
         assignment.plan.step_s,
-        repeats=lambda: not setting.loop.measured,
+        repeats=lambda: setting.loop.steering.is_none,
     )
     return CopySender(groups.world, assignment.copy_to, copied, inbox=inbox, steps=setting.steps, **where)
 

@@ -22,9 +22,10 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.copies.keeping import KeptCopy
 from varuna.engine.pipeline.apply import layout_of, overflowed
-from varuna.engine.pipeline.divergence import check_finite, check_measured, is_finite
+from varuna.engine.pipeline.divergence import check_finite, check_measured, check_written, is_finite
 from varuna.engine.shown.shown_steps import ShownSteps
 from varuna.engine.stage.job import Job
+from varuna.engine.stage.parameter_groups import Writes
 from varuna.engine.worker.generation import (
     Generation,
     Setting,
@@ -133,6 +134,25 @@ class Session:
         if self.current is not None:
             self.current.stage.optimizer.measure(value)
         self._loop.measure(value)
+
+    @property
+    def newest_step(self) -> int:
+        """Number of the newest step that the state contains; 0 before any."""
+        return max(0, (self.standing.next_step or 0) - 1)
+
+    def options(self) -> Sequence[Mapping[str, Any]] | None:
+        """Options of the optimizer's groups, as the next step will use them; None where they are not known."""
+        return None if self.current is None else self.current.stage.optimizer.options()
+
+    def write(self, values: Writes) -> None:
+        """Give options of the optimizer's groups other values, from the next step on; all ranks call this alike."""
+        if values and self.current is not None:
+            stage, before = self.current.stage, self._loop.written
+            stage.optimizer.write(values)
+            now = {**({} if before is None else before.values), **values}
+            if (options := stage.optimizer.options()) is not None:
+                now = {(group, key): options[group][key] for group, key in now}
+            self._loop.write(stage.next_step, now)
 
     def aside(self, run: Callable[[Generation], Found], doing: str) -> Found | None:
         """Use the present generation between two steps; all ranks call this at the same step.
@@ -339,6 +359,7 @@ class Session:
     def _check(self, generation: Generation, step: int, totals: StepTotals, vector: Sequence[float]) -> None:
         stage, layout = generation.stage, layout_of(generation.stage)
         check_measured(vector, self._loop.mark, layout=layout, plan=stage.plan)
+        check_written(vector, self._loop.written, layout=layout, plan=stage.plan, rank=generation.assignment.rank)
         if stage.job.stops_at_nan and not overflowed(stage.job.dtype, totals):  # the loss scale has an answer to that
             check_finite(totals, vector, layout=layout, source=self._setting.source, plan=stage.plan, step=step)
 
@@ -346,6 +367,8 @@ class Session:
         """What this rank says in the vote besides norms and losses."""
         flags = {"stop": float(self._stopping), "checkpoint": float(self._saves_next)}
         flags["measured"] = self._loop.mark
+        flags["written"] = 0.0 if self._loop.written is None else self._loop.written.mark
+        flags["written_by"] = flags["written"] * (generation.assignment.rank + 1)
         if generation.assignment.rank == 0:
             flags["regroup"] = float(self.standing.asked("regroup"))
             flags["stop"] = float(self._stopping or self.standing.asked("stop"))
