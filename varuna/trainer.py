@@ -29,6 +29,8 @@ from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
 from varuna.job.aside import Aside
 from varuna.job.built import as_functions, is_new
+from varuna.job.handed_functions import functions_of
+from varuna.job.handed_over.watching import HandedOver
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
@@ -167,6 +169,12 @@ class Trainer:
             network=Network() if network is None else network,
         )
         self._session: Session | None = None
+        self._handed = HandedOver(
+            functions_of(self._spec, given.schedule),
+            model=None if given.built is None else given.built.module,
+            optimizer=given.steps,
+            kept=state,
+        )
         self._tells_speed = True  # without a manager, which does
         self._aside, self._trackers = Aside(self._spec), trackers_of(self._spec)
 
@@ -199,23 +207,29 @@ class Trainer:
         at_end(self._trackers.close, self._trackers.close)
         speed = SpeedLines(n, self._spec.global_batch) if watched is None and self._tells_speed else None
         self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
-        committed = self._session.steps()
+        committed, handed = self._session.steps(), self._handed
+        handed.begin()
         try:
             for step in committed:
                 done = step_of(step, self._spec.global_batch, self._spec.dtype, self._spec.source.size)
                 if speed is not None and done.is_main:
                     speed.take(done.index, done.loss)
                 self._trackers.take(done.index, values_of(done), is_main=done.is_main)
-                yield done
+                with handed.script(self._session.options()):
+                    yield done
+                handed.check(sys._getframe(1))
+                self._session.write(handed.written())
             self._give_back()
         except GeneratorExit:
             if not sys.is_finalizing() and not failed.is_set():
+                self._session.write(handed.written())
                 self._session.stop()
                 for _ in committed:  # the stop flag travels with the next step's vote
                     pass
                 self._give_back()
             raise
         finally:
+            handed.end()
             if speed is not None:
                 speed.close()
 
@@ -229,6 +243,7 @@ class Trainer:
             raise UsageError('trainer.checkpoint() needs a place: Trainer(..., checkpoints="runs/a")')
         if self._session is None:
             raise UsageError("trainer.checkpoint() works inside the loop over trainer.steps(n)")
+        self._handed.check(sys._getframe(1))
         self._session.checkpoint()
 
     def log(self, values: Mapping[str, float]) -> None:
@@ -271,8 +286,9 @@ class Trainer:
         """
         self._check_average(ema)
         session = self._begun("evaluate(dataset)")
-        work = self._aside.evaluation(dataset, examples, averaged=ema)
-        found = session.aside(partial(evaluate, work=work), f"evaluates {work.examples} examples")
+        with self._handed.aside():
+            work = self._aside.evaluation(dataset, examples, step=session.newest_step, averaged=ema)
+            found = session.aside(partial(evaluate, work=work), f"evaluates {work.examples} examples")
         return evaluation_of(found, work.examples)
 
     def predict(
@@ -298,8 +314,10 @@ class Trainer:
         """
         self._check_average(ema)
         session = self._begun("predict(dataset)")
-        work = self._aside.prediction(dataset, output, examples, averaged=ema)
-        return session.aside(partial(predict, work=work), f"predicts {work.examples} examples")
+        with self._handed.aside():
+            step = session.newest_step
+            work = self._aside.prediction(dataset, output, examples, step=step, averaged=ema)
+            return session.aside(partial(predict, work=work), f"predicts {work.examples} examples")
 
     def generate(
         self,
@@ -334,11 +352,12 @@ class Trainer:
         """
         self._check_average(ema)
         session = self._begun("generate(prompts, n)")
-        work = self._aside.continuation(
-            prompts, max_new_tokens, temperature=temperature, top_k=top_k, end=eos_token_id, averaged=ema
-        )
-        doing = f"generates {max_new_tokens} tokens for {len(work.texts)} prompts"
-        return session.aside(partial(generate, work=work), doing)
+        with self._handed.aside():
+            work = self._aside.continuation(
+                prompts, max_new_tokens, temperature=temperature, top_k=top_k, end=eos_token_id, averaged=ema
+            )
+            doing = f"generates {max_new_tokens} tokens for {len(work.texts)} prompts"
+            return session.aside(partial(generate, work=work), doing)
 
     def export(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.
@@ -358,14 +377,17 @@ class Trainer:
             raise UsageError("trainer.export(path) writes what trainer.steps(n) trained: run the loop first")
         self._check_average(ema)
         spec, generation = self._spec, self._session.current
-        if spec.built.has_adapters:
-            export_adapter(generation, spec, Path(path), average=ema)
-        else:
-            export_model(generation, spec.partitioned, Path(path), spec.built.json, average=ema)
+        self._handed.check(sys._getframe(1))
+        with self._handed.aside():
+            if spec.built.has_adapters:
+                export_adapter(generation, spec, Path(path), average=ema)
+            else:
+                export_model(generation, spec.partitioned, Path(path), spec.built.json, average=ema)
 
     def _give_back(self) -> None:
         """After the loop, a model that the script has built has the trained values on every worker."""
         built, session, model = self._given.built, self._session, self._spec.partitioned
+        self._handed.end()
         if built is None or session is None:
             return
         if session.current is None:
@@ -397,4 +419,5 @@ class Trainer:
     def _begun(self, method: str) -> Session:
         if self._session is None:
             raise UsageError(f"trainer.{method} works inside the loop over trainer.steps(n), and after it")
+        self._handed.check(sys._getframe(2))
         return self._session

@@ -21,6 +21,8 @@ TARGETS = frozenset(("target", "targets", "label", "labels"))
 """What loss modules of torch and of others, such as timm's, call what they compare the output with."""
 _TARGETS_OF_MODELS = TARGETS | {"tgt", "y"}
 """What models call the optional parameter that they compare with."""
+STEP = "step"
+"""The column that the run supplies where the samples lack it: the number of the step, for each example."""
 _LABEL = "label"
 """What Hugging Face's datasets call the column that its models take as ``labels``."""
 
@@ -39,6 +41,8 @@ class InputNames:
     """it takes other names too (``**kwargs``)"""
     read_apart: bool = False
     """functions of the user's (``loss=``, ``metrics=``, a weight) may read other keys of the batch"""
+    required: frozenset[str] = frozenset()
+    """those of ``named`` without a default"""
     needed: int | None = None
     """how many of ``order`` have no default, if ``loss=`` computes the loss; ``forward`` may then do without labels"""
 

@@ -1,14 +1,17 @@
 """Reading samples so that every stage that needs one sees the same values."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from varuna.core.errors import DataError
 from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
-from varuna.data.columns import Columns, InputNames
+from varuna.data.columns import STEP, Columns, InputNames
 from varuna.data.digests import row_digests, tensors_digest
 from varuna.data.measured import MeasuredReading
 from varuna.data.micro_batch import MicroBatch
@@ -41,6 +44,8 @@ class SampleSource:
         names: Callable[[], InputNames] | None = None,
         processes: int | None = 0,
         shuffles: bool = True,
+        step_at: Callable[[int], int] | None = None,
+        wants_step: Callable[[], bool] = lambda: False,
     ) -> None:
         """Check the dataset, without reading a sample.
 
@@ -51,13 +56,15 @@ class SampleSource:
             names: tells what ``forward`` takes; see ``Columns``.
             processes: how many read for a loader; 0: a thread does. None: as many as turn out to be needed.
             shuffles: anew in each epoch, if the dataset has a length.
+            step_at: the step that has the sample at a position.
+            wants_step: whether the job reads a column ``step``, which is added where the samples have none; asked once.
 
         Raises:
             DataError: it is a stream, cannot be indexed, or is empty.
         """
         _check_dataset(dataset)
         self.size: int | None = len(dataset) if hasattr(dataset, "__len__") else None
-        self._shuffles = shuffles
+        self._shuffles, self._step_at, self._ask_for_step = shuffles, step_at, wants_step
         if self.size == 0:
             raise DataError(f"the dataset ({type(dataset).__name__}) is empty: len(dataset) is 0. Check its source.")
         self._dataset = dataset
@@ -118,13 +125,34 @@ class SampleSource:
             Exception: whatever ``dataset[i]`` or ``collate`` raises, with a note that names the samples.
         """
         indices, samples = self._read_all(positions)
+        keys = None if keys is None else list(keys)
         if self._collator is None:
             named = [self._columns.tensors(each, f"dataset[{i}]") for each, i in zip(samples, indices, strict=True)]
-            tensors = stack_all(named, indices, self._columns) if keys is None else stack(named, indices, keys)
+            given = None if keys is None else self._without_step(keys, named[0])
+            tensors = stack_all(named, indices, self._columns) if given is None else stack(named, indices, given)
+            tensors = self._with_step(tensors, positions, keys)
             return MicroBatch(tensors, tuple(map(tensors_digest, named)) if compared else (), indices)
         with _collating(indices):
             batch = self._collator.batch(samples, positions)
-        return MicroBatch(select(batch, keys), row_digests(batch, len(samples)) if compared else (), indices)
+        chosen = select(batch, None if keys is None else self._without_step(keys, batch))
+        digests = row_digests(batch, len(samples)) if compared else ()
+        return MicroBatch(self._with_step(chosen, positions, keys), digests, indices)
+
+    @cached_property
+    def _adds_step(self) -> bool:
+        return self._step_at is not None and self._ask_for_step()
+
+    def _without_step(self, keys: Iterable[str], given: Container[str]) -> list[str]:
+        """Keys that samples must have."""
+        return [key for key in keys if key != STEP or STEP in given or not self._adds_step]
+
+    def _with_step(
+        self, tensors: dict[str, Tensor], positions: Sequence[int], keys: Container[str] | None
+    ) -> dict[str, Tensor]:
+        if STEP in tensors or (keys is not None and STEP not in keys) or not self._adds_step:
+            return tensors
+        assert self._step_at is not None
+        return {**tensors, STEP: torch.tensor([self._step_at(position) for position in positions])}
 
     def prepare(self, *, at_once: int = 0) -> None:
         """Fork processes, or one that can fork them later, before there is state that they would keep copies of.
@@ -132,6 +160,7 @@ class SampleSource:
         Args:
             at_once: processes that another dataset of the job turned out to need, if their number is not given.
         """
+        _ = self._adds_step  # not in a process that reads
         if self._processes is None:
             held = self._dataset, None if self._collator is None else self._collator.function
             self._reading = MeasuredReading(self.micro_batch, held, forks=True, at_once=at_once)

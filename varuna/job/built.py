@@ -133,63 +133,89 @@ def _check_bare(module: nn.Module) -> None:
         )
 
 
-def optimizer_like(whole: torch.optim.Optimizer, named: NamedParameters) -> OptimizerFactory:
-    """What builds an optimizer like ``whole``, with its groups, over some of its parameters.
+class OptimizerLike:
+    """Builds an optimizer like one that the script has built, with its groups, over some of its parameters."""
 
-    Args:
-        whole: over the model's parameters.
-        named: those parameters, with their names.
+    def __init__(
+        self, whole: torch.optim.Optimizer, named: NamedParameters, *, is_scheduled: bool = False, in_loop: bool = True
+    ) -> None:
+        """Take it as it is now.
 
-    Raises:
-        UsageError: it is over other parameters, or has made steps.
-    """
-    names = {id(parameter): name for name, parameter in named}
-    if not all(id(parameter) in names for group in whole.param_groups for parameter in group["params"]):
-        raise UsageError(
-            f"optimizer= is {_an(whole)} over parameters that model= does not have. Pass the module whose parameters "
-            "it was built from, or a function, such as lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
-        )
-    if whole.state:
-        raise UsageError(
-            f"optimizer= is {_an(whole)} that has state from steps before. Pass a new one; with checkpoints= a run "
-            "resumes with its own state."
-        )
-    groups = [(frozenset(names[id(p)] for p in group["params"]), _options(group)) for group in whole.param_groups]
-    kind: Any = type(whole)
-    taken = inspect.signature(kind).parameters
-    options = {key: value for key, value in whole.defaults.items() if key in taken}
+        Args:
+            whole: over the model's parameters.
+            named: those parameters, with their names.
+            is_scheduled: a scheduler will be built for each copy, which finds the rates from before one was.
+            in_loop: the training loop may write options of its groups.
 
-    def build(some: NamedParameters) -> torch.optim.Optimizer:
+        Raises:
+            UsageError: it is over other parameters, or has made steps.
+        """
+        names = {id(parameter): name for name, parameter in named}
+        if not all(id(parameter) in names for group in whole.param_groups for parameter in group["params"]):
+            raise UsageError(
+                f"optimizer= is {_an(whole)} over parameters that model= does not have. Pass the module whose "
+                "parameters it was built from, or a function, such as "
+                "lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
+            )
+        if whole.state:
+            raise UsageError(
+                f"optimizer= is {_an(whole)} that has state from steps before. Pass a new one; with checkpoints= a run "
+                "resumes with its own state."
+            )
+        self._whole, self._is_scheduled, self.in_loop = whole, is_scheduled, in_loop
+        self._names = [frozenset(names[id(p)] for p in group["params"]) for group in whole.param_groups]
+        taken = inspect.signature(type(whole)).parameters
+        self._defaults = {key: value for key, value in whole.defaults.items() if key in taken}
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the options of its groups as they are now: step 0 uses what the script has written before its loop."""
+        kept = _first_options if self._is_scheduled else _all_options
+        self._options = [copy.deepcopy(kept(group)) for group in self._whole.param_groups]
+
+    def __call__(self, named: NamedParameters) -> torch.optim.Optimizer:
+        """An optimizer over those of ``named`` that the whole one has."""
+        kind: Any = type(self._whole)
         parts = [
-            {"params": [parameter for name, parameter in some if name in mine], **copy.copy(rest)}
-            for mine, rest in groups
+            {"params": [parameter for name, parameter in named if name in mine], **copy.deepcopy(options)}
+            for mine, options in zip(self._names, self._options, strict=True)
         ]
-        built: torch.optim.Optimizer = kind(parts, **options)
+        built: torch.optim.Optimizer = kind(parts, **self._defaults)
         return built
 
-    return build
+
+def _all_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a parameter group; a scheduler may have changed its learning rate already."""
+def _first_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a parameter group, as they were before a scheduler has changed its learning rate."""
     rest = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
     return {**rest, "lr": group.get("initial_lr", group["lr"])} if "lr" in group else rest
 
 
-def scheduler_like(whole: LRScheduler) -> SchedulerFactory:
-    """What builds a scheduler like ``whole``, which has made no steps, over another optimizer with the same groups."""
-    before = [{key: value for key, value in g.items() if key != "params"} for g in whole.optimizer.param_groups]
-    beginning = copy.deepcopy(before)  # what its constructor has set: rates, and some the momentum
-    first = copy.deepcopy(whole, {id(whole.optimizer): whole.optimizer})  # the script's own will refuse to be used
+class SchedulerLike:
+    """Builds a scheduler like one that has made no steps, over another optimizer with the same groups."""
 
-    def build(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    def __init__(self, whole: LRScheduler) -> None:
+        """Take it as it is now."""
+        self._whole = whole
+        self._first = copy.deepcopy(
+            whole, {id(whole.optimizer): whole.optimizer}
+        )  # the script's will refuse to be used
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the options of groups as they are now: what its constructor has set, and the script since."""
+        self._options = [copy.deepcopy(_all_options(group)) for group in self._whole.optimizer.param_groups]
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
+        """A scheduler of ``optimizer``."""
         LambdaLR(optimizer, lambda _: 1.0)  # counts the optimizer's steps, which every scheduler looks for
-        for group, options in zip(optimizer.param_groups, copy.deepcopy(beginning), strict=True):
+        for group, options in zip(optimizer.param_groups, copy.deepcopy(self._options), strict=True):
             group.update(options)
-        made: LRScheduler = copy.deepcopy(first, {id(first.optimizer): optimizer})
+        made: LRScheduler = copy.deepcopy(self._first, {id(self._first.optimizer): optimizer})
         return made
-
-    return build
 
 
 def _refuse_step(*_: object) -> Never:
@@ -251,11 +277,16 @@ class AsFunctions(NamedTuple):
 
     def guard(self) -> None:
         """Training begins: from now on refuse to use them."""
+        for each in (self.optimizer, self.lr_scheduler):
+            if isinstance(each, OptimizerLike | SchedulerLike):
+                each.begin()
         if self.built is not None:
             self.built.guard()
         if self.steps is not None:
             self.steps.register_step_pre_hook(_refuse_step)
             self.steps.register_state_dict_pre_hook(_refuse_state)
+            self.steps.register_load_state_dict_pre_hook(_refuse_state)
+            vars(self.steps)["_opt_called"] = True  # the run makes its steps, before a scheduler of the loop's
         if self.schedule is not None:  # which has no hooks
             vars(self.schedule).update(step=_refuse_schedule, state_dict=_refuse_state)
 
@@ -280,11 +311,11 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> AsFunctions:
                 "that it was built with, or a function, such as "
                 "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)."
             )
-        lr_scheduler = scheduler_like(lr_scheduler)
+        lr_scheduler = SchedulerLike(lr_scheduler)
     if isinstance(model, nn.Module):
         built = GivenModel(model)
         if steps is not None:
-            optimizer = optimizer_like(steps, list(model.named_parameters()))
+            optimizer = OptimizerLike(steps, list(model.named_parameters()), is_scheduled=lr_scheduler is not None)
         return AsFunctions(built, optimizer, lr_scheduler, built, steps, schedule)
     if steps is not None:
         raise UsageError(

@@ -4,22 +4,24 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from varuna.checks.selfcheck import SelfCheck
-from varuna.core.errors import UsageError
+from varuna.core.errors import ModelError, UsageError
 from varuna.core.model import Memory, Network
 from varuna.core.precision import PRECISIONS, Precision
+from varuna.data.columns import STEP
 from varuna.data.samples import SampleSource
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.stage.precision import DTYPES, cast
 from varuna.engine.worker.loop_state import Kept, Stateful
 from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device, described
-from varuna.job.built import GivenModel, loss_of
+from varuna.job.built import GivenModel, OptimizerLike, loss_of
+from varuna.job.handed_over.code_reads import Reads
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.shared_capture import captured_once
@@ -37,6 +39,13 @@ from varuna.process.garbage import old_left_out
 from varuna.trackers.tracker import Tracker
 
 CAPTURED_SAMPLES = 2
+
+
+@runtime_checkable
+class OrderedByItself(Protocol):
+    """A dataset without length that serves positions in an order of so many samples."""
+
+    order_length: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +113,11 @@ class JobSpec:
         return DTYPES[self.precision]
 
     @property
+    def samples(self) -> int:
+        """On how many samples the order depends; 0: on none, since the dataset has no length."""
+        return self.source.size or (self.dataset.order_length if isinstance(self.dataset, OrderedByItself) else 0)
+
+    @property
     def memory_apart(self) -> bool:
         """Whether the device has memory of its own, beside the host's."""
         return self.device.type != "cpu"
@@ -112,6 +126,11 @@ class JobSpec:
     def compiled(self) -> str | None:
         """The backend of ``torch.compile`` that sections go through."""
         return None if self.compiler is None else str(self.compiler.backend)
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether the training loop may write options of the optimizer's groups: it has the optimizer."""
+        return isinstance(self.optimizer, OptimizerLike)
 
     @cached_property
     def built(self) -> Configured:
@@ -133,7 +152,7 @@ class JobSpec:
     @cached_property
     def source(self) -> SampleSource:
         """Reads the samples."""
-        return self._reader_of(self.dataset)
+        return self._reader_of(self.dataset, lambda position: position // self.global_batch)
 
     @cached_property
     def checks(self) -> SelfCheck:
@@ -183,18 +202,37 @@ class JobSpec:
                 choose=chooser(self.cut) if isinstance(self.cut, Sequence) else None,
             )
 
-    def reader_of(self, dataset: Any, *, in_order: bool = False) -> SampleSource:
-        """Reads another dataset as the job's own is read; ``in_order``: without shuffling.
+    @cached_property
+    def _wants_step(self) -> bool:
+        """Whether forward() requires a parameter ``step``, or a function of the user's names such a key."""
+        found = Reads()
+        for function in (self.loss.function, self.metrics, self.loss.weight):
+            if function is not None:
+                found.follow(function, "")
+        if STEP in found.texts:
+            return True
+        try:
+            return STEP in input_names(self.recipe, is_weighed=self.loss.weight is not None).required
+        except ModelError:  # its capture will say more
+            return False
+
+    def reader_of(self, dataset: Any, *, step: int, in_order: bool = False) -> SampleSource:
+        """Reads another dataset as the job's own is read.
+
+        Args:
+            dataset: not the job's own.
+            step: of all its samples.
+            in_order: without shuffling.
 
         Raises:
             DataError: it cannot be read by index.
         """
-        source = self._reader_of(dataset, in_order=in_order)
+        source = self._reader_of(dataset, lambda _: step, in_order=in_order)
         if at_once := self.source.processes:
             source.prepare(at_once=at_once)
         return source
 
-    def _reader_of(self, dataset: Any, *, in_order: bool = False) -> SampleSource:
+    def _reader_of(self, dataset: Any, step_at: Callable[[int], int], *, in_order: bool = False) -> SampleSource:
         # Unasked, nothing is forked from threads among which other workers run: it would keep what is theirs open.
         processes = 0 if self.num_workers is None and here.get() is not None else self.num_workers
         return SampleSource(
@@ -204,6 +242,8 @@ class JobSpec:
             names=lambda: input_names(self.recipe, is_weighed=self.loss.weight is not None),
             processes=processes,
             shuffles=not in_order,
+            step_at=step_at,
+            wants_step=lambda: self._wants_step,
         )
 
     def batch(self, examples: int) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from varuna.engine.stage.precision import unit_near
 from varuna.engine.worker.loop_state import LoopState
 from varuna.engine.worker.session import Session
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
-from varuna.job.built import GivenModel
+from varuna.job.built import GivenModel, OptimizerLike
 from varuna.job.first_calibration import first_calibration
 from varuna.job.options import CHECKPOINTED_EVERY
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
@@ -117,7 +117,7 @@ def open_session(
         initial=lambda names, checks: first.parameters(names, partial(spec.checks.run, model) if checks else None),
         connect=lambda assignment: membership.store(assignment.generation),
         interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),
-        loop=LoopState(spec.state),
+        loop=LoopState(spec.state, writes=isinstance(spec.optimizer, OptimizerLike) and spec.optimizer.in_loop),
         left_out=_in_files(model, first),
         patience=_patience(),
         device_class=device_class(spec.device),
@@ -141,6 +141,7 @@ def job_facts(spec: JobSpec, n: int, *, initialisation: str = "constructor", sav
             "checkpoint_dir": checkpoints.place,
             "keep_last": checkpoints.keep_last,
             "keep_every": checkpoints.keep_every,
+            "takes_other_length": checkpoints.other_length,
         }
     return JobFacts(
         model=model.facts,
@@ -150,6 +151,7 @@ def job_facts(spec: JobSpec, n: int, *, initialisation: str = "constructor", sav
         initialisation=initialisation,
         steps=n,
         metrics=model.metrics,
+        samples=spec.samples,
         config=spec.built.json,
         threads=torch.get_num_threads(),
         precision=spec.precision,
@@ -186,6 +188,7 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
         compiler=spec.compiler,
         memory=spec.memory,
         traffic=traffic_of(spec.device, spec.network.links),
+        is_steered=spec.is_steered,
     )
 
 
