@@ -122,6 +122,8 @@ class Reads:
 
     def _take(self, function: Any, cells: Mapping[str, Any], owner: Any, name: str, load: tuple[Any, ...]) -> None:
         base, keys, stores, first = load
+        start: Any
+        before: tuple[Key, ...]
         if base == first:
             start, before, said = owner, (), name
         elif base in cells:
@@ -277,7 +279,7 @@ def written_at(name: str, codes: Callable[[], Iterator[types.CodeType]]) -> tupl
     """File and line of the first statement that writes to something of that name."""
     for code in codes():
         for each in _with_inner(code):
-            line, before = each.co_firstlineno, None
+            line, before = each.co_firstlineno, ""
             for step in dis.get_instructions(each):
                 line = (step.positions.lineno if step.positions is not None else None) or line
                 if step.opname.startswith("STORE_") and (
@@ -285,5 +287,5 @@ def written_at(name: str, codes: Callable[[], Iterator[types.CodeType]]) -> tupl
                 ):
                     return each.co_filename, line
                 if step.opname not in _SILENT:
-                    before = step.argval if step.opname in _CONSTANTS else None
+                    before = str(step.argval) if step.opname in _CONSTANTS else ""
     return None
