@@ -13,11 +13,13 @@ IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	if $$p $(IS_PYTHON_311) 2>/dev/null; then echo $$p; break; fi; done)
 
-.PHONY: chaos docs help install azurite fake-gcs kubernetes-tools image-check field-libraries page-tools demo test test-field field-table check format clean bench-peers sbom wheel
+.PHONY: chaos docs help install azurite fake-gcs kubernetes-tools image-check field-libraries page-tools demo test unit nightly test-field field-table check format clean bench-peers sbom wheel
 
 help:
 	@echo "make demo     train GPT-2 on 4 local workers, kill two, and check every loss (about 3 minutes)"
-	@echo "make test     unit tests, then scenarios that start and kill real processes"
+	@echo "make test     unit tests, then scenarios that start and kill real processes (10 minutes on two cores)"
+	@echo "make unit     its unit tests only (2 minutes)"
+	@echo "make nightly  all tests at full depth: every storm, grid, family and scenario"
 	@echo "make test-field  every model of transformers, timm, torchvision and diffusers, in hours (FAMILY=, SAMPLE=)"
 	@echo "make chaos    5 minutes of kills and freezes here, then 5 of cut cables, full disks and dead machines in network"
 	@echo "              namespaces (as root); every loss is compared (SECONDS=, SEED=)"
@@ -102,16 +104,17 @@ test-field: install field-libraries
 field-table: install field-libraries
 	$(BIN)/python -m tests.field --table docs/field.md
 
-# Scenarios that compute in one process share the cores; of those that start and kill workers, which wait for much of
-# their time, two files run at once.
-IN_PROCESS := tests/scenarios/test_families.py tests/scenarios/test_gallery.py tests/scenarios/test_scale_on_paper.py \
-	tests/scenarios/test_inductor.py
-
+# The parts, and what each costs, are in tests/parts.py.
 test: install azurite fake-gcs field-libraries kubernetes-tools page-tools
-	$(BIN)/python -m pytest -q -n auto --dist worksteal tests/unit
-	$(BIN)/python -m pytest -q -n auto $(IN_PROCESS)
-	$(BIN)/python -m tests.field --sample 16 --begun-within 100 --fresh
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/scenarios $(IN_PROCESS:%=--ignore=%)
+	@$(BIN)/python -m tests.parts
+
+# The quick half of the loop: no processes, no network.
+unit: install
+	@$(BIN)/python -m tests.parts unit
+
+# Every storm, grid, family and scenario, at full depth.
+nightly: install azurite fake-gcs field-libraries kubernetes-tools page-tools
+	@NIGHTLY=1 $(BIN)/python -m tests.parts
 
 # Pages of docs/, and some made from the code, as a site that asks no other host for anything: build/docs/site
 docs: install

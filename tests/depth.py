@@ -1,4 +1,4 @@
-"""How deep tests go: what every change pays for (``make test``), or everything (``make nightly``, which sets NIGHTLY)."""
+"""The two depths of tests: ``make test``, for each change, and ``make nightly``, which sets NIGHTLY, for everything."""
 
 import os
 from typing import TypeVar
