@@ -15,6 +15,7 @@ from varuna.checks.draws import SameDraws
 from varuna.core.errors import ModelError
 from varuna.data.randomness import seeded
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
+from varuna.partition.apply_updates import Found, apply_updates
 from varuna.partition.capture.capture import LossModule
 from varuna.partition.cut.split import SectionGraph
 from varuna.partition.initial.constructor import Initial
@@ -119,8 +120,23 @@ def _added(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: math.fsum(metrics[name] for metrics in each) for name in (each[0] if each else ())}
 
 
-def in_turn(model: PartitionedModel, initial: Initial, parts: Sequence[Part], *, draws: Draws = SameDraws) -> Outcome:
-    """What the sections compute, one after the other; ``initial`` is only read."""
+def in_turn(
+    model: PartitionedModel,
+    initial: Initial,
+    parts: Sequence[Part],
+    *,
+    draws: Draws = SameDraws,
+    at_once: bool = False,
+) -> Outcome:
+    """What the sections compute, one after the other; ``initial`` is only read.
+
+    Args:
+        model: as captured.
+        initial: its values.
+        parts: the micro-batches.
+        draws: what random operations give.
+        at_once: buffers are updated after all parts, as in a step; else after each, as if it were a step.
+    """
     buffers = {name: value.detach().clone() for name, value in initial.buffers.items() if name not in model.aliases}
     sums: dict[str, Tensor] = {}
     found, noted, metrics, total = [], [], list[Mapping[str, float]](), _total(parts)
@@ -131,9 +147,12 @@ def in_turn(model: PartitionedModel, initial: Initial, parts: Sequence[Part], *,
             found.append(float(loss))
             of_user = others[len(others) - len(model.metrics) :]
             metrics.append(dict(zip(model.metrics, map(float, of_user), strict=True)))
-            noted.append((graph, statistics))
-        for graph, statistics in noted:  # the commit
-            _update(graph, buffers, statistics)
+            noted.append(Found(part.size, statistics))
+            if not at_once:
+                _commit(graph, buffers, noted)
+                noted.clear()
+        if at_once:
+            _commit(model, buffers, noted)
     mean = sum(each * _share(part, total) for each, part in zip(found, parts, strict=True) if part.weight)
     return Outcome(tuple(found), mean, sums, buffers, _added(metrics))
 
@@ -233,8 +252,5 @@ def unwritten(section: SectionGraph, given: Mapping[str, Tensor]) -> Iterator[No
         )
 
 
-def _update(model: PartitionedModel, buffers: dict[str, Tensor], statistics: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for update in (update for section in model.sections for update in section.updates):
-            given = [buffers[name] for name in update.buffers] + [statistics[name] for name in update.statistics]
-            buffers.update(zip(update.buffers, update.module(*given), strict=True))
+def _commit(model: PartitionedModel, buffers: Mapping[str, Tensor], found: Sequence[Found]) -> None:
+    apply_updates((update for section in model.sections for update in section.updates), buffers, found)

@@ -257,8 +257,8 @@ class _Check:
             if not sum(part.weight for part in parts):
                 return "micro-batches with the whole batch, because the samples have no targets"
             fixed = partial(_again, draws)
-            found = replace(in_turn(self.model, initial, parts, draws=fixed), losses=(), buffers={}, metrics={})
-            expected = replace(plainly(losses, whole, draws=fixed), losses=(), buffers={}, metrics={})
+            found = self._of_whole_batch(in_turn(self.model, initial, parts, draws=fixed, at_once=True))
+            expected = self._of_whole_batch(plainly(losses, whole, draws=fixed))
             if draws.drawn:
                 return f"micro-batches with the whole batch, because {', '.join(sorted(draws.drawn))} draws"
             odd = differences(found, expected, self._tolerance)
@@ -273,6 +273,12 @@ class _Check:
                     "loss=varuna.Loss(..., per_micro_batch=True)."
                 )
             return errors(found, expected)
+
+    def _of_whole_batch(self, outcome: Outcome) -> Outcome:
+        """What does not depend on how a batch is divided: gradients, and buffers that are updated once a step."""
+        updates = (update for section in self.model.sections for update in section.updates if update.kinds)
+        names = [name for update in updates for name in update.buffers]
+        return replace(outcome, losses=(), metrics={}, buffers={name: outcome.buffers[name] for name in names})
 
     # -- inside ----------------------------------------------------------------------------------------------
 

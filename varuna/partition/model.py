@@ -12,7 +12,7 @@ from varuna.core.errors import ModelError
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
 from varuna.partition.batch_layout import InputLayout, layouts_of
 from varuna.partition.capture.capture import Batch, Capture, Recipe, capture
-from varuna.partition.cut.buffers import batch_statistics, separate_updates
+from varuna.partition.cut.buffers import BufferWrite, batch_statistics, find_writes, separate_updates
 from varuna.partition.cut.cuts import choose_cuts
 from varuna.partition.cut.footprint import footprints
 from varuna.partition.cut.same_graph import code_of
@@ -23,6 +23,7 @@ from varuna.partition.graph.flow import Flow
 from varuna.partition.graph.operations import Operation, operation
 from varuna.partition.graph.sample_guards import Conditions
 from varuna.partition.graph.simplify import simplify
+from varuna.partition.loss.buffer_updates import updates_of_whole_batch
 from varuna.partition.loss.split_terms import CannotCountError, Splitting
 from varuna.partition.loss.target_count import add_count
 from varuna.partition.loss.terms import Mixing, Terms, mixing_at, mixing_of, place_of, terms_of
@@ -154,9 +155,9 @@ def partition(
     if counter is not None:
         with captured.graph.inserting_before(output):
             output.args = (tuple(results),)
-    updates = separate_updates(captured, [*results, *(truth.node for truth in captured.truths)])
+    updates = _take_updates(captured, results, mixing)
     sizes = Sizes(captured.batch_symbol)
-    flow = Flow(captured, sizes)
+    flow = Flow(captured, sizes, [(*update.read, *update.statistics) for update in updates])
     costs = [cost_of(node, sizes) for node in flow.ops]
     if choose is None:
         cuts = choose_cuts([cost.forward_s for cost in costs], flow.live_bytes(), cut_points, layers=flow.layers())
@@ -200,6 +201,19 @@ def partition(
         operations=tuple(map(operation, flow.ops)),
         cuts=tuple(cuts),
     )
+
+
+def _take_updates(captured: Capture, results: Sequence[Node], mixing: Sequence[Mixing]) -> tuple[BufferWrite, ...]:
+    """Take writes to buffers out of the graph: for one update a step, where that is what plain PyTorch does.
+
+    Where micro-batches belong together, as with batch normalisation, plain PyTorch counts in each of them.
+    """
+    writes = find_writes(captured, results)
+    by_micro_batch = bool(writes.normalised) or any(each.certain for each in mixing)
+    at_once = [*writes.read, *(() if by_micro_batch else writes.counted)]
+    order = {node: place for place, node in enumerate(captured.graph.nodes)}
+    whole = updates_of_whole_batch(captured, sorted(at_once, key=order.__getitem__), results, required=writes.read)
+    return (*whole, *separate_updates(captured, [*results, *(truth.node for truth in captured.truths)]))
 
 
 def _weigh(
@@ -305,7 +319,8 @@ def _facts(
         tied=_tied(divided, sizes),
         updates_together=update is not None and update.together,
         combines=update is None or update.combines,
-        batch_dependent=any(section.updates for section in divided.sections) or bool(batch_statistics(captured.graph)),
+        batch_dependent=any(not update.kinds for section in divided.sections for update in section.updates)
+        or bool(batch_statistics(captured.graph)),
     )
 
 
@@ -340,7 +355,7 @@ def graph_digest(divided: Split, shapes: Mapping[str, tuple[int, ...]]) -> str:
         digest.update(code_of(section.module).encode())
         digest.update(repr((section.takes, section.inputs, section.parameters, section.buffers)).encode())
         for update in section.updates:
-            digest.update(repr((update.buffers, update.statistics, code_of(update.module))).encode())
+            digest.update(repr((update.buffers, update.statistics, update.kinds, code_of(update.module))).encode())
     digest.update(repr(divided.crossings).encode())
     digest.update(repr(sorted(shapes.items())).encode())
     return digest.hexdigest()

@@ -98,7 +98,10 @@ class Stage:
         self.work = StepShare(plan, replica, next_step, begun)
         self.sums = Sums(self.buckets, plan, begun, outlast=job.sums_outlast, copies=job.traffic.sums)
         self.variants = [
-            [self._runner(model, section, held[section], job.buffers, job.compiler) for section in self.sections]
+            [
+                self._runner(model, section, held[section], {**job.buffers, **self.buffers}, job.compiler)
+                for section in self.sections
+            ]
             for model in job.model.graphs
         ]
         """the sections' graphs for each declared length, the longest first"""
@@ -315,6 +318,7 @@ class Stage:
         self._undo = None
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(overflowed)
+        self.job.traffic.saves.follow(self.copied)
         self.statistics.apply(self.buffers)
         self.optimizer.advance()
         self.sharding.applied(overflowed=overflowed)

@@ -26,6 +26,7 @@ from varuna.partition.capture.known_inputs import Givens
 from varuna.partition.capture.outputs import OutputsFunction, rows_of
 from varuna.partition.capture.parameter_limits import limits_of
 from varuna.partition.capture.real_values import Grade, RealValues
+from varuna.partition.capture.reassigned import buffers_written_in_place
 from varuna.partition.graph.captured import Capture as Capture
 from varuna.partition.graph.inline import inline_no_grad
 from varuna.partition.opaque.eager_modules import Pieces
@@ -84,7 +85,8 @@ class LossModule(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, and the metric sums (detached, float32); of a prediction any number, and its rows."""
         keys = batch.keys() if self.takes is None else [key for key in batch if key in self.takes]
-        output = self.model(**{key: self._cast(batch[key]) for key in keys})
+        with buffers_written_in_place(self.model):
+            output = self.model(**{key: self._cast(batch[key]) for key in keys})
         if self.outputs is not None:
             rows = rows_of(self.outputs(output, batch), batch)
             return torch.stack([value.sum().to(torch.float32) for value in rows.values()]).sum(), rows

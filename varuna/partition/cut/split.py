@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from varuna.core.errors import ModelError
-from varuna.partition.cut.buffers import BufferWrite
+from varuna.partition.cut.buffers import BufferWrite, Kind
 from varuna.partition.graph.flow import Flow, is_random, linear_shape
 
 BATCH_SIZE = "varuna_batch_size"
@@ -38,12 +38,15 @@ class Crossing:
 
 @dataclass(frozen=True)
 class BufferUpdate:
-    """How the statistics of one micro-batch change buffers; applied in micro-batch order at commit."""
+    """How the statistics of one micro-batch, or of the whole batch, change buffers; applied at commit."""
 
     buffers: tuple[str, ...]
     statistics: tuple[str, ...]
     module: GraphModule
-    """``(*buffers, *statistics) -> new buffers``; writes nothing that it is given"""
+    """``(*buffers, *statistics) -> new buffers``; writes nothing that it is given. With ``kinds`` it is also given the
+    number of examples of the batch"""
+    kinds: tuple[Kind, ...] = ()
+    """how each statistic of the batch is made of those of its micro-batches; empty: an update for each micro-batch"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ def split(flow: Flow, cuts: Sequence[int], results: Sequence[Node], updates: Seq
     last_section = _last_sections(flow, section_of, results, len(ends) - 1)
     updates_of: dict[int, list[BufferWrite]] = {}
     for update in updates:
-        owner = max((section_of.get(node, 0) for node in update.statistics), default=0)
+        reading = flow.reading(update.read)
+        owner = max((section_of.get(node, 0) for node in (*update.statistics, *reading)), default=0)
         updates_of.setdefault(owner, []).append(update)
         for node in update.statistics:
             if node in section_of:
@@ -235,7 +239,7 @@ def section_graph(
         makes=tuple(node.name for node in made),
         random=any(is_random(node) for node in own),
         statistics=tuple(_crossing(node, flow) for node in statistics),
-        updates=tuple(BufferUpdate(u.buffers, tuple(node.name for node in u.statistics), u.module) for u in updates),
+        updates=tuple(BufferUpdate(u.buffers, tuple(n.name for n in u.statistics), u.module, u.kinds) for u in updates),
         truths=tuple(truth.place for truth in truths),
     )
 

@@ -21,6 +21,8 @@ class Flow:
 
     capture: Capture
     sizes: Sizes
+    together: Sequence[Sequence[Node]] = ()
+    """placeholders, whose readers must be in one section, with operations, which must not come after it"""
     ops: list[Node] = field(default_factory=list)
     """ops that belong to exactly one section"""
     rebuilt: set[Node] = field(default_factory=set)
@@ -135,10 +137,32 @@ class Flow:
             else:
                 forbidden[i] += 1
                 forbidden[last[node]] -= 1
-        for start, end in self._spans_in_memory():
+        for start, end in (*self._spans_in_memory(), *self._spans_together()):
             forbidden[start] += 1
             forbidden[end] -= 1
         return _curve(change[:-1], forbidden[:-1])
+
+    def reading(self, nodes: Iterable[Node]) -> list[Node]:
+        """Ops that read values, themselves or through others that are rebuilt in every section."""
+        found, seen, stack = dict[Node, None](), set[Node](), list(nodes)
+        while stack:
+            node = stack.pop()
+            for user in node.users:
+                if user in self.rebuilt and user not in seen:
+                    seen.add(user)
+                    stack.append(user)
+                elif user not in self.rebuilt and user.op != "output":
+                    found[user] = None
+        return list(found)
+
+    def _spans_together(self) -> Iterable[tuple[int, int]]:
+        """Spans of ops that must be in one section."""
+        position = {node: i for i, node in enumerate(self.ops)}
+        for group in self.together:
+            sources = [node for node in group if node.op == "placeholder"]
+            reading = [position[node] for node in self.reading(sources)]
+            if reading:
+                yield min(reading), max((*reading, *(position[node] for node in group if node in position)))
 
     def _spans_in_memory(self) -> Iterable[tuple[int, int]]:
         """Spans of ops within which a tensor's memory itself is used: written in place, or viewed by its strides."""

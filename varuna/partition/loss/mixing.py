@@ -6,7 +6,7 @@ of parts gives. An operation that is not known may mix: what it makes is doubted
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,9 @@ UNKNOWN = "may mix the examples of a batch"
 
 
 class Tracking:
-    """States of all values that a result of the graph follows from."""
+    """States of all values that results of the graph follow from."""
 
-    def __init__(self, capture: Capture, result: Node, rules: dict[str, Rule]) -> None:
+    def __init__(self, capture: Capture, results: Sequence[Node], rules: dict[str, Rule]) -> None:
         self.batch = capture.batch_symbol
         self._capture, self._rules = capture, rules
         self._memory = SharedMemory(capture.graph)
@@ -66,7 +66,7 @@ class Tracking:
         """drawn at random"""
         self.undecided: set[Blame] = set()
         """no value for each example comes after them, which could tell whether examples have been mixed"""
-        needed = needed_by(capture.graph, [result])
+        needed = needed_by(capture.graph, results)
         for node in capture.graph.nodes:
             if node in needed:
                 self.states[node] = self._follow(node)

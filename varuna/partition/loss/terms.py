@@ -16,7 +16,7 @@ from varuna.partition.watching.own_code import OWN
 
 _SHOWN = 80
 """Most characters of a line of code in a message."""
-_RULES: dict[str, Rule] = {**SHAPES, **INDEXING, **SUMS}
+RULES: dict[str, Rule] = {**SHAPES, **INDEXING, **SUMS}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def terms_of(capture: Capture) -> Terms:
     """Follow the examples from the inputs to the loss."""
     output = next(node for node in capture.graph.nodes if node.op == "output")
     loss: Node = output.args[0][0]
-    tracking = Tracking(capture, loss, _RULES)
+    tracking = Tracking(capture, [loss], RULES)
     state = tracking.of(loss)
     counts = state.counts if isinstance(state, Total) else frozenset[Count]()
     blames: Blames = getattr(state, "blames", ())
