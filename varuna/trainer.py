@@ -38,6 +38,7 @@ from varuna.job.start import begin
 from varuna.job.tracking import trackers_of
 from varuna.membership.detect import solo_from_environment
 from varuna.membership.launched import at_end, failed, manager, watch_exceptions
+from varuna.partition.after_step import AfterStep
 from varuna.partition.capture.capture import LossFunction, MetricsFunction
 from varuna.partition.capture.outputs import OutputsFunction, outputs_of
 from varuna.partition.initial.initial_values import Init
@@ -68,6 +69,7 @@ class Trainer:
         ema: float | None = None,
         on_nan: OnNan = "stop",
         before_step: Callable[[NamedParameters], None] | None = None,
+        after_step: AfterStep | None = None,
         cut: int | Sequence[str] | None = None,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
         state: Mapping[str, Kept] | None = None,
@@ -112,6 +114,8 @@ class Trainer:
             on_nan: ``"stop"`` ends the run before a loss or gradient that is not finite is applied; ``"continue"`` does
                 not look.
             before_step: receives the (name, parameter) list with reduced, clipped gradients before the optimizer.
+            after_step: ``fn(parameters, buffers)``, or ``fn(parameters, buffers, step)``, runs once after each step, with
+                dicts of all parameters, frozen ones too, and buffers of the model by name, which it changes in place.
             cut: where the model may be cut: number of cut-points, or names of modules, as in ``named_modules()``, to
                 cut where each is entered and nowhere else. Default: every place where few bytes cross.
             checkpoints: folder or URL (``s3://``, ``gs://``, ``az://``) to save to every 10 minutes, or
@@ -156,6 +160,7 @@ class Trainer:
             ema=ema,
             on_nan=on_nan,
             before_step=before_step,
+            after_step=after_step,
             cut=cut,
             checkpoints=saved,
             state=state,
@@ -371,7 +376,7 @@ class Trainer:
         if session.current is None:
             built.take(None)
             return
-        spread = partial(spread_model, model=model, wanted=partial(is_new, model.trainable))
+        spread = partial(spread_model, model=model, wanted=partial(is_new, model.changing))
         if (values := session.aside(spread, "gets the trained model")) is not None:
             built.take(values)
 

@@ -24,6 +24,7 @@ from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.shared_capture import captured_once
 from varuna.membership.launched import here
+from varuna.partition.after_step import AfterStep
 from varuna.partition.capture.capture import MetricsFunction, Recipe
 from varuna.partition.capture.signature import input_names
 from varuna.partition.cut_at import chooser
@@ -66,6 +67,7 @@ class JobSpec:
     ema: float | None = None
     on_nan: OnNan = "stop"
     before_step: Callable[[NamedParameters], None] | None = None
+    after_step: AfterStep | None = None
     cut: int | Sequence[str] | None = None
     checkpoints: Checkpoints | None = None
     state: Mapping[str, Kept] | None = None
@@ -77,7 +79,7 @@ class JobSpec:
     network: Network = field(default_factory=Network)
 
     def __post_init__(self) -> None:
-        for name in ("model", "optimizer", "lr_scheduler", "metrics", "before_step"):
+        for name in ("model", "optimizer", "lr_scheduler", "metrics", "before_step", "after_step"):
             check_function(name, getattr(self, name))
         self._check_numbers()
         self._check_cut()
@@ -88,6 +90,7 @@ class JobSpec:
         if self.on_nan not in get_args(OnNan):
             raise UsageError(f"on_nan={self.on_nan!r} must be one of {', '.join(get_args(OnNan))}")
         self._check_before_step()
+        self._check_after_step()
         self._check_state()
         if self.precision != "fp32" and isinstance(self.model, GivenModel) and self.model.is_quantized:
             raise UsageError(
@@ -168,7 +171,7 @@ class JobSpec:
 
     @cached_property
     def _recipe_digest(self) -> str | None:
-        return recipe_digest(self.recipe, self.optimizer, self.loss.weight)
+        return recipe_digest(self.recipe, self.optimizer, self.loss.weight, self.after_step)
 
     def _partition(self, batch: dict[str, Tensor]) -> PartitionedModel:
         with old_left_out():
@@ -181,6 +184,7 @@ class JobSpec:
                 count_targets=self.loss.weight is None,
                 on_cpu=not self.memory_apart,
                 choose=chooser(self.cut) if isinstance(self.cut, Sequence) else None,
+                after_step=self.after_step,
             )
 
     def reader_of(self, dataset: Any, *, in_order: bool = False) -> SampleSource:
@@ -289,6 +293,21 @@ class JobSpec:
                     f"state={{{name!r}: ...}} is {described(each)}, which cannot be given back in place. Use a "
                     "dict, or an object with state_dict() and load_state_dict(state)."
                 )
+
+    def _check_after_step(self) -> None:
+        """All parameters of a stage must be in one memory, and new on every replica."""
+        if self.after_step is None:
+            return
+        if self.memory.shard_optimizer:
+            raise UsageError(
+                "after_step= cannot be given with shard_optimizer=True: replicas update different parameters, and it "
+                "computes with all of a stage. Leave one of them out."
+            )
+        if self.memory.offload_optimizer and self.precision != "fp32":
+            raise UsageError(
+                f"after_step= cannot be given with offload_optimizer=True and precision={self.precision!r}: trained "
+                "parameters are then in host memory and buffers on the device. Leave out one of the three."
+            )
 
     def _check_before_step(self) -> None:
         """Parameters and their gradients must not be apart, nor fp32 parameters elsewhere."""

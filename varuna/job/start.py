@@ -59,7 +59,7 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
     if spec.checkpoints is not None:
         store = open_store(spec.checkpoints.place, upload_bytes_per_s=spec.checkpoints.upload_bytes_per_s)
         check_writable(store)
-        left_out = None if spec.checkpoints.frozen else LeftOut(spec.partitioned.trainable)
+        left_out = None if spec.checkpoints.frozen else LeftOut(spec.partitioned.changing)
         every = spec.checkpoints.every
         alone_s = ALONE_EVERY_S if every == CHECKPOINTED_EVERY else None
         saver = Snapshotter(store, every, membership.saved, membership.unsaved, alone_s=alone_s, left_out=left_out)
@@ -126,7 +126,7 @@ def open_session(
 
 def _in_files(model: PartitionedModel, first: InitialParameters) -> LeftOut | None:
     """Leaves out frozen parameters that every worker can read; None: there are none."""
-    frozen = first.stored - model.trainable
+    frozen = first.stored - model.changing
     return LeftOut(model.shapes.keys() - frozen) if frozen else None
 
 
@@ -178,6 +178,7 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
         clip_grad_norm=spec.clip_grad_norm,
         stops_at_nan=spec.on_nan == "stop",
         before_step=spec.before_step,
+        after_step=spec.after_step,
         buffers=spec.cast(buffers),
         device=spec.device,
         dtype=spec.dtype,

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from varuna.core.errors import ModelError
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
+from varuna.partition.after_step import AfterStep, Following, trace
 from varuna.partition.batch_layout import InputLayout, layouts_of
 from varuna.partition.capture.capture import Batch, Capture, Recipe, capture
 from varuna.partition.cut.buffers import BufferWrite, batch_statistics, find_writes, separate_updates
@@ -23,6 +24,7 @@ from varuna.partition.graph.flow import Flow
 from varuna.partition.graph.operations import Operation, operation
 from varuna.partition.graph.sample_guards import Conditions
 from varuna.partition.graph.simplify import simplify
+from varuna.partition.held_names import held_besides, kept_together
 from varuna.partition.loss.buffer_updates import updates_of_whole_batch
 from varuna.partition.loss.split_terms import CannotCountError, Splitting
 from varuna.partition.loss.target_count import add_count
@@ -31,6 +33,7 @@ from varuna.partition.loss.unknown_operations import Trial, trial_of
 from varuna.partition.loss.whole_batch import PREFIX, Whole
 from varuna.partition.optimizer_needs import OptimizerNeeds, try_update
 from varuna.partition.optimizers import OptimizerFactory
+from varuna.partition.watching.sources import function_digest
 
 CutChooser = Callable[[Flow, Sequence[Cost]], list[int]]
 """Positions to cut after, ascending, where ``Flow.live_bytes`` allows it."""
@@ -80,6 +83,8 @@ class PartitionedModel:
     """the model at each declared length (``partition.lengths``), the longest first; empty if there is one only"""
     length_keys: tuple[str, ...] = ()
     """keys of the batch that tell its length, if several were declared"""
+    following: Following | None = None
+    """what the user's ``after_step`` makes of what"""
 
     @property
     def graphs(self) -> tuple["PartitionedModel", ...]:
@@ -95,6 +100,21 @@ class PartitionedModel:
     def sections(self) -> tuple[SectionGraph, ...]:
         """All sections in order."""
         return self.split.sections
+
+    @property
+    def shared_buffers(self) -> dict[str, tuple[int, ...]]:
+        """Buffers that are in the state of several sections, of which the first owns them."""
+        holders: dict[str, list[int]] = {}
+        for section in self.sections:
+            for name in section.updated:
+                holders.setdefault(name, []).append(section.index)
+        return {name: tuple(found) for name, found in holders.items() if len(found) > 1}
+
+    @property
+    def changing(self) -> frozenset[str]:
+        """Parameters and buffers that steps change, and those that ``after_step`` computes with."""
+        updated = frozenset(name for section in self.sections for name in section.updated)
+        return self.trainable | updated | (frozenset() if self.following is None else self.following.involved)
 
     @property
     def gradient_free(self) -> int:
@@ -130,6 +150,7 @@ def partition(
     count_targets: bool = True,
     on_cpu: bool = True,
     choose: CutChooser | None = None,
+    after_step: AfterStep | None = None,
 ) -> PartitionedModel:
     """Capture a model and cut it into sections.
 
@@ -141,6 +162,7 @@ def partition(
         count_targets: weigh a micro-batch by its targets where the captured loss averages over them.
         on_cpu: the workers have no GPU: nominal times are those of a CPU.
         choose: places the cuts; default: by cost and live bytes.
+        after_step: runs after each step on parameters and buffers, and is tried on some without data.
 
     Raises:
         ModelError: the model cannot be captured, or has too few places to cut.
@@ -155,9 +177,10 @@ def partition(
     if counter is not None:
         with captured.graph.inserting_before(output):
             output.args = (tuple(results),)
-    updates = _take_updates(captured, results, mixing)
+    following = None if after_step is None else trace(after_step, *captured.kinds)
+    updates, together = kept_together(captured, _take_updates(captured, results, mixing), following)
     sizes = Sizes(captured.batch_symbol)
-    flow = Flow(captured, sizes, [(*update.read, *update.statistics) for update in updates])
+    flow = Flow(captured, sizes, together)
     costs = [cost_of(node, sizes) for node in flow.ops]
     if choose is None:
         cuts = choose_cuts([cost.forward_s for cost in costs], flow.live_bytes(), cut_points, layers=flow.layers())
@@ -168,6 +191,12 @@ def partition(
             f"cut={cut_points} requested, but only {len(cuts)} cut points exist. Pass cut={len(cuts)}, or leave it out."
         )
     divided = split(flow, cuts, results, updates)
+    if following is not None:
+        used = {name for section in divided.sections for name in section.parameters}
+        divided = split(flow, cuts, results, updates, held_besides(divided, following))
+        held = {name for section in divided.sections for name in section.parameters} - used
+        # what forward() does not use has no gradient in plain PyTorch, so no optimizer touches it
+        captured = replace(captured, trainable=captured.trainable - held)
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
     whole = None if splitting is None else splitting.whole(flow, len(divided.sections))
     trial = trial_of(flow, terms, len(divided.sections))
@@ -180,6 +209,9 @@ def partition(
     parameters = [section.parameters for section in divided.sections]
     update = try_update(optimizer, trainable, parameters, on_cpu=on_cpu) if optimizer else None
     facts = _facts(captured, divided, flow, cuts, update, CPU_SLOWDOWN if on_cpu else 1.0, recipe.dtype, inputs)
+    if after_step is not None:
+        code = hashlib.sha256(f"{facts.code_digest} {function_digest(after_step)}".encode()).hexdigest()
+        facts = facts.model_copy(update={"code_digest": code})
     return PartitionedModel(
         split=divided,
         facts=facts,
@@ -200,6 +232,7 @@ def partition(
         eager=captured.eager,
         operations=tuple(map(operation, flow.ops)),
         cuts=tuple(cuts),
+        following=following,
     )
 
 
@@ -353,7 +386,7 @@ def graph_digest(divided: Split, shapes: Mapping[str, tuple[int, ...]]) -> str:
     digest = hashlib.sha256()
     for section in divided.sections:
         digest.update(code_of(section.module).encode())
-        digest.update(repr((section.takes, section.inputs, section.parameters, section.buffers)).encode())
+        digest.update(repr((section.takes, section.inputs, section.parameters, section.buffers, section.kept)).encode())
         for update in section.updates:
             digest.update(repr((update.buffers, update.statistics, update.kinds, code_of(update.module))).encode())
     digest.update(repr(divided.crossings).encode())

@@ -1,5 +1,6 @@
 """Models whose forward writes what the next step reads, and what plain PyTorch makes of them."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 
 
 def mlp(*sizes: int) -> nn.Sequential:
-    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(sizes)]
     return nn.Sequential(*layers)
 
 
@@ -179,3 +180,60 @@ def state_of(found: Setup) -> dict[str, Tensor]:
         for name, value in {**stage.parameters, **stage.buffers}.items():
             assert torch.equal(values.setdefault(name, value.detach()), value.detach()), name
     return values
+
+
+class Taught(nn.Module):
+    """A frozen teacher, as deep as its student and before it; a head that nobody uses; a count of updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = mlp(6, 8, 8, 5).requires_grad_(False), mlp(6, 8, 8, 5)
+        self.unused = nn.Linear(5, 2)
+        self.updates: Tensor
+        self.register_buffer("updates", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        goal = self.teacher(x * 0.9).softmax(-1)
+        return -(goal * self.student(x).log_softmax(-1)).sum(-1).mean()
+
+
+def follow(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    """The teacher follows the student, the less the longer; the student's weights stay small."""
+    buffers["updates"].add_(1)
+    decay = torch.clamp((1 + buffers["updates"]) / (4 + buffers["updates"]), max=0.9)
+    for name, teacher in parameters.items():
+        if name.startswith("teacher."):
+            student = parameters["student." + name.removeprefix("teacher.")]
+            teacher.lerp_(student, 1 - decay)
+            student.clamp_(-0.5, 0.5)
+    parameters["unused.weight"].mul_(0.9)
+
+
+class Balanced(nn.Module):
+    """Experts whose router has a bias, which follows from the numbers of examples that each has got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = mlp(6, 8, 8), mlp(8, 8, 5)
+        self.router = nn.Linear(8, 4, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, 8, 8) * 0.3)
+        self.bias: Tensor
+        self.counts: Tensor
+        self.register_buffer("bias", torch.zeros(4))
+        self.register_buffer("counts", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        scores = self.router(x).sigmoid()
+        chosen = F.one_hot((scores + self.bias).topk(2, dim=-1).indices, 4).sum(-2).to(x.dtype)
+        with torch.no_grad():
+            self.counts.add_(chosen.sum(0))
+        x = x + torch.einsum("be,ehk,bh->bk", chosen * scores, self.experts, x)
+        return self.after(x).pow(2).mean()
+
+
+def balance(parameters: dict[str, Tensor], buffers: dict[str, Tensor], step: int) -> None:
+    """Experts that got too few examples become likelier, the less the later; some are drawn anew."""
+    counts = buffers["counts"]
+    buffers["bias"].add_(torch.sign(counts.mean() - counts) * 0.1 / (step + 1))
+    counts.zero_()

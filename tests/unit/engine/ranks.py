@@ -164,6 +164,7 @@ class Setup:
     weight: Any = None
     metrics: Any = None
     before_step: Any = None
+    after_step: Any = None
     policy: str = "varuna"
     adjusted: Callable[[Plan], Plan] | None = None
     """changes the plan that the planner made"""
@@ -186,10 +187,12 @@ class Setup:
     def __post_init__(self) -> None:
         self.recipe = Recipe(self.build, metrics=self.metrics, dtype=DTYPES[self.precision])
         self.source = SampleSource(self.dataset, seed=self.seed, collate=self.collate)
-        key = (self.build, self.metrics, self.lengths, self.precision)
+        key = (self.build, self.metrics, self.lengths, self.precision, self.after_step)
         if key not in _captured:
             batch = self.source.micro_batch(range(2)).tensors
-            _captured[key] = partition_lengths(self.recipe, batch, self.lengths, optimizer=adamw)
+            _captured[key] = partition_lengths(
+                self.recipe, batch, self.lengths, optimizer=adamw, after_step=self.after_step
+            )
         self.model = _captured[key]
         self.beginning = begin_with(
             self.recipe,
@@ -241,6 +244,7 @@ class Setup:
             seed=self.seed,
             clip_grad_norm=self.clip,
             before_step=self.before_step,
+            after_step=self.after_step,
             buffers={name: cast(value.clone().to(device), self.recipe.dtype) for name, value in self._buffers.items()},
             device=device,
             dtype=self.recipe.dtype,

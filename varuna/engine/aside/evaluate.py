@@ -113,7 +113,7 @@ class EvaluationRun:
         ]
         layout = Layout(tuple(crossings), 1, digests=False)
         speaks = self.generation.replica == 0  # one writer for each byte: adding words is exact
-        own = {name: stage.buffers[name] for name in shared if speaks and name in stage.buffers}
+        own = {name: stage.buffers[name] for name in shared if speaks and owners[name] in stage.sections}
         table = layout.pack(own, copies=stage.job.traffic.links).whole()
         words = table.view(torch.int64)
         self.sum_all("buffers", words, "the running statistics of other stages, in an evaluation")

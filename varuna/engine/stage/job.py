@@ -11,6 +11,7 @@ from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.graphs.split_backward_check import Halves
 from varuna.engine.links.traffic import Traffic
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.partition.after_step import AfterStep
 from varuna.partition.model import PartitionedModel
 
 
@@ -39,6 +40,8 @@ class Job:
     """where optimizer state lives, and fp32 parameters too unless sections compute with them"""
     traffic: Traffic = field(default_factory=Traffic)
     """between the device and host memory"""
+    after_step: AfterStep | None = None
+    """runs after each step; ``model.following`` says on what"""
     stops_at_nan: bool = True
     """a step whose loss or gradients are not finite is not applied, and ends the run"""
 

@@ -24,6 +24,7 @@ from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import Begun, StepShare, Sums, TiedTotals
+from varuna.partition import after_step
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
 
@@ -77,6 +78,7 @@ class Stage:
             device=job.device,
             masters_at=HOST if job.masters_away else job.device,
             dtypes=job.model.dtypes,
+            followed=() if job.model.following is None else job.model.following.written,
         )
         self.buffers = load_state.buffers_of(graphs, states, job.dtype, job.device)
         self.statistics = Statistics(graphs, plan, job.traffic.sums, begun)
@@ -320,6 +322,7 @@ class Stage:
             self.loss_scale = self.loss_scale.after(overflowed)
         self.job.traffic.saves.follow(self.copied)
         self.statistics.apply(self.buffers)
+        self._after_step(step)
         self.optimizer.advance()
         self.sharding.applied(overflowed=overflowed)
         self.sums.discard()
@@ -363,6 +366,15 @@ class Stage:
         with self.sharding.without_exchange():
             self.optimizer.update(self._compute.refresh)
 
+    def _after_step(self, step: int) -> None:
+        """Let the user's code follow the step: once it is certain, so that nothing has to be undone."""
+        function, following = self.job.after_step, self.job.model.following
+        if function is not None and following is not None:
+            after_step.run(
+                function, following, self.parameters, self.buffers, step, seed=self.job.seed, device=self.job.device
+            )
+            self._compute.refresh({name: value for name, value in self.parameters.items() if name in following.written})
+
     def _show(self, gradients: Mapping[str, Tensor]) -> None:
         """Gradients where the user's code looks for them; not where a parameter is a copy, or in another memory."""
         if not self.job.masters_away:
@@ -391,14 +403,16 @@ class Stage:
     def state_of(self, section: int, *, owned_only: bool = False) -> SectionState:
         """A section's state as references (not copies); without optimizer state where other replicas have it.
 
-        ``owned_only`` leaves out tied copies of another section.
+        ``owned_only`` leaves out copies of what another section owns.
         """
         graph, tied = self.job.model.sections[section], self.job.model.facts.tied if owned_only else ()
         foreign = {parameter.name for parameter in tied if parameter.owner != section}
+        shared = self.job.model.shared_buffers if owned_only else {}
+        foreign |= {name for name, sections in shared.items() if sections[0] != section}
         return load_state.state_in(
             section,
             {name: self.parameters[name] for name in dict.fromkeys(graph.parameters) if name not in foreign},
-            {name: self.buffers[name] for name in graph.updated},
+            {name: self.buffers[name] for name in graph.updated if name not in foreign},
             self.optimizer.state_of if section in self.sharding.whole else None,
             self.loss_scale,
         )

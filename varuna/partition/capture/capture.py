@@ -28,6 +28,7 @@ from varuna.partition.capture.parameter_limits import limits_of
 from varuna.partition.capture.real_values import Grade, RealValues
 from varuna.partition.capture.reassigned import buffers_written_in_place
 from varuna.partition.graph.captured import Capture as Capture
+from varuna.partition.graph.captured import TensorKind
 from varuna.partition.graph.inline import inline_no_grad
 from varuna.partition.opaque.eager_modules import Pieces
 from varuna.partition.watching.explaining import (
@@ -327,6 +328,7 @@ def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken:
         batch_symbol=_batch_symbol(graph, inputs, exported.noticed),
         metrics=_metric_names(program),
         shapes={name: tuple(value.shape) for name, value in named.items()},
+        kinds=(_kinds(named), _kinds(dict(model.named_buffers()))),
         pairs=frozenset(name for name, value in named.items() if value.is_complex()),
         dtypes={name: value.dtype for name, value in named.items() if value.dtype in HALVES},
         packed={name: v.dtype for name, v in named.items() if not v.is_floating_point() and not v.is_complex()},
@@ -336,6 +338,10 @@ def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken:
         eager=exported.eager,
         sources=sources,
     )
+
+
+def _kinds(named: Mapping[str, Tensor]) -> dict[str, TensorKind]:
+    return {name: TensorKind(tuple(value.shape), value.dtype, value.requires_grad) for name, value in named.items()}
 
 
 def _metric_names(program: torch.export.ExportedProgram) -> tuple[str, ...]:

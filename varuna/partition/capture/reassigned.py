@@ -1,4 +1,4 @@
-"""Buffers that forward() replaces (``self.center = self.center * 0.9 + x.mean(0)``): the new value is written in place."""
+"""Buffers that forward() replaces, as in ``self.center = self.center * 0.9``: the new value is written in place."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,9 @@ it, and is relayed through sections that do not use it.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -72,13 +73,15 @@ class SectionGraph:
     """what updates of buffers are computed from: further results, after what it makes; F's count, never R's"""
     updates: tuple[BufferUpdate, ...] = ()
     """updates whose statistics are complete here"""
+    kept: tuple[str, ...] = ()
+    """buffers beside these that steps change, or that ``after_step`` computes with"""
     truths: tuple[str, ...] = ()
     """file and line of branches that went as they were captured if the last results, after statistics, are true"""
 
     @property
     def updated(self) -> tuple[str, ...]:
-        """Names of buffers that the section's updates change, which are part of its state."""
-        return tuple(name for update in self.updates for name in update.buffers)
+        """Names of buffers that are part of the section's state, above all those that its updates change."""
+        return tuple(dict.fromkeys((*(name for update in self.updates for name in update.buffers), *self.kept)))
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,22 @@ class Split:
     crossings: tuple[tuple[Crossing, ...], ...]
 
 
-def split(flow: Flow, cuts: Sequence[int], results: Sequence[Node], updates: Sequence[BufferWrite] = ()) -> Split:
-    """Cut ``flow.ops`` after the positions ``cuts``; the last section returns ``results``."""
+def split(
+    flow: Flow,
+    cuts: Sequence[int],
+    results: Sequence[Node],
+    updates: Sequence[BufferWrite] = (),
+    held: Mapping[int, Collection[str]] = MappingProxyType({}),
+) -> Split:
+    """Cut ``flow.ops`` after the positions ``cuts``; the last section returns ``results``.
+
+    Args:
+        flow: of the graph.
+        cuts: ascending.
+        results: of the graph.
+        updates: of buffers.
+        held: by section, names of parameters and buffers that are in its state besides those that it trains or updates.
+    """
     ends = [*cuts, len(flow.ops) - 1]
     section_of: dict[Node, int] = {}
     start = 0
@@ -117,7 +134,7 @@ def split(flow: Flow, cuts: Sequence[int], results: Sequence[Node], updates: Seq
         own = [node for node in flow.ops if section_of[node] == index]
         made = [node for node in own if last_section[node] > index]
         made = made if index < len(ends) - 1 else list(results)
-        graphs.append(section_graph(flow, index, own, made, updates_of.get(index, ())))
+        graphs.append(section_graph(flow, index, own, made, updates_of.get(index, ()), held.get(index, ())))
     assert sum(len(graph.truths) for graph in graphs) == len(flow.capture.truths), "every branch is looked at"
     return Split(tuple(graphs), crossing_into)
 
@@ -178,10 +195,10 @@ class _Builder:
                 return kind
         return "takes"
 
-    def declare(self, order: Sequence[Node], results: Sequence[Node]) -> None:
-        """Placeholders first: takes, inputs, batch size, then parameters, buffers and constants."""
+    def declare(self, order: Sequence[Node], results: Sequence[Node], held: Sequence[Node]) -> None:
+        """Placeholders first: takes, inputs, batch size, then parameters (also those only held), buffers, constants."""
         sources = [s for node in order if self.flow.size_of(node) is None for s in node.all_input_nodes]
-        outside = dict.fromkeys(node for node in (*sources, *results) if node not in self.members)
+        outside = dict.fromkeys(node for node in (*sources, *results, *held) if node not in self.members)
         for node in outside:
             self.arguments[self.kind_of(node)].append(node)
         wants_batch_size = any(self.flow.size_of(node) is not None for node in order)
@@ -202,7 +219,12 @@ class _Builder:
 
 
 def section_graph(
-    flow: Flow, index: int, own: Sequence[Node], made: Sequence[Node], updates: Sequence[BufferWrite] = ()
+    flow: Flow,
+    index: int,
+    own: Sequence[Node],
+    made: Sequence[Node],
+    updates: Sequence[BufferWrite] = (),
+    held: Collection[str] = (),
 ) -> SectionGraph:
     """The section that runs ``own`` and rebuilds what it needs; returns ``made``, then statistics, then truths."""
     statistics = list(dict.fromkeys(node for update in updates for node in update.statistics))
@@ -216,7 +238,8 @@ def section_graph(
     members = mine | _closure(own, results, flow)
     order = [node for node in flow.capture.graph.nodes if node in members]
     builder = _Builder(flow, members)
-    builder.declare(order, results)
+    placeholders = {flow.capture.parameters.get(n.name): n for n in flow.capture.graph.find_nodes(op="placeholder")}
+    builder.declare(order, results, [placeholders[name] for name in sorted(held) if name in placeholders])
     for node in order:
         builder.copy(node)
     builder.graph.output(tuple(builder.copies[node] for node in results))
@@ -240,6 +263,7 @@ def section_graph(
         random=any(is_random(node) for node in own),
         statistics=tuple(_crossing(node, flow) for node in statistics),
         updates=tuple(BufferUpdate(u.buffers, tuple(n.name for n in u.statistics), u.module, u.kinds) for u in updates),
+        kept=tuple(name for name in sorted(held) if name not in placeholders),
         truths=tuple(truth.place for truth in truths),
     )
 

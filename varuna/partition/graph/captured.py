@@ -20,6 +20,15 @@ class Truth(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TensorKind:
+    """A parameter or buffer without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool = False
+
+
+@dataclass(frozen=True)
 class Capture:
     """A flat training graph with the names of everything that flows into it.
 
@@ -43,6 +52,8 @@ class Capture:
     metrics: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     """parameter -> shape"""
+    kinds: tuple[Mapping[str, TensorKind], Mapping[str, TensorKind]]
+    """of all parameters and all buffers of the model, by first name"""
     pairs: frozenset[str]
     """complex parameters"""
     dtypes: dict[str, torch.dtype]

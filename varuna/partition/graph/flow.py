@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +16,22 @@ from varuna.partition.opaque.autograd_functions import NAMESPACE as FUNCTIONS
 from varuna.partition.opaque.calls import NAMESPACE as MODULES
 
 
+class Together(NamedTuple):
+    """What no cut may come between: the first of some ops, and the last of these and others."""
+
+    first: tuple[Node, ...]
+    """operations; a placeholder stands for all that read it"""
+    last: tuple[Node, ...]
+    """operations"""
+
+
 @dataclass
 class Flow:
     """The graph's ops in order and what depends on what: shared by the choice of cuts and by the split."""
 
     capture: Capture
     sizes: Sizes
-    together: Sequence[Sequence[Node]] = ()
-    """placeholders, whose readers must be in one section, with operations, which must not come after it"""
+    together: Sequence[Together] = ()
     ops: list[Node] = field(default_factory=list)
     """ops that belong to exactly one section"""
     rebuilt: set[Node] = field(default_factory=set)
@@ -143,8 +152,9 @@ class Flow:
         return _curve(change[:-1], forbidden[:-1])
 
     def reading(self, nodes: Iterable[Node]) -> list[Node]:
-        """Ops that read values, themselves or through others that are rebuilt in every section."""
-        found, seen, stack = dict[Node, None](), set[Node](), list(nodes)
+        """Ops that read placeholders, themselves or through others that are rebuilt in every section."""
+        found, seen = dict[Node, None](), set[Node]()
+        stack = [node for node in nodes if node.op == "placeholder"]
         while stack:
             node = stack.pop()
             for user in node.users:
@@ -158,11 +168,10 @@ class Flow:
     def _spans_together(self) -> Iterable[tuple[int, int]]:
         """Spans of ops that must be in one section."""
         position = {node: i for i, node in enumerate(self.ops)}
-        for group in self.together:
-            sources = [node for node in group if node.op == "placeholder"]
-            reading = [position[node] for node in self.reading(sources)]
-            if reading:
-                yield min(reading), max((*reading, *(position[node] for node in group if node in position)))
+        for first, last in self.together:
+            places = [position[node] for node in (*first, *self.reading(first)) if node in position]
+            if places:
+                yield min(places), max((*places, *(position[node] for node in last if node in position)))
 
     def _spans_in_memory(self) -> Iterable[tuple[int, int]]:
         """Spans of ops within which a tensor's memory itself is used: written in place, or viewed by its strides."""
