@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checks.compare import Noise, Tolerance, differences, noise_of
-from varuna.checks.module_state import changed, plain_values, set_value
+from varuna.checks.module_state import attributes, changed, plain_values, replaced, same_attributes, set_value
 from varuna.checks.outcome import Draws, Outcome, Part, loss_again, plainly, same_buffers
 from varuna.engine.stage.precision import cast
 from varuna.partition.capture.capture import LossModule
@@ -123,6 +123,18 @@ def answer(end: float) -> Respond:
         return drawn
 
     return respond
+
+
+def carried(losses: LossModule, part: Part) -> tuple[str, ...]:
+    """Attributes with tensors that one forward leaves and the next depends on: its loss is another one."""
+    with same_attributes(losses.model):
+        before = attributes(losses.model)
+        same = loss_again(losses, part)
+        left = replaced(losses.model, before)
+        if not left or not _differs(lambda: loss_again(losses, part), same):
+            return ()
+    with same_attributes(losses.model):  # unless the loss is another one each time
+        return () if _differs(lambda: loss_again(losses, part), same) else tuple(left)
 
 
 def deciding_counters(losses: LossModule, part: Part, moved: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:

@@ -144,8 +144,9 @@ class SelfCheck:
         self, model: PartitionedModel, initial: Initial, groups: Sequence[Sequence[int]], extent: Extent
     ) -> tuple[Errors, tuple[str, ...]]:
         """Compare on data; returns the largest errors, and what is left out."""
-        check_assumptions(model, self.recipe, initial, self.source, self.micro_batch or 1)
         check = _Check(self, model, initial, extent.sizes)
+        check.carried(groups[0])
+        check_assumptions(model, self.recipe, initial, self.source, self.micro_batch or 1)
         found, left_out = [check.captured(positions) for positions in groups], list[str]()
         mixes = self.micro_batch is not None and self.per_micro_batch and any(graph.mixing for graph in model.graphs)
         if not mixes:
@@ -200,6 +201,12 @@ class _Check:
     initial: Initial
     sizes: tuple[int, ...]
     """samples of each micro-batch"""
+
+    def carried(self, positions: Sequence[int]) -> None:
+        """Refuse a module that goes on from what it left when it ran before."""
+        with self._as_it_trains() as initial:
+            losses = LossModule(initial.module, self.job.recipe)
+            _refuse(refused(Evidence(carried=probes.carried(losses, self._parts(positions, initial)[0]))))
 
     # -- what was captured -----------------------------------------------------------------------------------
 

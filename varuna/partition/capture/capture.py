@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_unflatten
 
 from varuna.core.errors import ModelError, VarunaError
 from varuna.partition.capture.building import build_without_data, cast_fakes
+from varuna.partition.capture.cumulative_norms import count_with_tensors
 from varuna.partition.capture.construction import Construction, construct
 from varuna.partition.capture.dtypes import HALVES, check_dtypes
 from varuna.partition.capture.export import ExportedGraph, export
@@ -168,6 +169,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
         if recipe.dtype is not torch.float32:
             cast_fakes(model, mode, recipe.dtype)
         model.train(recipe.training)
+        count_with_tensors(model)
         with mode:
             fake = {
                 key: torch.zeros((EXPORT_EXAMPLES, *value.shape[1:]), dtype=value.dtype) for key, value in batch.items()

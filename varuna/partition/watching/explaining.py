@@ -143,8 +143,10 @@ def without_value(name: str, line: str | None, noticed: ForwardFindings) -> str:
     if noticed.data_at:
         return (
             f"forward() takes .data of a parameter at {noticed.data_at}, which autograd does not see: a write to "
-            "it would be lost. Clamp what is computed from the parameter (scale.clamp(max=4.6)) instead of its "
-            "data, or change the parameter in the optimizer's step."
+            "it would be lost. Clamp what is computed from the parameter (scale.clamp(max=4.6)) instead of its data, "
+            "or change the parameter in Trainer(after_step=...), which runs once per step. For a layer that takes its "
+            "first values from the first batch (ActNorm): build the model, let it run once on samples (with "
+            "torch.no_grad(): model(**batch)), and pass it built: Trainer(model, ...)."
         )
     place = f" at {line}" if line else ""
     return (
