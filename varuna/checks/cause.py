@@ -55,7 +55,7 @@ def refused(evidence: Evidence) -> Cause | None:
         return Cause(
             f"forward() writes the parameter {_some(evidence.written)} in place, as a moving average does. What it "
             "writes would depend on the number of micro-batches and stages.",
-            "Update it outside of forward(), in Trainer(after_step=...), which runs once per step, after the optimizer, "
+            "Update it in Trainer(after_step=...), which runs once per step, after the optimizer, "
             "and sees all parameters, frozen ones too.",
         )
     if evidence.carried:

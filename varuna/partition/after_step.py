@@ -70,8 +70,8 @@ class _ByName(dict[str, Tensor]):
 
     def __setitem__(self, name: str, value: object) -> Never:
         raise UsageError(
-            f"after_step= must write tensors in place: parameters[{name!r}].copy_(value), .lerp_(other, weight) or "
-            ".zero_(); what replaces an entry of the dict changes nothing."
+            f"after_step= must write {name!r} in place, by .copy_(value), .lerp_(other, weight) or .zero_(); what "
+            "replaces an entry of the dict changes nothing."
         )
 
     __delitem__ = pop = popitem = update = setdefault = clear = __setitem__  # type: ignore[assignment]

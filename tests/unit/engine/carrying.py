@@ -237,3 +237,11 @@ def balance(parameters: dict[str, Tensor], buffers: dict[str, Tensor], step: int
     counts = buffers["counts"]
     buffers["bias"].add_(torch.sign(counts.mean() - counts) * 0.1 / (step + 1))
     counts.zero_()
+
+
+def teach(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    """DINO's teacher follows its student."""
+    names = [name for name in parameters if name.startswith("teacher.")]
+    with_students = [parameters["student." + name.removeprefix("teacher.")] for name in names]
+    torch._foreach_lerp_([parameters[name] for name in names], with_students, 0.4)
+    buffers["center"].clamp_(-0.8, 0.8)

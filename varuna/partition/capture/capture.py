@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_unflatten
 
 from varuna.core.errors import ModelError, VarunaError
 from varuna.partition.capture.building import build_without_data, cast_fakes
-from varuna.partition.capture.cumulative_norms import count_with_tensors
 from varuna.partition.capture.construction import Construction, construct
+from varuna.partition.capture.cumulative_norms import count_with_tensors
 from varuna.partition.capture.dtypes import HALVES, check_dtypes
 from varuna.partition.capture.export import ExportedGraph, export
 from varuna.partition.capture.guards import Taken, taken_for_granted

@@ -5,7 +5,7 @@ graph of its own, from old buffers and statistics to new buffers. Running statis
 D: every micro-batch's statistics come from its F alone, and one order applies them.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
