@@ -1,8 +1,8 @@
 """Where what ``after_step`` computes with must be: which buffers stay in one section, and what sections hold besides.
 
 A section that holds a name which the function writes also holds all that goes into it, so that every holder makes the
-same of it. A trained parameter is then tied: its gradient reaches all holders, and each updates it alike. What forward()
-updates cannot be in two sections; so no cut comes between such a buffer and what the function computes from it.
+same of it. A trained parameter is then tied: its gradient reaches all holders, and each updates it alike. What
+forward() updates cannot be in two sections; so no cut comes between such a buffer and what is computed from it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,8 +65,8 @@ def held_besides(divided: Split, following: Following) -> dict[int, frozenset[st
         odd = sorted(name for name in names if owners.get(name, index) != index)
         if odd:
             raise ModelError(
-                f"after_step= computes something of section {index} from the buffer {odd[0]}, which forward() updates in "
-                f"section {owners[odd[0]]}: {_FEWER}"
+                f"after_step= computes something of section {index} from the buffer {odd[0]}, which forward() updates "
+                f"in section {owners[odd[0]]}: {_FEWER}"
             )
     state = {each.index: {*each.parameters, *each.updated} for each in divided.sections}
     return {index: frozenset(names - state[index]) for index, names in held.items()}

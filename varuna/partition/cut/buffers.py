@@ -141,8 +141,8 @@ def _check_writers(capture: Capture, node: Node, writers: Sequence[Node]) -> Non
     if node.name in capture.parameters:
         raise ModelError(
             f"forward() writes the parameter {capture.parameters[node.name]} in place{place}. Let the optimizer's step "
-            "write it; or Trainer(after_step=...), which runs after it and sees all parameters, frozen ones too, as for "
-            "the moving average of a teacher; or write to a clone."
+            "write it; or Trainer(after_step=...), which runs after it and sees all parameters, frozen ones too, as "
+            "for the moving average of a teacher; or write to a clone."
         )
     if node.name not in capture.buffers:
         raise ModelError(
@@ -244,9 +244,9 @@ def _check_apart(
         if outside or used or sizes or node in results:
             name = next(capture.buffers[each.name] for each in _ancestors(node) if each in placeholders)
             raise ModelError(
-                f"forward() updates {name} and also computes with it, in a way that Varuna cannot take apart. Write to a "
-                "buffer of its own, which nothing else reads, and compute with it in Trainer(after_step=...), which runs "
-                "once per step."
+                f"forward() updates {name} and also computes with it, in a way that Varuna cannot take apart. Write to "
+                "a buffer of its own, which nothing else reads, and compute with it in Trainer(after_step=...), which "
+                "runs once per step."
             )
 
 
