@@ -128,7 +128,7 @@ class _Following(TorchDispatchMode):
         lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
         if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and lists:
             return self._each(func, args, kwargs, len(lists[0]))
-        sources = self._numbers_and(args, kwargs)
+        sources = self._numbers
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(self.sources_of(each) or isinstance(each, FakeTensor) for each in given):
             if sources:
@@ -145,9 +145,6 @@ class _Following(TorchDispatchMode):
             elif isinstance(each, int | float | bool | complex) and not _is_shape(func):
                 self._numbers |= sources
         return made
-
-    def _numbers_and(self, args: Any, kwargs: Any) -> Names:
-        return self._numbers
 
     def _without_data(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Results without data; of an operation whose shapes or numbers follow from data, of a stand-in's."""
@@ -192,7 +189,7 @@ class _Following(TorchDispatchMode):
             is_list = isinstance(value, list | tuple) and len(value) == length and length > 0
             return [value[place]] if is_list else value
 
-        made = []
+        made: list[Any] = []
         for place in range(length):
             some = [at(place, value) for value in args]
             more = {name: at(place, value) for name, value in kwargs.items()}
@@ -225,7 +222,7 @@ class _Following(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_shape(func: Any) -> bool:

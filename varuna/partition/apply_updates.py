@@ -27,8 +27,8 @@ def apply_updates(updates: Iterable[BufferUpdate], buffers: Mapping[str, Tensor]
     """
     with torch.no_grad():
         for update in updates:
-            rows = found if not update.kinds else [_whole(update, found)]
-            batch = [sum(each.examples for each in found)] if update.kinds else []
+            rows = found if update.kinds is None else [_whole(update, found)]
+            batch = [] if update.kinds is None else [rows[0].examples]
             for row in rows:
                 given = [buffers[name] for name in update.buffers] + [
                     row.statistics[name] for name in update.statistics
@@ -42,7 +42,7 @@ def _whole(update: BufferUpdate, found: Sequence[Found]) -> Found:
     examples = sum(each.examples for each in found)
     made = {
         name: _combined(kind, [(each.examples / examples, each.statistics.get(name)) for each in found])
-        for name, kind in zip(update.statistics, update.kinds, strict=True)
+        for name, kind in zip(update.statistics, update.kinds or (), strict=True)
     }
     return Found(examples, made)
 

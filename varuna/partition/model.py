@@ -352,7 +352,7 @@ def _facts(
         tied=_tied(divided, sizes),
         updates_together=update is not None and update.together,
         combines=update is None or update.combines,
-        batch_dependent=any(not update.kinds for section in divided.sections for update in section.updates)
+        batch_dependent=any(update.kinds is None for section in divided.sections for update in section.updates)
         or bool(batch_statistics(captured.graph)),
     )
 

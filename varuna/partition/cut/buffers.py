@@ -37,8 +37,8 @@ class BufferWrite:
     """nodes of the captured graph that it is computed from"""
     module: GraphModule
     """``(*buffers, *statistics) -> new buffers``; writes nothing that it is given"""
-    kinds: tuple[Kind, ...] = ()
-    """how each statistic of a batch is made of those of its micro-batches, for one update a step; empty: an update for
+    kinds: tuple[Kind, ...] | None = None
+    """how each statistic of a batch is made of those of its micro-batches, for one update a step; None: an update for
     each micro-batch, in their order"""
     read: tuple[Node, ...] = ()
     """placeholders of buffers that forward() reads as they were before the step"""

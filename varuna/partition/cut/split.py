@@ -46,8 +46,8 @@ class BufferUpdate:
     module: GraphModule
     """``(*buffers, *statistics) -> new buffers``; writes nothing that it is given. With ``kinds`` it is also given the
     number of examples of the batch"""
-    kinds: tuple[Kind, ...] = ()
-    """how each statistic of the batch is made of those of its micro-batches; empty: an update for each micro-batch"""
+    kinds: tuple[Kind, ...] | None = None
+    """how each statistic of the batch is made of those of its micro-batches; None: an update for each micro-batch"""
 
 
 @dataclass(frozen=True)

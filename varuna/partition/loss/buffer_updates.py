@@ -112,8 +112,10 @@ class _Part:
             _NotStatisticsError: it is no graph over statistics.
         """
         self._finals[copy] = final
-        if isinstance(self._t.of(final), Fixed):  # the same in all micro-batches
-            self._refuse_draws(needed_by(self._capture.graph, [final]))
+        sources = needed_by(self._capture.graph, [final])
+        given = {each for each in sources if each.op == "placeholder"}
+        if isinstance(self._t.of(final), Fixed) and not given <= set(self._copies.values()):
+            self._refuse_draws(sources)
             self._statistics[final] = "same"
         else:
             self.inside.add(final)
