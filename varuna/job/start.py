@@ -226,9 +226,13 @@ def _check_links(spec: JobSpec) -> None:
 
 def _check_normalisation(spec: JobSpec) -> None:
     """A model with batch normalisation needs an m of the user's."""
-    if spec.partitioned.facts.batch_dependent and spec.micro_batch is None:
+    model = spec.partitioned
+    if model.facts.batch_dependent and spec.micro_batch is None:
+        updates = (update for section in model.sections for update in section.updates if update.kinds is None)
+        buffer = next((name for update in updates for name in update.buffers), None)
+        does = "normalises over" if model.normalisations or buffer is None else f"updates the buffer {buffer} from"
         raise UsageError(
-            "the model normalises over the examples of a micro-batch, so training depends on how many there are. "
+            f"the model {does} the examples of a micro-batch, so training depends on how many there are. "
             "Pass micro_batch= (the batch size per device that you would use in plain PyTorch); no plan changes "
             "it."
         )

@@ -133,6 +133,31 @@ class Scaled(nn.Module):
         return rows.mean()
 
 
+class Normalised(nn.Module):
+    """Running normalisation of rewards, as of Welford: from the batch's mean, variance and size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(6, 8, 8, 5)
+        self.mean: Tensor
+        self.variance: Tensor
+        self.seen: Tensor
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("variance", torch.ones(5))
+        self.register_buffer("seen", torch.tensor(1e-4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rewards = self.net(x)
+        made = (rewards - self.mean) / (self.variance + 1e-8).sqrt()
+        with torch.no_grad():
+            mean, variance, size = rewards.mean(0), rewards.var(0, unbiased=False), rewards.shape[0]
+            delta, total = mean - self.mean, self.seen + size
+            squares = self.variance * self.seen + variance * size + delta**2 * self.seen * size / total
+            self.mean = self.mean + delta * size / total
+            self.variance, self.seen = squares / total, total
+        return made.pow(2).mean()
+
+
 def replaced() -> nn.Module:
     return Centred(replaced=True)
 

@@ -31,6 +31,10 @@ WAY_OUT = (
     "(self.sum.add_(x.sum(0))), and compute the update in Trainer(after_step=...), which runs once per step, after the "
     "optimizer, with all parameters and buffers."
 )
+_NUMBER = (
+    "makes a Python number or a branch of it, which is captured once (a queue needs none: "
+    "self.queue.copy_(torch.cat([new, self.queue])[:size]))"
+)
 _COUNTS = ("aten::histc",)
 """Counts of elements: what micro-batches count adds up."""
 
@@ -226,7 +230,7 @@ class _Part:
         """
         for truth in self._capture.truths:
             if not self._finals.keys().isdisjoint(_sources([truth.node])):
-                raise _NotStatisticsError(truth.node, "makes a Python number or a branch of it, which is captured once")
+                raise _NotStatisticsError(truth.node, _NUMBER)
         read = _sources([*results, *self._statistics])
         for copy in self._finals:
             writers = self._memory.writers(copy)
