@@ -114,8 +114,7 @@ class Trainer:
             on_nan: ``"stop"`` ends the run before a loss or gradient that is not finite is applied; ``"continue"`` does
                 not look.
             before_step: receives the (name, parameter) list with reduced, clipped gradients before the optimizer.
-            after_step: ``fn(parameters, buffers)``, or ``fn(parameters, buffers, step)``, runs once after each step,
-                with dicts of all parameters, frozen ones too, and buffers of the model by name: it writes in place.
+            after_step: ``fn(parameters, buffers)``, or with ``step``, changes dicts of both in place after each step.
             cut: where the model may be cut: number of cut-points, or names of modules, as in ``named_modules()``, to
                 cut where each is entered and nowhere else. Default: every place where few bytes cross.
             checkpoints: folder or URL (``s3://``, ``gs://``, ``az://``) to save to every 10 minutes, or

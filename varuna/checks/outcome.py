@@ -15,7 +15,7 @@ from varuna.checks.draws import SameDraws
 from varuna.core.errors import ModelError
 from varuna.data.randomness import seeded
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
-from varuna.partition.apply_updates import Found, apply_updates
+from varuna.partition.apply_updates import MicroBatchStatistics, apply_updates
 from varuna.partition.capture.capture import LossModule
 from varuna.partition.cut.split import SectionGraph
 from varuna.partition.initial.constructor import Initial
@@ -147,7 +147,7 @@ def in_turn(
             found.append(float(loss))
             of_user = others[len(others) - len(model.metrics) :]
             metrics.append(dict(zip(model.metrics, map(float, of_user), strict=True)))
-            noted.append(Found(part.size, statistics))
+            noted.append(MicroBatchStatistics(part.size, statistics))
             if not at_once:
                 _commit(graph, buffers, noted)
                 noted.clear()
@@ -252,5 +252,5 @@ def unwritten(section: SectionGraph, given: Mapping[str, Tensor]) -> Iterator[No
         )
 
 
-def _commit(model: PartitionedModel, buffers: Mapping[str, Tensor], found: Sequence[Found]) -> None:
+def _commit(model: PartitionedModel, buffers: Mapping[str, Tensor], found: Sequence[MicroBatchStatistics]) -> None:
     apply_updates((update for section in model.sections for update in section.updates), buffers, found)

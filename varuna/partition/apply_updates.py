@@ -10,14 +10,16 @@ from varuna.partition.cut.buffers import Kind
 from varuna.partition.cut.split import BufferUpdate
 
 
-class Found(NamedTuple):
+class MicroBatchStatistics(NamedTuple):
     """Statistics of one micro-batch."""
 
     examples: int
     statistics: Mapping[str, Tensor]
 
 
-def apply_updates(updates: Iterable[BufferUpdate], buffers: Mapping[str, Tensor], found: Sequence[Found]) -> None:
+def apply_updates(
+    updates: Iterable[BufferUpdate], buffers: Mapping[str, Tensor], found: Sequence[MicroBatchStatistics]
+) -> None:
     """Write what buffers become, in place.
 
     Args:
@@ -37,14 +39,14 @@ def apply_updates(updates: Iterable[BufferUpdate], buffers: Mapping[str, Tensor]
                     buffers[name].copy_(value)
 
 
-def _whole(update: BufferUpdate, found: Sequence[Found]) -> Found:
+def _whole(update: BufferUpdate, found: Sequence[MicroBatchStatistics]) -> MicroBatchStatistics:
     """Statistics of the whole batch."""
     examples = sum(each.examples for each in found)
     made = {
         name: _combined(kind, [(each.examples / examples, each.statistics.get(name)) for each in found])
         for name, kind in zip(update.statistics, update.kinds or (), strict=True)
     }
-    return Found(examples, made)
+    return MicroBatchStatistics(examples, made)
 
 
 def _combined(kind: Kind, parts: Sequence[tuple[float, Tensor | None]]) -> Tensor:

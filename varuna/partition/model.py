@@ -110,6 +110,11 @@ class PartitionedModel:
                 holders.setdefault(name, []).append(section.index)
         return {name: tuple(found) for name, found in holders.items() if len(found) > 1}
 
+    def foreign_to(self, section: int) -> frozenset[str]:
+        """Parameters and buffers of a section that another one owns."""
+        tied = {parameter.name for parameter in self.facts.tied if parameter.owner != section}
+        return frozenset(tied | {name for name, holders in self.shared_buffers.items() if holders[0] != section})
+
     @property
     def changing(self) -> frozenset[str]:
         """Parameters and buffers that steps change, and those that ``after_step`` computes with."""

@@ -16,7 +16,7 @@ from varuna.core.sums import Spans, numbers_of
 from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.message import Layout
 from varuna.engine.stage.sums import Begun
-from varuna.partition.apply_updates import Found, apply_updates
+from varuna.partition.apply_updates import MicroBatchStatistics, apply_updates
 from varuna.partition.cut.split import Crossing, SectionGraph
 
 
@@ -126,7 +126,7 @@ class Statistics:
         """Update ``buffers`` in place, with every micro-batch of the sections that are complete."""
         for section, found in self._complete.items():
             examples = (len(self._plan.samples_of(number)) for number in range(self._plan.micro_batches))
-            apply_updates(self._sections[section].updates, buffers, list(map(Found, examples, found)))
+            apply_updates(self._sections[section].updates, buffers, list(map(MicroBatchStatistics, examples, found)))
         self._inherited = False
         self.clear()
 

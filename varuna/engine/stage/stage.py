@@ -16,6 +16,7 @@ from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage import averages, load_state
 from varuna.engine.stage.buffer_statistics import Statistics
 from varuna.engine.stage.cross_stage import Exchange, LateExchange, LocalExchange, StageExchange, installed
+from varuna.engine.stage.following import follow
 from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
 from varuna.engine.stage.guards import Truths
 from varuna.engine.stage.job import Job
@@ -24,7 +25,6 @@ from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import Begun, StepShare, Sums, TiedTotals
-from varuna.partition import after_step
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
 
@@ -100,10 +100,7 @@ class Stage:
         self.work = StepShare(plan, replica, next_step, begun)
         self.sums = Sums(self.buckets, plan, begun, outlast=job.sums_outlast, copies=job.traffic.sums)
         self.variants = [
-            [
-                self._runner(model, section, held[section], {**job.buffers, **self.buffers}, job.compiler)
-                for section in self.sections
-            ]
+            [self._runner(model, section, held[section], job.buffers, job.compiler) for section in self.sections]
             for model in job.model.graphs
         ]
         """the sections' graphs for each declared length, the longest first"""
@@ -138,7 +135,7 @@ class Stage:
             buffers: those that training has no use for, or that other stages update.
             averaged: over averages of the parameters, where the optimizer keeps any.
         """
-        known = {**self.job.buffers, **buffers, **self.buffers}
+        known = {**self.job.buffers, **buffers}
         held = {name: self._compute[name] for name in self.parameters}
         held = averages.averaged(held, self.optimizer) if averaged else held
         return [self._runner(model, section, held, known, None) for section in self.sections]
@@ -152,7 +149,8 @@ class Stage:
         compiler: Compiler | None,
     ) -> SectionRunner:
         job, graph = self.job, model.sections[section]
-        fixed = [buffers[name] for name in graph.buffers]
+        known = {**buffers, **self.buffers}
+        fixed = [known[name] for name in graph.buffers]
         fixed += [model.constants[name].to(job.device) for name in graph.constants]
         tensors = Tensors(tuple(held[name] for name in graph.parameters), tuple(fixed))
         crossings = {c.name: c for into in model.split.crossings for c in into}
@@ -322,7 +320,7 @@ class Stage:
             self.loss_scale = self.loss_scale.after(overflowed)
         self.job.traffic.saves.follow(self.copied)
         self.statistics.apply(self.buffers)
-        self._after_step(step)
+        follow(self.job, self.parameters, self.buffers, self._compute, step)
         self.optimizer.advance()
         self.sharding.applied(overflowed=overflowed)
         self.sums.discard()
@@ -366,15 +364,6 @@ class Stage:
         with self.sharding.without_exchange():
             self.optimizer.update(self._compute.refresh)
 
-    def _after_step(self, step: int) -> None:
-        """Let the user's code follow the step: once it is certain, so that nothing has to be undone."""
-        function, following = self.job.after_step, self.job.model.following
-        if function is not None and following is not None:
-            after_step.run(
-                function, following, self.parameters, self.buffers, step, seed=self.job.seed, device=self.job.device
-            )
-            self._compute.refresh({name: value for name, value in self.parameters.items() if name in following.written})
-
     def _show(self, gradients: Mapping[str, Tensor]) -> None:
         """Gradients where the user's code looks for them; not where a parameter is a copy, or in another memory."""
         if not self.job.masters_away:
@@ -405,10 +394,8 @@ class Stage:
 
         ``owned_only`` leaves out copies of what another section owns.
         """
-        graph, tied = self.job.model.sections[section], self.job.model.facts.tied if owned_only else ()
-        foreign = {parameter.name for parameter in tied if parameter.owner != section}
-        shared = self.job.model.shared_buffers if owned_only else {}
-        foreign |= {name for name, sections in shared.items() if sections[0] != section}
+        graph = self.job.model.sections[section]
+        foreign = self.job.model.foreign_to(section) if owned_only else frozenset[str]()
         return load_state.state_in(
             section,
             {name: self.parameters[name] for name in dict.fromkeys(graph.parameters) if name not in foreign},

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_unflatten
 from varuna.core.errors import ModelError, VarunaError
 from varuna.partition.capture.building import build_without_data, cast_fakes
 from varuna.partition.capture.construction import Construction, construct
-from varuna.partition.capture.cumulative_norms import count_with_tensors
 from varuna.partition.capture.dtypes import HALVES, check_dtypes
 from varuna.partition.capture.export import ExportedGraph, export
 from varuna.partition.capture.guards import Taken, taken_for_granted
@@ -27,11 +26,11 @@ from varuna.partition.capture.known_inputs import Givens
 from varuna.partition.capture.outputs import OutputsFunction, rows_of
 from varuna.partition.capture.parameter_limits import limits_of
 from varuna.partition.capture.real_values import Grade, RealValues
-from varuna.partition.capture.reassigned import buffers_written_in_place
 from varuna.partition.graph.captured import Capture as Capture
 from varuna.partition.graph.captured import TensorKind
 from varuna.partition.graph.inline import inline_no_grad
 from varuna.partition.opaque.eager_modules import Pieces
+from varuna.partition.watching.cumulative_norms import count_with_tensors
 from varuna.partition.watching.explaining import (
     BUILDING,
     ForwardFindings,
@@ -44,6 +43,7 @@ from varuna.partition.watching.explaining import (
     without_value,
 )
 from varuna.partition.watching.fake_mode import FakeMode
+from varuna.partition.watching.reassigned import buffers_written_in_place
 from varuna.partition.watching.sources import source_digest
 from varuna.process.console import say, say_once
 
