@@ -11,9 +11,10 @@ from dataclasses import replace
 from torch.fx import Node
 
 from varuna.core.errors import ModelError
+from varuna.core.model import TiedParameter
 from varuna.partition.after_step import Following
 from varuna.partition.cut.buffers import BufferWrite
-from varuna.partition.cut.split import Split
+from varuna.partition.cut.split import SectionGraph, Split
 from varuna.partition.graph.captured import Capture
 from varuna.partition.graph.flow import Together
 
@@ -86,3 +87,18 @@ def _home(name: str, following: Following, used: Mapping[int, set[str]], owners:
 def _placeholders(capture: Capture, names: Iterable[str]) -> list[Node]:
     wanted, known = set(names), {**capture.parameters, **capture.buffers}
     return [node for node in capture.graph.find_nodes(op="placeholder") if known.get(node.name) in wanted]
+
+
+def shared_buffers(sections: Sequence[SectionGraph]) -> dict[str, list[int]]:
+    """Buffers that are in the state of several sections, of which the first owns them."""
+    holders: dict[str, list[int]] = {}
+    for section in sections:
+        for name in section.updated:
+            holders.setdefault(name, []).append(section.index)
+    return {name: found for name, found in holders.items() if len(found) > 1}
+
+
+def owned_elsewhere(sections: Sequence[SectionGraph], tied: Iterable[TiedParameter], section: int) -> frozenset[str]:
+    """Parameters and buffers of a section that another one owns."""
+    parameters = {parameter.name for parameter in tied if parameter.owner != section}
+    return frozenset(parameters | {name for name, first in shared_buffers(sections).items() if first[0] != section})

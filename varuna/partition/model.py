@@ -102,20 +102,6 @@ class PartitionedModel:
         return self.split.sections
 
     @property
-    def shared_buffers(self) -> dict[str, tuple[int, ...]]:
-        """Buffers that are in the state of several sections, of which the first owns them."""
-        holders: dict[str, list[int]] = {}
-        for section in self.sections:
-            for name in section.updated:
-                holders.setdefault(name, []).append(section.index)
-        return {name: tuple(found) for name, found in holders.items() if len(found) > 1}
-
-    def foreign_to(self, section: int) -> frozenset[str]:
-        """Parameters and buffers of a section that another one owns."""
-        tied = {parameter.name for parameter in self.facts.tied if parameter.owner != section}
-        return frozenset(tied | {name for name, holders in self.shared_buffers.items() if holders[0] != section})
-
-    @property
     def changing(self) -> frozenset[str]:
         """Parameters and buffers that steps change, and those that ``after_step`` computes with."""
         updated = frozenset(name for section in self.sections for name in section.updated)
@@ -182,7 +168,10 @@ def partition(
     if counter is not None:
         with captured.graph.inserting_before(output):
             output.args = (tuple(results),)
-    following = None if after_step is None else trace(after_step, *captured.kinds)
+    following = None
+    if after_step is not None:
+        following = trace(after_step, *captured.kinds)
+        captured = replace(captured, sources=f"{captured.sources} {function_digest(after_step)}")
     updates, together = kept_together(captured, _take_updates(captured, results, mixing), following)
     sizes = Sizes(captured.batch_symbol)
     flow = Flow(captured, sizes, together)
@@ -214,9 +203,6 @@ def partition(
     parameters = [section.parameters for section in divided.sections]
     update = try_update(optimizer, trainable, parameters, on_cpu=on_cpu) if optimizer else None
     facts = _facts(captured, divided, flow, cuts, update, CPU_SLOWDOWN if on_cpu else 1.0, recipe.dtype, inputs)
-    if after_step is not None:
-        code = hashlib.sha256(f"{facts.code_digest} {function_digest(after_step)}".encode()).hexdigest()
-        facts = facts.model_copy(update={"code_digest": code})
     return PartitionedModel(
         split=divided,
         facts=facts,

@@ -1,18 +1,36 @@
-"""The user's ``after_step`` on one stage: once a step is certain, so that nothing of it is ever undone."""
+"""What follows the parameters that the optimizer makes: averages in their place, and what ``after_step`` changes."""
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from torch import Tensor
 
+from varuna.checkpoint.io.section_state import AVERAGE, JSON
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import ComputeCopies
 from varuna.partition import after_step
 
 
+class KeepsState(Protocol):
+    """A stage's optimizer."""
+
+    def state_of(self, name: str) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+        """State of a parameter: tensors, and values that are not tensors."""
+
+
+def averaged(computed: Mapping[str, Tensor], optimizer: KeepsState) -> dict[str, Tensor]:
+    """What sections compute with, by parameter: averages where there are any, as they would compute with the value."""
+    found = {name: optimizer.state_of(name)[0].get(AVERAGE) for name in computed}
+    return {
+        name: value if (average := found[name]) is None else average.to(value.device, value.dtype)
+        for name, value in computed.items()
+    }
+
+
 def follow(
     job: Job, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], compute: ComputeCopies, step: int
 ) -> None:
-    """Let it change a stage's parameters and buffers.
+    """Let ``after_step`` change a stage's parameters and buffers: once a step is certain, so nothing is ever undone.
 
     Args:
         job: has the function, and what its dry run showed.

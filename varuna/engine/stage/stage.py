@@ -13,10 +13,9 @@ from varuna.core.sums import HeldSums
 from varuna.engine.base.still import Still
 from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
-from varuna.engine.stage import averages, load_state
+from varuna.engine.stage import following, load_state
 from varuna.engine.stage.buffer_statistics import Statistics
 from varuna.engine.stage.cross_stage import Exchange, LateExchange, LocalExchange, StageExchange, installed
-from varuna.engine.stage.following import follow
 from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
 from varuna.engine.stage.guards import Truths
 from varuna.engine.stage.job import Job
@@ -26,6 +25,7 @@ from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, 
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import Begun, StepShare, Sums, TiedTotals
 from varuna.partition.cut.split_backward import PendingWeights
+from varuna.partition.held_names import owned_elsewhere
 from varuna.partition.model import PartitionedModel
 
 Results = tuple[Tensor, ...]
@@ -137,7 +137,7 @@ class Stage:
         """
         known = {**self.job.buffers, **buffers}
         held = {name: self._compute[name] for name in self.parameters}
-        held = averages.averaged(held, self.optimizer) if averaged else held
+        held = following.averaged(held, self.optimizer) if averaged else held
         return [self._runner(model, section, held, known, None) for section in self.sections]
 
     def _runner(
@@ -320,7 +320,7 @@ class Stage:
             self.loss_scale = self.loss_scale.after(overflowed)
         self.job.traffic.saves.follow(self.copied)
         self.statistics.apply(self.buffers)
-        follow(self.job, self.parameters, self.buffers, self._compute, step)
+        following.follow(self.job, self.parameters, self.buffers, self._compute, step)
         self.optimizer.advance()
         self.sharding.applied(overflowed=overflowed)
         self.sums.discard()
@@ -394,12 +394,16 @@ class Stage:
 
         ``owned_only`` leaves out copies of what another section owns.
         """
-        graph = self.job.model.sections[section]
-        foreign = self.job.model.foreign_to(section) if owned_only else frozenset[str]()
+        sections, tied = self.job.model.sections, self.job.model.facts.tied
+        foreign = owned_elsewhere(sections, tied, section) if owned_only else frozenset[str]()
         return load_state.state_in(
             section,
-            {name: self.parameters[name] for name in dict.fromkeys(graph.parameters) if name not in foreign},
-            {name: self.buffers[name] for name in graph.updated if name not in foreign},
+            {
+                name: self.parameters[name]
+                for name in dict.fromkeys(sections[section].parameters)
+                if name not in foreign
+            },
+            {name: self.buffers[name] for name in sections[section].updated if name not in foreign},
             self.optimizer.state_of if section in self.sharding.whole else None,
             self.loss_scale,
         )

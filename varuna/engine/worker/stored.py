@@ -17,6 +17,7 @@ from varuna.core.errors import DamagedCheckpoint
 from varuna.core.messages import Assignment
 from varuna.core.sums import SumAt
 from varuna.engine.stage.load_state import SUMS, is_lent_along
+from varuna.partition.held_names import shared_buffers
 from varuna.partition.model import PartitionedModel
 from varuna.store.opening import open_store
 
@@ -68,7 +69,10 @@ def stored_states(
     store = open_store(directory)
     shared = [
         *((_of_parameter(tied.name), tied.sections) for tied in model.facts.tied),
-        *((partial(operator.eq, f"buffers/{name}"), holders) for name, holders in model.shared_buffers.items()),
+        *(
+            (partial(operator.eq, f"buffers/{name}"), holders)
+            for name, holders in shared_buffers(model.sections).items()
+        ),
     ]
     wanted: dict[int, Wanted] = {section: is_lent_along if section in lent else everything for section in sections}
     for belongs, (owner, *others) in shared:
