@@ -42,7 +42,7 @@ class Centred(nn.Module):
         self.center: Tensor
         self.register_buffer("center", torch.zeros(1, 5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         crops = [x, x * 0.9]
         with torch.no_grad():
             out = torch.cat([self.teacher(crop) for crop in crops])
@@ -71,7 +71,7 @@ class Codebook(nn.Module):
         self.register_buffer("counts", torch.ones(7))
         self.register_buffer("sums", book.clone())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         z = self.encoder(x)
         codes = (z.pow(2).sum(1, keepdim=True) - 2 * z @ self.book.t() + self.book.pow(2).sum(1)).argmin(1)
         found = F.embedding(codes, self.book)
@@ -94,7 +94,7 @@ class Queued(nn.Module):
         self.queue: Tensor
         self.register_buffer("queue", torch.randn(16, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         keys = self.net(x)
         loss = (keys @ self.queue.clone().t()).exp().sum(1).log().mean()
         with torch.no_grad():
@@ -110,7 +110,7 @@ class Spectral(nn.Module):
         self.first, self.last = mlp(6, 8), mlp(8, 5)
         self.between = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.last(self.between(self.first(x))).pow(2).mean()
 
 
@@ -125,7 +125,7 @@ class Scaled(nn.Module):
         self.register_buffer("size", torch.ones(()))
         self.register_buffer("steps", torch.tensor(0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         rows = self.net(x / self.size).pow(2).sum(1)
         with torch.no_grad():
             self.size.mul_(0.9).add_(rows.std(), alpha=0.1)
@@ -146,7 +146,7 @@ class Normalised(nn.Module):
         self.register_buffer("variance", torch.ones(5))
         self.register_buffer("seen", torch.tensor(1e-4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         rewards = self.net(x)
         made = (rewards - self.mean) / (self.variance + 1e-8).sqrt()
         with torch.no_grad():
@@ -217,7 +217,7 @@ class Taught(nn.Module):
         self.updates: Tensor
         self.register_buffer("updates", torch.tensor(0.0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         goal = self.teacher(x * 0.9).softmax(-1)
         return -(goal * self.student(x).log_softmax(-1)).sum(-1).mean()
 
@@ -247,7 +247,7 @@ class Balanced(nn.Module):
         self.register_buffer("bias", torch.zeros(4))
         self.register_buffer("counts", torch.zeros(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.before(x)
         scores = self.router(x).sigmoid()
         chosen = F.one_hot((scores + self.bias).topk(2, dim=-1).indices, 4).sum(-2).to(x.dtype)

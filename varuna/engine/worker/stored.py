@@ -67,7 +67,7 @@ def stored_states(
     """
     directory, step = split_place(place)
     store = open_store(directory)
-    shared = [
+    shared: list[tuple[Wanted, Sequence[int]]] = [
         *((_of_parameter(tied.name), tied.sections) for tied in model.facts.tied),
         *(
             (partial(operator.eq, f"buffers/{name}"), holders)

@@ -236,7 +236,7 @@ class _Part:
             writers = self._memory.writers(copy)
             first = next((w for w in writers if any(not self._is_fixed(s) for s in w.all_input_nodes)), None)
             for node in self._capture.graph.nodes if first is not None else ():
-                if node not in read or self._order[node] <= self._order[first]:  # type: ignore[index]
+                if node not in read or self._order[node] <= self._order[first]:
                     continue
                 if any(self._copy_of(each) is copy for each in node.all_input_nodes):
                     raise _NotStatisticsError(node, "reads it after it was written from the batch")

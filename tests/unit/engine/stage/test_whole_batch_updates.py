@@ -39,7 +39,7 @@ def test_losses_and_buffers_are_those_of_whole_batches(build: Any) -> None:
 class Late(Centred):
     """The loss follows from the centre of this very batch."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         out = self.student(x)
         self.center.mul_(0.7).add_(out.detach().mean(0), alpha=0.3)
         return (out - self.center).pow(2).mean()
@@ -48,7 +48,7 @@ class Late(Centred):
 class Drawn(Queued):
     """The queue is filled with noise beside."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         loss = super().forward(x)
         self.queue.add_(torch.randn_like(self.queue))
         return loss
@@ -62,7 +62,7 @@ class Numbered(Queued):
         self.place: Tensor
         self.register_buffer("place", torch.tensor(0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         loss = self.net(x).pow(2).mean()
         place = int(self.place)
         self.queue[place : place + 1] = self.net(x).detach().mean(0)
