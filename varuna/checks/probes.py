@@ -1,5 +1,6 @@
 """Experiments with the user's module that tell one cause of a difference from another."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -127,13 +128,15 @@ def answer(end: float) -> Respond:
 
 def carried(losses: LossModule, part: Part) -> tuple[str, ...]:
     """Attributes with tensors that one forward leaves and the next depends on: its loss is another one."""
-    with same_attributes(losses.model):
+    with same_attributes(losses.model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of checkpointing, for one, which misses gradients here
         before = attributes(losses.model)
         same = loss_again(losses, part)
         left = replaced(losses.model, before)
         if not left or not _differs(lambda: loss_again(losses, part), same):
             return ()
-    with same_attributes(losses.model):  # unless the loss is another one each time
+    with same_attributes(losses.model), warnings.catch_warnings():  # unless the loss is another one each time
+        warnings.simplefilter("ignore", UserWarning)
         return () if _differs(lambda: loss_again(losses, part), same) else tuple(left)
 
 
