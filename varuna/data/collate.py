@@ -121,7 +121,7 @@ class Collator:
                     )
                 raise
             drew = draws.were_made
-        return _counted(self._columns.tensors(found, "what collate returns"), len(samples)), drew
+        return _counted(self._columns.tensors(found, "what collate returns", collated=True), len(samples)), drew
 
 
 _ATTEMPTS = 8

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from varuna.data.nest import nested
 from varuna.partition.lengths import variant_of
 from varuna.partition.loss.whole_batch import SHARE
 from varuna.partition.model import PartitionedModel
@@ -25,7 +26,7 @@ def weight_of(
         buffers: those that counting targets needs, in host memory.
     """
     if weight is not None:
-        return float(weight(dict(batch)))
+        return float(weight(nested(batch)))
     size = len(next(iter(batch.values())))
     model = model.graphs[variant_of(model, batch, ())]
     counter = model.counter

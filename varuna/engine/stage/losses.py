@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from varuna.core.errors import DataError
+from varuna.data.nest import nested
 from varuna.data.samples import MicroBatch
 from varuna.engine.stage.section import Examples
 from varuna.partition.batch_weight import WeightFunction
@@ -38,7 +39,7 @@ def sums_of(
     """
     loss, sums = results[0].detach(), results[1 + model.counts_targets :]
     if weigh is not None and batch is not None:
-        weight = float(weigh(batch.tensors))
+        weight = float(weigh(nested(batch.tensors)))
     else:
         weight = float(results[1]) if model.counts_targets else float(examples.size)
     if not 0 <= weight < float("inf"):

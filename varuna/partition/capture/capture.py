@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from varuna.core.errors import ModelError, VarunaError
+from varuna.data.nest import nested, root
 from varuna.partition.capture.building import build_without_data, cast_fakes
 from varuna.partition.capture.construction import Construction, construct
 from varuna.partition.capture.dtypes import HALVES, check_dtypes
@@ -83,13 +84,14 @@ class LossModule(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, and the metric sums (detached, float32); of a prediction any number, and its rows."""
-        keys = batch.keys() if self.takes is None else [key for key in batch if key in self.takes]
-        output = self.model(**{key: self._cast(batch[key]) for key in keys})
+        whole = nested(batch)
+        keys = whole.keys() if self.takes is None else [key for key in whole if key in self.takes]
+        output = self.model(**{key: tree_map_only(Tensor, self._cast, whole[key]) for key in keys})
         if self.outputs is not None:
-            rows = rows_of(self.outputs(output, batch), batch)
+            rows = rows_of(self.outputs(output, whole), batch)
             return torch.stack([value.sum().to(torch.float32) for value in rows.values()]).sum(), rows
-        loss = self.loss(output, batch) if self.loss is not None else loss_of(output)
-        sums = dict(self.metrics(output, batch)) if self.metrics is not None else {}
+        loss = self.loss(output, whole) if self.loss is not None else loss_of(output)
+        sums = dict(self.metrics(output, whole)) if self.metrics is not None else {}
         for name, value in sums.items():
             _check_sum(name, value)
         return loss, {name: value.detach().to(torch.float32) for name, value in sums.items()}
@@ -250,11 +252,12 @@ def _check_keys(model: nn.Module, batch: Batch) -> None:
         if parameter.default is inspect.Parameter.empty
         and parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     ]
-    missing = [name for name in needed if name not in batch]
-    if missing or (takes is not None and not takes.intersection(batch)):
+    has = dict.fromkeys(map(root, batch))
+    missing = [name for name in needed if name not in has]
+    if missing or (takes is not None and not takes.intersection(has)):
         raise ModelError(
             f"{type(model).__name__}.forward needs {', '.join(missing or sorted(takes or ()))}, but a sample has "
-            f"{', '.join(batch)}. Name the keys of dataset[i] after the arguments of forward."
+            f"{', '.join(has)}. Name the keys of dataset[i] after the arguments of forward."
         )
 
 
@@ -263,7 +266,7 @@ def _name_others(model: nn.Module, recipe: Recipe, batch: Batch) -> None:
     takes = accepted_keys(model)
     if takes is None or recipe.loss is not None or recipe.metrics is not None:
         return
-    others = ", ".join(repr(key) for key in batch if key not in takes)
+    others = ", ".join(repr(key) for key in dict.fromkeys(map(root, batch)) if key not in takes)
     if others:
         say_once(f"samples also have {others}, which {type(model).__name__}.forward() does not take: not used")
 
