@@ -154,11 +154,16 @@ class Columns:
 
 
 def _is_leaf(value: object, *, collated: bool) -> bool:
-    """Whether it is no nest: a list of numbers is one tensor."""
-    if not isinstance(value, list | tuple):
-        return not isinstance(value, Mapping)
-    holds_tensors = any(isinstance(each, Tensor | np.ndarray) for each in value)
-    return tensor_of(value) is not None if collated or not holds_tensors else False
+    """Whether it is no nest: lists of numbers are one tensor, and if they are unequal, none."""
+    if isinstance(value, Mapping):
+        return False
+    return not _holds_tensors(value) or (collated and tensor_of(value) is not None)
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_holds_tensors(each) for each in value)
+    return isinstance(value, Tensor | np.ndarray | Mapping)
 
 
 def tensor_of(value: object) -> Tensor | None:
