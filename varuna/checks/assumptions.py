@@ -11,6 +11,7 @@ from varuna.checks.probes import computing
 from varuna.core.errors import DataError, ModelError
 from varuna.data.randomness import generator_lock
 from varuna.data.samples import SampleSource
+from varuna.data.sizes import rows_in
 from varuna.engine.stage.guards import Truths, another_way
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors
 from varuna.partition.batch_weight import completed
@@ -79,7 +80,7 @@ def _check_truths(
 
 def _first_false(graph: PartitionedModel, initial: Initial, batch: Mapping[str, Tensor]) -> str | None:
     truths, values = Truths(), dict[str, Tensor]()
-    examples = Examples(completed(graph, batch, initial.buffers), len(next(iter(batch.values()))))
+    examples = Examples(completed(graph, batch, initial.buffers), rows_in(batch))
     crossings = {each.name: each for into in graph.split.crossings for each in into}
     for section in graph.sections:
         fixed = [initial.buffers[name] for name in section.buffers] + [graph.constants[n] for n in section.constants]

@@ -10,6 +10,7 @@ from varuna.checks.outcome import controlled
 from varuna.checks.probes import computing
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
+from varuna.data.sizes import rows_in
 from varuna.partition.batch_weight import completed
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.initial.constructor import Initial
@@ -112,7 +113,7 @@ def _told(doubts: Sequence[Mixing]) -> str:
 
 def _run(model: PartitionedModel, trial: Trial, initial: Initial, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     graph, given = trial.graph, completed(model, batch, initial.buffers)
-    sizes = [len(next(iter(batch.values())))] if graph.needs_batch_size else []
+    sizes = [rows_in(batch)] if graph.needs_batch_size else []
     state = [initial.parameters[name] for name in graph.parameters]
     state += [initial.buffers[name] for name in graph.buffers] + [model.constants[name] for name in graph.constants]
     found = graph.module(*[given[key] for key in graph.inputs], *sizes, *state)

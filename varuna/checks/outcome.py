@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from varuna.checks.draws import SameDraws
 from varuna.core.errors import ModelError
 from varuna.data.randomness import seeded
+from varuna.data.sizes import rows_in
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
 from varuna.partition.capture.capture import LossModule
 from varuna.partition.cut.split import SectionGraph
@@ -41,7 +42,7 @@ class Part:
     @property
     def size(self) -> int:
         """Number of examples."""
-        return len(next(iter(self.tensors.values())))
+        return rows_in(self.tensors)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from varuna.data.sizes import of_samples
+
 _STEP = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]")
 _NESTED = re.compile(rf"([^\[]+)((?:{_STEP.pattern})+)", re.DOTALL)
 
@@ -52,7 +54,7 @@ def root(place: str) -> str:
 def nested(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The nest that a flat batch stands for: dicts, and lists in place of lists and tuples, as torch collates both."""
     whole: dict[str, Any] = {}
-    for place, value in batch.items():
+    for place, value in of_samples(batch).items():
         found = _NESTED.fullmatch(place)
         if found is None:
             whole[place] = value

@@ -1,13 +1,15 @@
 """Reading samples so that every stage that needs one sees the same values."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from varuna.core.errors import DataError
-from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
+from varuna.data.collate import CollateFunction, Collator, CountFunction, select, stack, stack_all
 from varuna.data.columns import Columns, InputNames
 from varuna.data.digests import row_digests, tensors_digest
 from varuna.data.measured import MeasuredReading
@@ -15,6 +17,7 @@ from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
 from varuna.data.randomness import reseeded, states_kept
 from varuna.data.readers import InThread, Readers
+from varuna.data.sizes import SAMPLES, OpenSizes, open_sizes
 
 __all__ = ["MicroBatch", "SampleSource", "verify_digests"]
 
@@ -23,6 +26,12 @@ _RECIPE = (
     "Wrap the stream map-style: read it into a list (list(stream)), or write it to files once and index them in "
     "__getitem__(i). If any position can be computed, define __getitem__(position) without __len__."
 )
+
+
+_LOOKED_AT = (1, 2, 3, 4, 6)
+"""Samples of each batch from which open sizes are found."""
+_MOST_MISSING = 1000
+"""Samples that may be None one after the other."""
 
 
 class SampleSource:
@@ -38,6 +47,7 @@ class SampleSource:
         *,
         seed: int,
         collate: CollateFunction | None = None,
+        count: CountFunction | None = None,
         names: Callable[[], InputNames] | None = None,
         processes: int | None = 0,
         shuffles: bool = True,
@@ -48,6 +58,7 @@ class SampleSource:
             dataset: anything with ``dataset[i]``.
             seed: of order and of randomness.
             collate: makes named tensors of a list of samples.
+            count: tells how many samples are in what it made.
             names: tells what ``forward`` takes; see ``Columns``.
             processes: how many read for a loader; 0: a thread does. None: as many as turn out to be needed.
             shuffles: anew in each epoch, if the dataset has a length.
@@ -65,7 +76,7 @@ class SampleSource:
         self._columns = Columns(names)
         self._processes = processes
         self._reading: InThread | Readers | MeasuredReading | None = None
-        self._collator = None if collate is None else Collator(collate, self._columns, seed)
+        self._collator = None if collate is None else Collator(collate, self._columns, seed, count)
 
     def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
         """Indices into the dataset of the samples at ``positions``, without reading them."""
@@ -122,9 +133,35 @@ class SampleSource:
             named = [self._columns.tensors(each, f"dataset[{i}]") for each, i in zip(samples, indices, strict=True)]
             tensors = stack_all(named, indices, self._columns) if keys is None else stack(named, indices, keys)
             return MicroBatch(tensors, tuple(map(tensors_digest, named)) if compared else (), indices)
+        missing = all(sample is None for sample in samples)
+        if missing:
+            positions, samples = self._instead(positions)
         with _collating(indices):
             batch = self._collator.batch(samples, positions)
-        return MicroBatch(select(batch, keys), row_digests(batch, len(samples)) if compared else (), indices)
+        if missing:
+            batch[SAMPLES] = torch.tensor(0)
+        return MicroBatch(select(batch, keys), row_digests(batch, len(indices)) if compared else (), indices)
+
+    def _instead(self, positions: Sequence[int]) -> tuple[list[int], tuple[Any, ...]]:
+        """A sample for a micro-batch all of whose samples are None, which is then computed and counts nothing."""
+        for position in range(positions[-1] + 1, positions[-1] + 1 + _MOST_MISSING):
+            _, samples = self._read_all([position])
+            if samples[0] is not None:
+                return [position], samples
+        raise DataError(f"from position {positions[0]} of the run on, {_MOST_MISSING} samples are None. Check the data.")
+
+    def sizes(self) -> OpenSizes | None:
+        """Sizes of collated batches that their samples tell, as the first samples show them; None: there are none.
+
+        Raises:
+            DataError: what ``collate`` returns has no form that can be captured.
+        """
+        if self._collator is None:
+            return None
+        ends = list(itertools.accumulate(_LOOKED_AT, initial=0))
+        spans = [range(start, end) for start, end in itertools.pairwise(ends)]
+        batches = [(len(span), self.micro_batch(span, compared=False).tensors) for span in spans]
+        return open_sizes(batches, may_miss=self._collator.counts)
 
     def prepare(self, *, at_once: int = 0) -> None:
         """Fork processes, or one that can fork them later, before there is state that they would keep copies of.

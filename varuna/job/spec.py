@@ -1,7 +1,7 @@
 """A job: everything that a script says to its Trainer, checked, and what tools learn from it."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
@@ -121,6 +121,11 @@ class JobSpec:
     @cached_property
     def recipe(self) -> Recipe:
         """The model with its loss, as it is captured."""
+        return replace(self._recipe, sizes=self.source.sizes())
+
+    @cached_property
+    def _recipe(self) -> Recipe:
+        """The same, as far as no sample has to be read for it."""
         return Recipe(self.built, loss_of(self.loss.function), self.metrics, self.dtype)
 
     @cached_property
@@ -158,6 +163,7 @@ class JobSpec:
         given = (
             *(self.model, self.loss.function, self.metrics, self.dtype, batch, self.collate.lengths),
             *(self.optimizer, self.ema, self.cut, self.loss.weight is None, self.memory_apart),
+            None if self.recipe.sizes is None else astuple(self.recipe.sizes),
         )
         return captured_once(given, lambda: self._partition(batch), built=self.built, key=lambda: self.key_of(batch))
 
@@ -201,7 +207,8 @@ class JobSpec:
             dataset,
             seed=self.seed,
             collate=self.collate.function,
-            names=lambda: input_names(self.recipe, is_weighed=self.loss.weight is not None),
+            count=self.collate.count,
+            names=lambda: input_names(self._recipe, is_weighed=self.loss.weight is not None),
             processes=processes,
             shuffles=not in_order,
         )

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from varuna.core.errors import ModelError
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
+from varuna.data.sizes import PREFIX, OpenSizes
 from varuna.partition.batch_layout import InputLayout, layouts_of
 from varuna.partition.capture.capture import Batch, Capture, Recipe, capture
 from varuna.partition.cut.buffers import batch_statistics, separate_updates
@@ -23,11 +24,11 @@ from varuna.partition.graph.flow import Flow
 from varuna.partition.graph.operations import Operation, operation
 from varuna.partition.graph.sample_guards import Conditions
 from varuna.partition.graph.simplify import simplify
-from varuna.partition.loss.split_terms import CannotCountError, Splitting
-from varuna.partition.loss.target_count import add_count
+from varuna.partition.loss.split_terms import Splitting
+from varuna.partition.loss.target_count import CannotCountError, add_count
 from varuna.partition.loss.terms import Mixing, Terms, mixing_at, mixing_of, place_of, terms_of
 from varuna.partition.loss.unknown_operations import Trial, trial_of
-from varuna.partition.loss.whole_batch import PREFIX, Whole
+from varuna.partition.loss.whole_batch import Whole
 from varuna.partition.optimizer_needs import OptimizerNeeds, try_update
 from varuna.partition.optimizers import OptimizerFactory
 
@@ -79,6 +80,8 @@ class PartitionedModel:
     """the model at each declared length (``partition.lengths``), the longest first; empty if there is one only"""
     length_keys: tuple[str, ...] = ()
     """keys of the batch that tell its length, if several were declared"""
+    sizes: OpenSizes | None = None
+    """sizes of a batch that its samples tell; None: it has as many rows as the plan says"""
 
     @property
     def graphs(self) -> tuple["PartitionedModel", ...]:
@@ -113,7 +116,12 @@ class PartitionedModel:
             wanted += [key for counter in counters if counter is not None for key in counter.inputs]
         if 0 in mine:
             wanted += [key for graph in self.graphs if graph.conditions for key in graph.conditions.inputs]
-        return tuple(dict.fromkeys((*wanted, *self.length_keys[:1])))
+        return tuple(dict.fromkeys((*wanted, *self.telling_keys)))
+
+    @property
+    def telling_keys(self) -> tuple[str, ...]:
+        """Keys of the batch that tell the sizes of what crosses: every stage reads them."""
+        return (*self.length_keys[:1], *(() if self.sizes is None else self.sizes.keys))
 
     def owner_of(self, parameter: str) -> int:
         """The lowest section that uses ``parameter``."""
@@ -155,7 +163,9 @@ def partition(
         with captured.graph.inserting_before(output):
             output.args = (tuple(results),)
     updates = separate_updates(captured, [*results, *(truth.node for truth in captured.truths)])
-    sizes = Sizes(captured.batch_symbol)
+    opened = captured.sizes
+    each = () if opened is None else opened.per_sample
+    sizes = Sizes(captured.batch_symbol, dict(zip(captured.open_symbols, each, strict=True)))
     flow = Flow(captured, sizes)
     costs = [cost_of(node, sizes) for node in flow.ops]
     if choose is None:
@@ -174,7 +184,7 @@ def partition(
     counters = (count, None if trial is None else trial.graph, None if whole is None else whole.counter)
     readers = (*divided.sections, *(reader for reader in counters if reader is not None))
     read = (key for reader in readers for key in reader.inputs if not key.startswith(PREFIX))
-    inputs = layouts_of(batch, (*read, *captured.condition_inputs))
+    inputs = layouts_of(batch, (*read, *captured.condition_inputs), opened)
     trainable = {name: captured.shapes[name] + (2,) * (name in captured.pairs) for name in captured.trainable}
     parameters = [section.parameters for section in divided.sections]
     update = try_update(optimizer, trainable, parameters, on_cpu=on_cpu) if optimizer else None
@@ -199,6 +209,7 @@ def partition(
         eager=captured.eager,
         operations=tuple(map(operation, flow.ops)),
         cuts=tuple(cuts),
+        sizes=recipe.sizes if opened is None else opened,
     )
 
 

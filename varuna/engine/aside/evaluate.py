@@ -152,7 +152,7 @@ class EvaluationRun:
         if self._whole.counts:
             loader = Loader(work.source, deliver=deliver)
             wanted = [(micro_batch, list(self.plan.samples_of(micro_batch))) for micro_batch in self._mine]
-            loader.request(work.number, wanted, (*keys, *work.model.length_keys[:1]))
+            loader.request(work.number, wanted, (*keys, *work.model.telling_keys))
         try:
             what = "what the other ranks counted for an evaluation"
             self._whole.begin(work.number, lambda table: self.sum_all("counts", table, what))

@@ -55,13 +55,17 @@ class Layout:
     """whether one signed 64-bit digest per sample follows (activations only)"""
     apart: bool = False
     """the tensors travel from device to device, after a header with what the host must see"""
+    rows: int | None = None
+    """of the tensors, if they are not as many as examples"""
+    sizes: tuple[int, ...] = ()
+    """open sizes of the micro-batch"""
 
     @cached_property
     def offsets_bytes(self) -> list[int]:
         """Start of each tensor, then the start of the digests, then the end."""
         offsets, alignment = [0], _DEVICE_ALIGNMENT_BYTES if self.apart else _ALIGNMENT_BYTES
         for crossing in self.crossings:
-            size = torch.Size(crossing.shape(self.examples)).numel() * crossing.dtype.itemsize
+            size = self._shape(crossing).numel() * crossing.dtype.itemsize
             offsets.append(-(-(offsets[-1] + size) // alignment) * alignment)
         return [*offsets, offsets[-1] + _DIGEST_BYTES * self.examples * self.digests]
 
@@ -114,8 +118,11 @@ class Layout:
         digests: list[int] = self._digest_view(buffer).tolist()
         return digests
 
+    def _shape(self, crossing: Crossing) -> torch.Size:
+        return torch.Size(crossing.shape(self.examples if self.rows is None else self.rows, self.sizes))
+
     def _view(self, buffer: Tensor, crossing: Crossing, start: int) -> Tensor:
-        shape = torch.Size(crossing.shape(self.examples))
+        shape = self._shape(crossing)
         end = start + shape.numel() * crossing.dtype.itemsize
         return buffer[start:end].view(crossing.dtype).view(shape)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from varuna.core.plan import Plan
 from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
+from varuna.data.sizes import of_samples
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import HostCopies
@@ -271,15 +272,16 @@ class ForwardPass:
         return self._inbox.take((key, step, micro_batch), describe)
 
     def _examples(self, step: int, micro_batch: int, batch: MicroBatch | None) -> Examples:
-        variant, size = self.variants.of(step, micro_batch), len(self._plan.samples_of(micro_batch))
-        graph = self._graphs[variant]
+        told, size = self.variants.told(step, micro_batch), len(self._plan.samples_of(micro_batch))
+        graph = self._graphs[told.variant]
         if batch is not None and self._stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, self._buffers)
-        given = dict(self.whole.numbers(variant, size))
+        given = dict(self.whole.numbers(told.variant, size if told.samples is None else told.samples))
         if batch is not None:
-            check_inputs(graph.inputs, batch.tensors, batch.indices)
-            given.update(batch.tensors)
-        return Examples(self._copies.up(given) if given else {}, size, variant)
+            check_inputs(graph.inputs, batch.tensors, batch.indices, rows=size if told.samples is None else None)
+            given.update(of_samples(batch.tensors))
+        rows = size if told.rows is None else told.rows
+        return Examples(self._copies.up(given) if given else {}, rows, told.variant, told.sizes, told.samples)
 
     def hand_on(self, step: int, micro_batch: int, values: Mapping[str, Tensor], arrived: Arrived) -> None:
         """Send what crosses into the next stage."""
@@ -290,7 +292,8 @@ class ForwardPass:
     def sums(self, micro_batch: int, results: Sequence[Tensor], arrived: Arrived) -> list[float]:
         """[weighted loss, weight, metric sums...] of a micro-batch, from the results of the last stage."""
         examples, batch = arrived.examples, arrived.batch
-        return sums_of(self._model, self._weight, micro_batch, results, examples, batch, self._plan.global_batch)
+        read = len(self._plan.samples_of(micro_batch))
+        return sums_of(self._model, self._weight, micro_batch, results, examples, batch, read, self._plan.global_batch)
 
     def close(self) -> None:
         """Drop queued work; threads end when their queues are empty or their groups abandoned."""

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from varuna.core.plan import Plan
 from varuna.engine.links.message import Layout
-from varuna.engine.pipeline.length_variants import Variants
+from varuna.engine.pipeline.length_variants import Told, Variants
 from varuna.partition.model import PartitionedModel
+
+_REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class Layouts:
     """which of them a micro-batch is for"""
     apart: Collection[int]
     """sections into which values travel apart from their header"""
-    _made: dict[tuple[int, int, int, bool], Layout] = field(default_factory=dict, repr=False, compare=False)
-    """by section, graph, examples, and whether they are of gradients: a step needs few, each many times"""
+    _made: dict[tuple[int, Told, int, bool], Layout] = field(default_factory=dict, repr=False, compare=False)
+    """by section, what samples told, examples, and whether they are of gradients: a step needs few, each many times"""
 
     def activation_in(self, step: int, micro_batch: int) -> Layout:
         """Layout of what the previous stage sends."""
@@ -42,11 +44,14 @@ class Layouts:
         return self._into(self.sections.start, step, micro_batch, gradients=True)
 
     def _into(self, section: int, step: int, micro_batch: int, *, gradients: bool = False) -> Layout:
-        variant, examples = self.variants.of(step, micro_batch), len(self.plan.samples_of(micro_batch))
-        key = (section, variant, examples, gradients)
+        told, examples = self.variants.told(step, micro_batch), len(self.plan.samples_of(micro_batch))
+        key = (section, told, examples, gradients)
         if key not in self._made:
-            crossings = self.graphs[variant].split.crossings[section]
-            whole = Layout(crossings, examples, digests=True, apart=section in self.apart)
+            while len(self._made) >= _REMEMBERED:
+                self._made.pop(next(iter(self._made)))
+            crossings = self.graphs[told.variant].split.crossings[section]
+            apart = section in self.apart
+            whole = Layout(crossings, examples, digests=True, apart=apart, rows=told.rows, sizes=told.sizes)
             self._made[key] = _differentiable(whole) if gradients else whole
         return self._made[key]
 

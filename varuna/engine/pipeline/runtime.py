@@ -36,9 +36,8 @@ _GRADIENT_TAG = 2
 class Flight:
     """A micro-batch between its F and its B, or its W, on this stage."""
 
-    size: int
-    """examples"""
-    variant: int
+    examples: Examples
+    """without its samples"""
     weight: float = 0.0
     """the gradient of the global batch's sum with respect to the loss"""
     tapes: list[Tape] = field(default_factory=list)
@@ -315,7 +314,7 @@ class Runtime:
         self._stash.settle()
         arrived = forward_pass.take(step, micro_batch)
         examples = arrived.examples
-        flight = Flight(examples.size, examples.variant)
+        flight = Flight(examples._replace(inputs={}))
         self.lookahead.computing()
         out, results, flight.tapes, begin = stage.forward(
             arrived.values, examples, step, micro_batch, keep=keep, split=split
@@ -326,7 +325,8 @@ class Runtime:
         if stage.is_last:
             sums = forward_pass.sums(micro_batch, results, arrived)
             stage.work.losses.append((micro_batch, sums))
-            flight.weight = float(self._plan.global_batch) if self._whole.used else sums[1]
+            adds_up = self._whole.used and examples.samples > 0
+            flight.weight = float(self._plan.global_batch) if adds_up else sums[1] * (not self._whole.used)
         else:
             with self._sending(step, micro_batch):
                 forward_pass.hand_on(step, micro_batch, out, arrived)
@@ -338,7 +338,7 @@ class Runtime:
         self.lookahead.computing()
         recomputed = self._stage.record(
             waiting.values,
-            Examples(waiting.samples, flight.size, flight.variant),
+            flight.examples._replace(inputs=waiting.samples),
             step,
             micro_batch,
             keep=kept,
@@ -377,7 +377,7 @@ class Runtime:
         if stage.is_last:
             if not flight.tapes:
                 return {}  # nothing in the whole model is trained
-            loss = self._graphs[flight.variant].sections[-1].makes[0]
+            loss = self._graphs[flight.examples.variant].sections[-1].makes[0]
             scaled = flight.weight * stage.gradient_scale
             seed = torch.full((), scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)
             return {loss: seed} if flight.weight else {}

@@ -38,8 +38,18 @@ class Examples(NamedTuple):
 
     inputs: Mapping[str, Tensor]
     size: int
+    """rows of its tensors"""
     variant: int = 0
     """which of the model's graphs it is for: one for each declared length"""
+    sizes: tuple[int, ...] = ()
+    """its open sizes, if the model has such"""
+    there: int | None = None
+    """samples that are there, if that is not its size"""
+
+    @property
+    def samples(self) -> int:
+        """Samples that are there."""
+        return self.size if self.there is None else self.there
 
 
 class Tape(NamedTuple):
@@ -87,8 +97,8 @@ class SectionRunner:
         self._seed = seed
         self._compiled = compiled
         self._plain: GraphModule | None = None
-        # by examples: all else that decides on kernels is fixed here
-        self._runs: dict[int, Run] = {}  # compiled
+        # by examples and open sizes: all else that decides on kernels is fixed here
+        self._runs: dict[tuple[int, tuple[int, ...]], Run] = {}  # compiled
         self._halves: dict[int, Run | None] = {}
 
     def forward(
@@ -118,7 +128,7 @@ class SectionRunner:
         arguments = self._arguments(taken, examples)
         seeded = partial(self._seeded, step, micro_batch)
         run, pending = self._run(arguments, examples, seeded), None
-        if split and self._halved is not None:
+        if split and self._halved is not None and not examples.sizes:  # a proof for each size would cost too much
             if examples.size not in self._halves:
                 self._halves[examples.size] = self._halved(self.section, arguments, seeded)
             if (halved := self._halves[examples.size]) is not None:
@@ -140,9 +150,10 @@ class SectionRunner:
         if self._compiled is None:
             graph: Run = self.section.module.forward
             return graph
-        if examples.size not in self._runs:
-            self._runs[examples.size] = self._compiled(self.section, arguments, seeded)
-        return self._runs[examples.size]
+        key = examples.size, examples.sizes
+        if key not in self._runs:
+            self._runs[key] = self._compiled(self.section, arguments, seeded)
+        return self._runs[key]
 
     def _taken(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """The values that the section takes, as leaves of its own; F and R get the same kind."""

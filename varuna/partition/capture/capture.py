@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from varuna.core.errors import ModelError, VarunaError
 from varuna.data.nest import nested, root
+from varuna.data.sizes import OpenSizes, Place, of_samples, told_apart
 from varuna.partition.capture.building import build_without_data, cast_fakes
 from varuna.partition.capture.construction import Construction, construct
 from varuna.partition.capture.dtypes import HALVES, check_dtypes
@@ -29,6 +30,7 @@ from varuna.partition.capture.parameter_limits import limits_of
 from varuna.partition.capture.real_values import Grade, RealValues
 from varuna.partition.graph.captured import Capture as Capture
 from varuna.partition.graph.inline import inline_no_grad
+from varuna.partition.graph.size_nodes import SizeNodes
 from varuna.partition.opaque.eager_modules import Pieces
 from varuna.partition.watching.explaining import (
     BUILDING,
@@ -68,6 +70,13 @@ class Recipe:
     """paths of modules that run as written, as one operation each, if that is known already"""
     outputs: OutputsFunction | None = None
     """for predictions, instead of loss and metrics: tensors with a row for each example"""
+    sizes: OpenSizes | None = None
+    """sizes of a batch that its samples tell; None: one, the number of samples"""
+
+    @property
+    def open_sizes(self) -> OpenSizes | None:
+        """Those of a batch whose first dimension is not the samples."""
+        return None if self.sizes is None or self.sizes.rows else self.sizes
 
 
 class LossModule(nn.Module):
@@ -155,11 +164,15 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
 
     Args:
         recipe: the model and how its loss is found.
-        batch: a collated batch; only shapes and dtypes matter. The first dimension is the batch.
+        batch: a collated batch; only shapes and dtypes matter. The first dimension is the batch, unless the recipe tells
+            open sizes.
 
     Raises:
         ModelError: the model cannot be built or exported; names the user's file and line.
     """
+    batch, sizes = of_samples(batch), recipe.open_sizes
+    samples = {key: value.detach().cpu() for key, value in batch.items()}
+    samples = _rows(samples, EXPORT_EXAMPLES) if sizes is None else told_apart(samples, sizes)
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     try:
         model, buffers = build_without_data(recipe.build, mode)
@@ -168,9 +181,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
             cast_fakes(model, mode, recipe.dtype)
         model.train(recipe.training)
         with mode:
-            fake = {
-                key: torch.zeros((EXPORT_EXAMPLES, *value.shape[1:]), dtype=value.dtype) for key, value in batch.items()
-            }
+            fake = {key: torch.zeros(tuple(value.shape), dtype=value.dtype) for key, value in samples.items()}
     except ModelError:
         raise
     except Exception as error:
@@ -178,9 +189,6 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     _check_keys(model, batch)
     _name_others(model, recipe, batch)
     module = LossModule(model, recipe)
-    rows = torch.arange(EXPORT_EXAMPLES) % len(next(iter(batch.values())))
-    samples = {key: value.detach().cpu()[rows] for key, value in batch.items()}
-
     givens = Givens(recipe.build, model, fake, samples, buffers)
     taken = Taken(None, ())
 
@@ -204,7 +212,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
 
     try:
         with givens.open():
-            exported = export(module, fake, givens.of, accept, _pieces(module, recipe))
+            exported = export(module, fake, givens.of, accept, _pieces(module, recipe), sizes)
     except VarunaError:
         raise
     except NotExportedError as refused:
@@ -217,7 +225,12 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
         said = explain("cannot be captured", error)
         raise ModelError(of_model(said, model, error, is_small=givens.is_small)) from error
     sources = source_digest(model, recipe.build, recipe.loss, recipe.metrics, recipe.outputs)
-    return _describe(exported, model, list(fake), taken, sources)
+    return _describe(exported, model, list(fake), taken, sources, sizes)
+
+
+def _rows(samples: Batch, count: int) -> dict[str, Tensor]:
+    rows = torch.arange(count) % len(next(iter(samples.values())))
+    return {key: value[rows] for key, value in samples.items()}
 
 
 def _pieces(module: LossModule, recipe: Recipe) -> Pieces:
@@ -300,7 +313,14 @@ def _constants(program: torch.export.ExportedProgram, noticed: ForwardFindings) 
     return found
 
 
-def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken: Taken, sources: str) -> Capture:
+def _describe(
+    exported: ExportedGraph,
+    model: nn.Module,
+    keys: list[str],
+    taken: Taken,
+    sources: str,
+    sizes: OpenSizes | None,
+) -> Capture:
     program = exported.program
     first_name = _first_names(model)
     parameters = {
@@ -316,6 +336,10 @@ def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken:
         raise ModelError(without_value("lifted_tensor_0", None, exported.noticed))
     if taken.unseen:
         say(f"forward() asserts something at {', '.join(taken.unseen)} that a captured graph cannot: it is left out")
+    symbols: dict[Any, tuple[str, int]] = {}
+    if sizes is not None:
+        sizes, symbols = _open_symbols(graph, inputs, sizes)
+        SizeNodes(graph, symbols).read_from_inputs()
     return Capture(
         graph=graph,
         owner=program.graph_module,
@@ -325,7 +349,9 @@ def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken:
         buffers=buffers,
         constants=_constants(program, exported.noticed),
         inputs=inputs,
-        batch_symbol=_batch_symbol(graph, inputs, exported.noticed),
+        batch_symbol=_batch_symbol(graph, inputs, exported.noticed) if sizes is None else None,
+        sizes=sizes,
+        open_symbols=symbols,
         metrics=_metric_names(program),
         shapes={name: tuple(value.shape) for name, value in named.items()},
         pairs=frozenset(name for name, value in named.items() if value.is_complex()),
@@ -350,6 +376,34 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(value), name) for name, value in named}
+
+
+def _open_symbols(
+    graph: torch.fx.Graph, inputs: Mapping[Any, str], sizes: OpenSizes
+) -> tuple[OpenSizes, dict[Any, tuple[str, int]]]:
+    """The open sizes that the graph reads, and for the symbol of each a placeholder and a dimension that have it.
+
+    Raises:
+        ModelError: forward() works for one value of a size only.
+    """
+    nodes = {inputs[node.name]: node for node in graph.find_nodes(op="placeholder") if node.name in inputs}
+    places: dict[Any, list[Place]] = {}
+    per_sample: dict[Any, float] = {}
+    for group, each in zip(sizes.places, sizes.per_sample, strict=True):
+        for key, dim in group:
+            size = nodes[key].meta["val"].shape[dim]
+            if not nodes[key].users:
+                continue
+            if not isinstance(size, torch.SymInt) or not size.node.expr.is_Symbol:
+                raise ModelError(
+                    f"forward() works for one size of dimension {dim} of {key!r} only ({size}), but it differs between "
+                    "batches that collate= makes. Look for numbers that are made of it, as in int(x.shape[0]), "
+                    "[0] * len(x) or x.tolist(), or for loops over it."
+                )
+            places.setdefault(size.node.expr, []).append((key, dim))
+            per_sample.setdefault(size.node.expr, each)
+    read = {symbol: (nodes[key].name, dim) for symbol, [(key, dim), *_] in places.items()}
+    return OpenSizes(tuple(map(tuple, places.values())), tuple(per_sample.values())), read
 
 
 def _batch_symbol(graph: torch.fx.Graph, inputs: Mapping[Any, str], noticed: ForwardFindings) -> Any:

@@ -30,9 +30,16 @@ class Crossing:
     """shape at 0 examples: each dimension is ``fixed + per_example * batch``"""
     per_example: tuple[int, ...]
     differentiable: bool
+    per_size: tuple[tuple[int, ...], ...] = ()
+    """with open sizes: of each dimension, how much one more of each adds; ``per_example`` is about the shape of one"""
 
-    def shape(self, batch: int) -> tuple[int, ...]:
-        """Shape for ``batch`` examples."""
+    def shape(self, batch: int, sizes: Sequence[int] = ()) -> tuple[int, ...]:
+        """Shape for ``batch`` examples, or for open sizes; without those an estimate."""
+        if self.per_size and sizes:
+            slopes = (sum(map(operator.mul, each, sizes)) for each in self.per_size)
+            return tuple(map(operator.add, self.fixed, slopes))
+        if self.per_size:
+            return tuple(each * batch if any(slopes) else each for each, slopes in zip(self.per_example, self.per_size, strict=True))
         return tuple(base + slope * batch for base, slope in zip(self.fixed, self.per_example, strict=True))
 
 
@@ -138,7 +145,8 @@ def _crossing(node: Node, flow: Flow) -> Crossing:
         raise ModelError(
             f"{node} would have to be passed on, but its shape {list(value.shape)} is not linear in the batch"
         )
-    return Crossing(node.name, value.dtype, *layout, differentiable=node in flow.differentiable)
+    fixed, per_example, per_size = layout
+    return Crossing(node.name, value.dtype, fixed, per_example, node in flow.differentiable, per_size)
 
 
 def _closure(own: Sequence[Node], results: Sequence[Node], flow: Flow) -> set[Node]:

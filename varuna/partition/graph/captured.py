@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from varuna.data.sizes import OpenSizes
 from varuna.partition.graph.sample_guards import Conditions
 
 
@@ -39,7 +40,11 @@ class Capture:
     inputs: dict[str, str]
     """placeholder -> key of the batch"""
     batch_symbol: Any
-    """sympy symbol of the batch dimension"""
+    """sympy symbol of the batch dimension; None where the sizes of a batch are open"""
+    sizes: OpenSizes | None
+    """those of a batch that are open"""
+    open_symbols: Mapping[Any, tuple[str, int]]
+    """sympy symbol of each of them, in their order -> placeholder of an input, and its dimension that has the size"""
     metrics: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     """parameter -> shape"""

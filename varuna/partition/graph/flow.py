@@ -2,7 +2,9 @@
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -13,6 +15,16 @@ from varuna.partition.graph.operations import op_name
 from varuna.partition.graph.shared_memory import SharedMemory, bodies_of, written_arguments
 from varuna.partition.opaque.autograd_functions import NAMESPACE as FUNCTIONS
 from varuna.partition.opaque.calls import NAMESPACE as MODULES
+
+
+class Lines(NamedTuple):
+    """A shape, linear in the number of examples, or in open sizes."""
+
+    fixed: tuple[int, ...]
+    per_example: tuple[int, ...]
+    """with open sizes: about the shape for one"""
+    per_size: tuple[tuple[int, ...], ...] = ()
+    """of each dimension, for each open size"""
 
 
 @dataclass
@@ -186,12 +198,30 @@ def linear(size: object, sizes: Sizes) -> tuple[int, int] | None:
     return (2 * one - two, two - one) if four - two == 2 * (two - one) else None
 
 
-def linear_shape(value: Tensor, sizes: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """``(fixed, per_example)`` of each dimension; None if a dimension is not linear in the batch."""
+def linear_shape(value: Tensor, sizes: Sizes) -> Lines | None:
+    """``(fixed, per_example)`` of each dimension; None if a dimension is not linear in the batch.
+
+    Where sizes are open: linear in them, and ``per_example`` has the slopes of each dimension in turn.
+    """
     if sizes.depends_on_data(value):
         return None
+    if sizes.open_symbols:
+        return _affine(value, sizes)
     found = [linear(size, sizes) for size in value.shape]
     known = [each for each in found if each is not None]
     if len(known) < len(found):
         return None
-    return tuple(fixed for fixed, _ in known), tuple(slope for _, slope in known)
+    return Lines(tuple(fixed for fixed, _ in known), tuple(slope for _, slope in known))
+
+
+def _affine(value: Tensor, sizes: Sizes) -> Lines | None:
+    fixed, slopes = list[int](), list[tuple[int, ...]]()
+    for size in value.shape:
+        expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+        mine = [expression.diff(symbol) for symbol in sizes.open_symbols]
+        rest = expression - sum(slope * symbol for slope, symbol in zip(mine, sizes.open_symbols, strict=True))
+        if not all(each.is_Integer for each in (*mine, sympy.expand(rest))):
+            return None
+        fixed.append(int(sympy.expand(rest)))
+        slopes.append(tuple(map(int, mine)))
+    return Lines(tuple(fixed), tuple(sizes.shape(value, 1)), tuple(slopes))

@@ -68,7 +68,8 @@ class Count(NamedTuple):
     """The divisor of a sum over the batch."""
 
     kind: str
-    """``"one"``: nothing does; ``"examples"``; ``"targets"``; ``"picked"``; ``"other"``"""
+    """``"one"``: nothing does; ``"examples"``; ``"targets"``; ``"picked"``; ``"elements"`` of a value with open sizes;
+    ``"other"``"""
     nodes: tuple[object, ...] = ()
     """that it is made of: equal ones count the same"""
 

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -39,6 +40,7 @@ from varuna.partition.loss.batch_dimension import (
 Found = State | tuple[State, ...]
 Rule = Callable[["Tracking", Node], Found]
 
+_NO_BATCH = sympy.Symbol("varuna_no_batch")
 FOR_EACH = "uses a sum or mean over the batch for each example"
 COMPARES = "compares the examples of a batch with each other"
 PLACES = "takes examples by their place in the batch"
@@ -54,7 +56,7 @@ class Tracking:
     """States of all values that a result of the graph follows from."""
 
     def __init__(self, capture: Capture, result: Node, rules: dict[str, Rule]) -> None:
-        self.batch = capture.batch_symbol
+        self.batch = _NO_BATCH if capture.batch_symbol is None else capture.batch_symbol
         self._capture, self._rules = capture, rules
         self._memory = SharedMemory(capture.graph)
         self.states: dict[Node, Found] = {}
@@ -212,7 +214,7 @@ def pointwise(t: Tracking, node: Node) -> Found:
     if any(isinstance(state, Rows) for state in states):
         return meet(t, node, sources)
     if any(isinstance(state, Total | Level) for state in states):
-        return _linear(t, node, states)
+        return combined(t, node, states)
     if any(isinstance(state, Fact) for state in states):
         given = all(isinstance(state, Fact) or (isinstance(state, Fixed) and state.given) for state in states)
         return Fact() if given else Level(t.blame(node, NO_SUM))
@@ -224,7 +226,7 @@ PRODUCTS = ("aten::mul", "aten::mul_")
 QUOTIENTS = ("aten::div", "aten::div_", "aten::true_divide")
 
 
-def _linear(t: Tracking, node: Node, states: list[State]) -> State:
+def combined(t: Tracking, node: Node, states: list[State]) -> State:
     """State of sums over the batch after an operation that keeps sums, or does not."""
     name, totals = op_name(node), [state for state in states if isinstance(state, Total)]
     counts = frozenset[Count]().union(*(total.counts for total in totals))

@@ -26,7 +26,7 @@ def recipe_digest(recipe: Recipe, *functions: object) -> str | None:
         structure = _structure(model)
     except Exception:  # noqa: BLE001 - whatever the user's constructor raises
         return None
-    told = recipe.dtype, recipe.training, recipe.eager, recipe.metrics is None, recipe.loss is None
+    told = (*(recipe.dtype, recipe.training, recipe.eager, recipe.metrics is None, recipe.loss is None), recipe.sizes)
     return hashlib.sha256(f"{sources} {loaded_digest()} {structure} {told}".encode()).hexdigest()
 
 

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from varuna.data.sizes import OpenSizes
 from varuna.partition.batch_layout import InputLayout
 from varuna.partition.cut.split import BufferUpdate, Crossing, SectionGraph, Split
 from varuna.partition.graph.sample_guards import Conditions
@@ -19,7 +20,7 @@ from varuna.partition.written.values import ValueReader, ValueWriter
 
 _TYPES = (
     *(PartitionedModel, Split, SectionGraph, Crossing, BufferUpdate, Whole, Leaf, Mixing, Trial, TrialValues),
-    *(InputLayout, Conditions),
+    *(InputLayout, Conditions, OpenSizes),
 )
 _LENGTH_BYTES = 8
 _UNREADABLE = (
