@@ -18,6 +18,7 @@ from varuna.checks.outcome import controlled
 from varuna.checks.probes import computing
 from varuna.core.errors import ModelError
 from varuna.data.samples import MicroBatch, SampleSource
+from varuna.data.sizes import rows_in
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors
 from varuna.partition.batch_layout import check_inputs
 from varuna.partition.batch_weight import WeightFunction, numbers_of, weight_of
@@ -98,11 +99,13 @@ class _Check:
         self._model, self._initial, self._source, self._weight = model, initial, source, weight
         self._in_fp32 = recipe.dtype is torch.float32 and not model.dtypes
         self._batches: dict[tuple[int, ...], MicroBatch] = {}
+        self._each = 1 if model.sizes is None or model.sizes.samples is None else model.sizes.samples
         self._losses = LossModule(initial.module, replace(recipe, dtype=torch.float32))
 
     def positions(self, count: int) -> list[int]:
-        """Samples of one length: first those that weigh differently, then others whose whole numbers differ."""
+        """Samples of one length (or lists of them, numbered): first those that weigh differently, then others whose whole numbers differ."""
         looked_at = _LOOKED_AT if self._source.size is None else min(_LOOKED_AT, self._source.size)
+        looked_at //= self._each
         variant: int | None = None
         seen: dict[object, int] = {}
         others: list[int] = []
@@ -158,7 +161,7 @@ class _Check:
             return float(self._losses({key: value.clone() for key, value in batch.items()})[0])
 
     def _read(self, positions: Sequence[int]) -> MicroBatch:
-        key = tuple(positions)
+        key = tuple(position * self._each + number for position in positions for number in range(self._each))
         if key not in self._batches:
             self._batches[key] = self._source.micro_batch(key)
         return self._batches[key]
@@ -166,7 +169,9 @@ class _Check:
     def _error(self, positions: Sequence[int], whole: float) -> tuple[float, float]:
         """Relative: of the loss of parts, the larger one; and what rounding may be."""
         half = len(positions) // 2
-        splits = [[[position] for position in positions], [list(positions[:half]), list(positions[half:])]]
+        splits = [[[position] for position in positions]]
+        if self._model.sizes is None or self._model.sizes.samples is None:  # else micro-batches have one size
+            splits.append([list(positions[:half]), list(positions[half:])])
         scale = max(abs(whole), 1e-30)
         errors = [abs(self._of_parts(split) - whole) / scale for split in splits if len(split) > 1]
         with self._scaled(1 + _NUDGE):
@@ -192,7 +197,7 @@ class _Check:
         graph = self._model.graphs[variant_of(self._model, first.tensors, first.indices)]
         numbers = numbers_of(graph, [batch.tensors for batch in batches], self._initial.buffers)
         found = [
-            self._captured(graph, Examples({**batch.tensors, **known}, len(batch.indices)))
+            self._captured(graph, Examples({**batch.tensors, **known}, rows_in(batch.tensors)))
             for batch, known in zip(batches, numbers, strict=True)
         ]
         return math.fsum(found)

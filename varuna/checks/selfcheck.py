@@ -122,6 +122,8 @@ class SelfCheck:
             slowdown=1.0 if self.device == "cpu" else CPU_SLOWDOWN,
             cores=_cores(),
             free_bytes=usable_bytes(torch.device("cpu"), 1) or math.inf,
+            exactly=model.sizes is not None and model.sizes.samples is not None,
+            divides=_is_open(model) and not model.facts.batch_dependent and not self.per_micro_batch,
         )
 
     def _look_over(self, model: PartitionedModel, positions: Sequence[int]) -> tuple[str, ...]:
@@ -147,7 +149,8 @@ class SelfCheck:
         check_assumptions(model, self.recipe, initial, self.source, self.micro_batch or 1)
         check = _Check(self, model, initial, extent.sizes)
         found, left_out = [check.captured(positions) for positions in groups], list[str]()
-        mixes = self.micro_batch is not None and self.per_micro_batch and any(graph.mixing for graph in model.graphs)
+        may_mix = _is_open(model) or any(graph.mixing for graph in model.graphs)
+        mixes = self.micro_batch is not None and self.per_micro_batch and may_mix
         if not mixes:
             try_mixing(model, self.recipe, initial, self.source, self.micro_batch, accepted=self.per_micro_batch)
             check_weighing(model, self.recipe, initial, Undisturbed(self.source), self.weight)
@@ -157,6 +160,11 @@ class SelfCheck:
             else:
                 found.append(divided)
         return _worst(found), tuple(dict.fromkeys(left_out))
+
+
+def _is_open(model: PartitionedModel) -> bool:
+    """Whether the graph cannot tell if it keeps samples apart."""
+    return model.sizes is not None and not model.sizes.rows
 
 
 _ONCE = "check it once in a smaller configuration, with varuna inspect --verify"
@@ -252,7 +260,8 @@ class _Check:
         with self._as_it_trains() as initial:
             losses = LossModule(initial.module, self.job.recipe)
             parts = self._parts(positions, initial)
-            whole = [self._part(positions, initial)]
+            batch = self.job.source.micro_batch(list(positions))
+            whole = [Part(batch.tensors, batch.indices, 1.0)]
             parts = self._adding_up(parts, initial)
             if not sum(part.weight for part in parts):
                 return "micro-batches with the whole batch, because the samples have no targets"

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from varuna.core.errors import DataError
@@ -17,7 +18,7 @@ from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
 from varuna.data.randomness import reseeded, states_kept
 from varuna.data.readers import InThread, Readers
-from varuna.data.sizes import SAMPLES, OpenSizes, open_sizes
+from varuna.data.sizes import SAMPLES, OpenSizes, is_listed, open_sizes
 
 __all__ = ["MicroBatch", "SampleSource", "verify_digests"]
 
@@ -150,18 +151,28 @@ class SampleSource:
                 return [position], samples
         raise DataError(f"from position {positions[0]} of the run on, {_MOST_MISSING} samples are None. Check the data.")
 
-    def sizes(self) -> OpenSizes | None:
+    def sizes(self, micro_batch: int | None = None) -> OpenSizes | None:
         """Sizes of collated batches that their samples tell, as the first samples show them; None: there are none.
+
+        Args:
+            micro_batch: samples of every batch, if that is fixed; 1, where batches have a list with an entry for each.
 
         Raises:
             DataError: what ``collate`` returns has no form that can be captured.
         """
         if self._collator is None:
             return None
-        ends = list(itertools.accumulate(_LOOKED_AT, initial=0))
+        seen = self._seen(_LOOKED_AT)
+        if is_listed(seen):
+            each = micro_batch or 1
+            return open_sizes(self._seen((each,) * max(2, sum(_LOOKED_AT) // each)), listed=True)
+        return open_sizes(seen, may_miss=self._collator.counts)
+
+    def _seen(self, counts: Sequence[int]) -> list[tuple[int, dict[str, Tensor]]]:
+        """Batches of so many samples each, from the first one on."""
+        ends = itertools.accumulate(counts, initial=0)
         spans = [range(start, end) for start, end in itertools.pairwise(ends)]
-        batches = [(len(span), self.micro_batch(span, compared=False).tensors) for span in spans]
-        return open_sizes(batches, may_miss=self._collator.counts)
+        return [(len(span), self.micro_batch(span, compared=False).tensors) for span in spans]
 
     def prepare(self, *, at_once: int = 0) -> None:
         """Fork processes, or one that can fork them later, before there is state that they would keep copies of.

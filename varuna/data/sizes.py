@@ -5,7 +5,7 @@ samples are open, and those that always change together are one size.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,11 +30,13 @@ class OpenSizes:
         places: of each size: all dimensions that have it.
         per_sample: of each size: about how much of it a sample adds, for estimates of costs.
         rows: the only one is the first dimension of all tensors: the samples that are there, of those that were read.
+        samples: of every batch, if its keys depend on them: a list has an entry for each.
     """
 
     places: tuple[tuple[Place, ...], ...]
     per_sample: tuple[float, ...]
     rows: bool = False
+    samples: int | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -81,43 +83,53 @@ def of_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in batch.items() if not key.startswith(PREFIX)}
 
 
-def open_sizes(batches: Iterable[tuple[int, Mapping[str, Tensor]]], *, may_miss: bool = False) -> OpenSizes | None:
+Seen = Sequence[tuple[int, Mapping[str, Tensor]]]
+"""Batches, each with the number of samples that were read for it."""
+
+
+def is_listed(seen: Seen) -> bool:
+    """Whether batches have the more keys the more samples they have."""
+    return len({len(batch) for _, batch in seen}) == len(seen)
+
+
+def open_sizes(seen: Seen, *, may_miss: bool = False, listed: bool = False) -> OpenSizes | None:
     """Find the open sizes of batches of several numbers of samples.
 
     None: every tensor has one row for each sample that was read.
 
     Args:
-        batches: the number of samples that were read for each, and what they became.
+        seen: some batches.
         may_miss: samples may be left out, though none of these are.
+        listed: keys depend on the number of samples, which is the same in all.
 
     Raises:
         DataError: they have unlike keys, dtypes or numbers of dimensions, or nothing in them changes.
     """
-    seen = [(count, samples_in(batch), of_samples(batch)) for count, batch in batches]
-    has_rows = all(
-        value.dim() and len(value) == (samples or 1) for _, samples, batch in seen for value in batch.values()
+    counts = [count for count, _ in seen]
+    there = [samples_in(batch) for _, batch in seen]
+    batches = [of_samples(batch) for _, batch in seen]
+    have_rows = all(
+        value.dim() and len(value) == (samples or 1)
+        for samples, batch in zip(there, batches, strict=True)
+        for value in batch.values()
     )
-    if has_rows:
-        if not may_miss and all(count == samples for count, samples, _ in seen):
-            return None
-        share = sum(samples for _, samples, _ in seen) / sum(count for count, _, _ in seen)
-        return OpenSizes((tuple((key, 0) for key in seen[0][2]),), (share,), rows=True)
-    _check_alike([batch for _, _, batch in seen])
+    if have_rows and not listed:
+        rows = (tuple((key, 0) for key in batches[0]),)
+        return OpenSizes(rows, (sum(there) / sum(counts),), rows=True) if may_miss or counts != there else None
+    _check_alike(batches)
     columns: dict[tuple[int, ...], list[Place]] = {}
-    for key, value in seen[0][2].items():
+    for key, value in batches[0].items():
         for dim in range(value.dim()):
-            columns.setdefault(tuple(batch[key].shape[dim] for _, _, batch in seen), []).append((key, dim))
-    found = {sizes: places for sizes, places in columns.items() if len(set(sizes)) > 1}
-    if not found:
+            columns.setdefault(tuple(batch[key].shape[dim] for batch in batches), []).append((key, dim))
+    found = {sizes: tuple(places) for sizes, places in columns.items() if len(set(sizes)) > 1}
+    if not found and not listed:
         raise DataError(
             "collate= makes batches of the same shapes whatever the number of samples, so nothing in them tells how "
             "many there are. Let it return one row for each sample."
         )
-    most = max(count for count, _, _ in seen)
-    of_most = [i for i, (count, _, _) in enumerate(seen) if count == most]
-    return OpenSizes(
-        tuple(map(tuple, found.values())), tuple(max(sizes[i] for i in of_most) / most for sizes in found)
-    )
+    most = max(counts)
+    largest = [max(size for size, count in zip(sizes, counts, strict=True) if count == most) for sizes in found]
+    return OpenSizes(tuple(found.values()), tuple(size / most for size in largest), samples=most if listed else None)
 
 
 def told_apart(batch: Mapping[str, Tensor], sizes: OpenSizes) -> dict[str, Tensor]:

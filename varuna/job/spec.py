@@ -121,12 +121,27 @@ class JobSpec:
     @cached_property
     def recipe(self) -> Recipe:
         """The model with its loss, as it is captured."""
-        return replace(self._recipe, sizes=self.source.sizes())
+        return replace(self._recipe, sizes=self.source.sizes(self.micro_batch))
 
     @cached_property
     def _recipe(self) -> Recipe:
         """The same, as far as no sample has to be read for it."""
         return Recipe(self.built, loss_of(self.loss.function), self.metrics, self.dtype)
+
+    @cached_property
+    def fixed_micro_batch(self) -> int | None:
+        """Examples of every micro-batch: what the user said, or 1 where batches are lists of samples.
+
+        Raises:
+            UsageError: a global batch does not consist of such lists.
+        """
+        samples = None if self.recipe.sizes is None else self.recipe.sizes.samples
+        if samples is not None and self.global_batch % samples:
+            raise UsageError(
+                f"collate= makes lists with an entry for each sample, and micro_batch={samples} of them does not divide "
+                f"global_batch={self.global_batch}. Pass one that does, or leave it out for lists of one."
+            )
+        return self.micro_batch if samples is None else samples
 
     @cached_property
     def update(self) -> OptimizerFactory:
@@ -147,7 +162,7 @@ class JobSpec:
             self.recipe,
             self.source,
             self.loss.weight,
-            self.micro_batch,
+            self.fixed_micro_batch,
             self.loss.per_micro_batch,
             self.device.type,
         )
@@ -159,7 +174,7 @@ class JobSpec:
         Raises:
             ModelError: it cannot be captured, or not be cut where ``cut`` says.
         """
-        batch = self.batch(CAPTURED_SAMPLES)
+        batch = self.captured_batch()
         given = (
             *(self.model, self.loss.function, self.metrics, self.dtype, batch, self.collate.lengths),
             *(self.optimizer, self.ema, self.cut, self.loss.weight is None, self.memory_apart),
@@ -216,6 +231,11 @@ class JobSpec:
     def batch(self, examples: int) -> dict[str, Tensor]:
         """The first ``examples`` samples of the run, collated."""
         return self.source.micro_batch(range(examples)).tensors
+
+    def captured_batch(self) -> dict[str, Tensor]:
+        """The samples with which the model is captured."""
+        sizes = self.recipe.sizes
+        return self.batch(CAPTURED_SAMPLES if sizes is None or sizes.samples is None else sizes.samples)
 
     def cast(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Buffers as sections compute with them, on the device."""

@@ -15,6 +15,7 @@ from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
 from varuna.core.model import JobFacts
 from varuna.core.saved import ALONE_EVERY_S
+from varuna.data.sizes import samples_in
 from varuna.engine.base.compute_process import settle
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.device.capacity import device_class
@@ -64,7 +65,7 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
         alone_s = ALONE_EVERY_S if every == CHECKPOINTED_EVERY else None
         saver = Snapshotter(store, every, membership.saved, membership.unsaved, alone_s=alone_s, left_out=left_out)
     # first, since it may ask for more than the next
-    check_mixing(spec.partitioned, spec.micro_batch, accepted=spec.loss.per_micro_batch)
+    check_mixing(spec.partitioned, spec.fixed_micro_batch, accepted=spec.loss.per_micro_batch)
     _check_normalisation(spec)
     if spec.checkpoints is None and (place := _rescue_place(spec)):
         saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
@@ -145,7 +146,7 @@ def job_facts(spec: JobSpec, n: int, *, initialisation: str = "constructor", sav
     return JobFacts(
         model=model.facts,
         global_batch=spec.global_batch,
-        micro_batch=spec.micro_batch,
+        micro_batch=spec.fixed_micro_batch,
         seed=spec.seed,
         initialisation=initialisation,
         steps=n,
@@ -191,9 +192,10 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
 
 def _unit(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> float:
     """A power of two near the weight of a global batch: seeds of B are then those of a mean, not of a sum."""
-    batch = spec.batch(CAPTURED_SAMPLES)
-    counted = weight_of(model, spec.loss.weight, batch, buffers) or CAPTURED_SAMPLES
-    return unit_near(counted * spec.global_batch / CAPTURED_SAMPLES)
+    batch = spec.captured_batch()
+    samples = samples_in(batch) or CAPTURED_SAMPLES
+    counted = weight_of(model, spec.loss.weight, batch, buffers) or samples
+    return unit_near(counted * spec.global_batch / samples)
 
 
 def _patience() -> Patience:
@@ -225,7 +227,7 @@ def _check_links(spec: JobSpec) -> None:
 
 def _check_normalisation(spec: JobSpec) -> None:
     """A model with batch normalisation needs an m of the user's."""
-    if spec.partitioned.facts.batch_dependent and spec.micro_batch is None:
+    if spec.partitioned.facts.batch_dependent and spec.fixed_micro_batch is None:
         raise UsageError(
             "the model normalises over the examples of a micro-batch, so training depends on how many there are. "
             "Pass micro_batch= (the batch size per device that you would use in plain PyTorch); no plan changes "

@@ -52,7 +52,7 @@ class OpenTracking(Tracking):
         if node.op == "get_attr":
             return Fixed(given=True)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return Fact() if value.node.expr.free_symbols <= self._capture.open_symbols.keys() else Level()
+            return Fact() if value.node.expr.free_symbols <= self._capture.open_symbols.keys() else Level(())
         sources = flat((*node.args, *node.kwargs.values()))
         states = [self.of(source) for source in sources]
         given = all(isinstance(s, Fact) or getattr(s, "given", False) for s in states)
@@ -70,12 +70,12 @@ class OpenTracking(Tracking):
                 return Total(frozenset[Count]().union(*(total.counts for total in totals)))
             return combined(self, node, states)
         if any(isinstance(state, Fact) for state in states):
-            return Fact() if given else Level()
+            return Fact() if given else Level(())
         return Fixed(given=given)
 
     def _rows(self, node: Node, dims: list[int], states: list[State], *, given: bool) -> State:
         if any(isinstance(state, Total | Level) for state in states):
-            return Level() if not dims else Rows(dims[0], IN_TURN, given=False)
+            return Level(()) if not dims else Rows(dims[0], IN_TURN, given=False)
         divides = op_name(node) in (*PRODUCTS, *QUOTIENTS) and not given
         by_fact = any(getattr(state, "by_fact", False) for state in states)
         if divides and any(isinstance(state, Fact) for state in states):
@@ -88,13 +88,13 @@ class OpenTracking(Tracking):
         name = op_name(node)
         source = node.args[0]
         if isinstance(state := self.of(source), Rows) and state.by_fact:
-            return Total(frozenset({Count("other", (node,))})) if name in _SUMS else Level()
+            return Total(frozenset({Count("other", (node,))})) if name in _SUMS else Level(())
         if name in _SUMS:
             return Total(frozenset({ONE}))
         if name == "aten::mean":
             return Total(frozenset({Count("elements", (source, _dims(node)))}))
         if name not in LOSSES or argument(node, "reduction", MEAN) == NONE:
-            return Level()
+            return Level(())
         if argument(node, "reduction", MEAN) == SUM:
             return Total(frozenset({ONE}))
         target, weight = node.args[1], argument(node, "weight")
@@ -103,7 +103,7 @@ class OpenTracking(Tracking):
             return Total(frozenset({Count("elements", (counted, None if name not in TARGETS else (0,)))}))
         if isinstance(state := self.of(target), Rows | Fact) and getattr(state, "given", True):
             return Total(frozenset({Count("targets", (target, argument(node, "ignore_index", -100), weight))}))
-        return Level()
+        return Level(())
 
 
 def _dims(node: Node) -> tuple[int, ...] | None:
