@@ -123,7 +123,7 @@ class SelfCheck:
             cores=_cores(),
             free_bytes=usable_bytes(torch.device("cpu"), 1) or math.inf,
             exactly=model.sizes is not None and model.sizes.samples is not None,
-            divides=_is_open(model) and not model.facts.batch_dependent and not self.per_micro_batch,
+            divides=model.sizes is not None and not model.facts.batch_dependent and not self.per_micro_batch,
         )
 
     def _look_over(self, model: PartitionedModel, positions: Sequence[int]) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class SelfCheck:
         check_assumptions(model, self.recipe, initial, self.source, self.micro_batch or 1)
         check = _Check(self, model, initial, extent.sizes)
         found, left_out = [check.captured(positions) for positions in groups], list[str]()
-        may_mix = _is_open(model) or any(graph.mixing for graph in model.graphs)
+        may_mix = model.sizes is not None or any(graph.mixing for graph in model.graphs)
         mixes = self.micro_batch is not None and self.per_micro_batch and may_mix
         if not mixes:
             try_mixing(model, self.recipe, initial, self.source, self.micro_batch, accepted=self.per_micro_batch)
@@ -160,11 +160,6 @@ class SelfCheck:
             else:
                 found.append(divided)
         return _worst(found), tuple(dict.fromkeys(left_out))
-
-
-def _is_open(model: PartitionedModel) -> bool:
-    """Whether the graph cannot tell if it keeps samples apart."""
-    return model.sizes is not None and not model.sizes.rows
 
 
 _ONCE = "check it once in a smaller configuration, with varuna inspect --verify"

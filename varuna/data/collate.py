@@ -8,15 +8,12 @@ from torch import Tensor
 
 from varuna.core.errors import DataError
 from varuna.data.columns import Columns
-from varuna.data.nest import nested
 from varuna.data.randomness import Draws, seeded
 from varuna.data.sizes import SAMPLES
 
 Sample = dict[str, Tensor]
 CollateFunction = Callable[[list[Any]], Any]
 """From a list of samples to what can be named tensors: a dict, usually."""
-CountFunction = Callable[[dict[str, Any]], int]
-"""From what ``collate`` returned to how many samples are in it."""
 
 
 def stack(samples: Sequence[Sample], indices: Sequence[int], keys: Iterable[str]) -> dict[str, Tensor]:
@@ -72,15 +69,8 @@ def _stack_key(samples: Sequence[Sample], indices: Sequence[int], key: str) -> T
 class Collator:
     """A user's ``collate``, called so that what it draws belongs to a sample, not to who shares its micro-batch."""
 
-    def __init__(
-        self, function: CollateFunction, columns: Columns, seed: int, count: CountFunction | None = None
-    ) -> None:
-        self.function, self._columns, self._seed, self._count = function, columns, seed, count
-
-    @property
-    def counts(self) -> bool:
-        """Whether a function of the user's tells how many samples are in a batch, so that some may be left out."""
-        return self._count is not None
+    def __init__(self, function: CollateFunction, columns: Columns, seed: int) -> None:
+        self.function, self._columns, self._seed = function, columns, seed
 
     def batch(self, samples: Sequence[object], positions: Sequence[int]) -> dict[str, Tensor]:
         """What it makes of samples.
@@ -140,8 +130,6 @@ class Collator:
         if not batch:
             raise DataError("collate= returns no tensors")
         there = sum(sample is not None for sample in samples)
-        if self._count is not None:
-            there = int(self._count(nested(batch)))
         if any(value.dim() == 0 or value.shape[0] != there for value in batch.values()):
             batch[SAMPLES] = torch.tensor(there)
         return batch, drew

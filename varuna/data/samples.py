@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from varuna.core.errors import DataError
-from varuna.data.collate import CollateFunction, Collator, CountFunction, select, stack, stack_all
+from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
 from varuna.data.columns import Columns, InputNames
 from varuna.data.digests import row_digests, tensors_digest
 from varuna.data.measured import MeasuredReading
@@ -18,7 +18,7 @@ from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
 from varuna.data.randomness import reseeded, states_kept
 from varuna.data.readers import InThread, Readers
-from varuna.data.sizes import SAMPLES, OpenSizes, is_listed, open_sizes
+from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, is_listed, open_sizes
 
 __all__ = ["MicroBatch", "SampleSource", "verify_digests"]
 
@@ -48,7 +48,6 @@ class SampleSource:
         *,
         seed: int,
         collate: CollateFunction | None = None,
-        count: CountFunction | None = None,
         names: Callable[[], InputNames] | None = None,
         processes: int | None = 0,
         shuffles: bool = True,
@@ -59,7 +58,6 @@ class SampleSource:
             dataset: anything with ``dataset[i]``.
             seed: of order and of randomness.
             collate: makes named tensors of a list of samples.
-            count: tells how many samples are in what it made.
             names: tells what ``forward`` takes; see ``Columns``.
             processes: how many read for a loader; 0: a thread does. None: as many as turn out to be needed.
             shuffles: anew in each epoch, if the dataset has a length.
@@ -77,7 +75,7 @@ class SampleSource:
         self._columns = Columns(names)
         self._processes = processes
         self._reading: InThread | Readers | MeasuredReading | None = None
-        self._collator = None if collate is None else Collator(collate, self._columns, seed, count)
+        self._collator = None if collate is None else Collator(collate, self._columns, seed)
 
     def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
         """Indices into the dataset of the samples at ``positions``, without reading them."""
@@ -166,13 +164,23 @@ class SampleSource:
         if is_listed(seen):
             each = micro_batch or 1
             return open_sizes(self._seen((each,) * max(2, sum(_LOOKED_AT) // each)), listed=True)
-        return open_sizes(seen, may_miss=self._collator.counts)
+        return open_sizes(seen)
+
+    def telling(self, sizes: OpenSizes) -> dict[str, Tensor]:
+        """Of the first samples a batch whose open sizes can be told apart, if there is one."""
+        counts = _LOOKED_AT[1:] if sizes.samples is None else (sizes.samples,) * (sum(_LOOKED_AT) // sizes.samples or 1)
+        return min((batch for _, batch in self._seen(counts)), key=lambda batch: equal_sizes(batch, sizes))
 
     def _seen(self, counts: Sequence[int]) -> list[tuple[int, dict[str, Tensor]]]:
         """Batches of so many samples each, from the first one on."""
         ends = itertools.accumulate(counts, initial=0)
         spans = [range(start, end) for start, end in itertools.pairwise(ends)]
         return [(len(span), self.micro_batch(span, compared=False).tensors) for span in spans]
+
+    @property
+    def may_miss(self) -> bool:
+        """Whether a micro-batch may have fewer samples than positions: ``collate`` may leave some out."""
+        return self._collator is not None
 
     def prepare(self, *, at_once: int = 0) -> None:
         """Fork processes, or one that can fork them later, before there is state that they would keep copies of.

@@ -18,6 +18,8 @@ PREFIX = "varuna."
 SAMPLES = f"{PREFIX}samples"
 """Key of the number of samples of a batch, where the first dimension of its tensors is something else."""
 
+_LEAST = 2
+"""Of sizes for which a graph is captured: it would be another one for 0, and for 1."""
 Place = tuple[str, int]
 """A key of the batch, and a dimension of its tensor."""
 
@@ -29,13 +31,11 @@ class OpenSizes:
     Attributes:
         places: of each size: all dimensions that have it.
         per_sample: of each size: about how much of it a sample adds, for estimates of costs.
-        rows: the only one is the first dimension of all tensors: the samples that are there, of those that were read.
         samples: of every batch, if its keys depend on them: a list has an entry for each.
     """
 
     places: tuple[tuple[Place, ...], ...]
     per_sample: tuple[float, ...]
-    rows: bool = False
     samples: int | None = None
 
     @property
@@ -68,14 +68,19 @@ class OpenSizes:
 
 
 def samples_in(batch: Mapping[str, Tensor]) -> int:
-    """How many samples a batch has."""
-    return int(batch[SAMPLES]) if SAMPLES in batch else len(next(iter(batch.values())))
+    """How many samples were there when a batch was made; of none, it counts nothing."""
+    return int(batch[SAMPLES]) if SAMPLES in batch else rows_in(batch)
 
 
 def rows_in(batch: Mapping[str, Tensor]) -> int:
-    """How many rows its tensors have; with open sizes nothing asks for it."""
+    """How many rows its tensors have; with open sizes nothing follows from it."""
     value = next(iter(batch.values()))
     return len(value) if value.dim() else 1
+
+
+def has_rows(batch: Mapping[str, Tensor], rows: int) -> bool:
+    """Whether each tensor has that many rows."""
+    return all(value.dim() and len(value) == rows for value in of_samples(batch).values())
 
 
 def of_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -92,14 +97,13 @@ def is_listed(seen: Seen) -> bool:
     return len({len(batch) for _, batch in seen}) == len(seen)
 
 
-def open_sizes(seen: Seen, *, may_miss: bool = False, listed: bool = False) -> OpenSizes | None:
+def open_sizes(seen: Seen, *, listed: bool = False) -> OpenSizes | None:
     """Find the open sizes of batches of several numbers of samples.
 
-    None: every tensor has one row for each sample that was read.
+    None: every tensor has one row for each sample that is there; some may be None, and left out.
 
     Args:
         seen: some batches.
-        may_miss: samples may be left out, though none of these are.
         listed: keys depend on the number of samples, which is the same in all.
 
     Raises:
@@ -108,14 +112,8 @@ def open_sizes(seen: Seen, *, may_miss: bool = False, listed: bool = False) -> O
     counts = [count for count, _ in seen]
     there = [samples_in(batch) for _, batch in seen]
     batches = [of_samples(batch) for _, batch in seen]
-    have_rows = all(
-        value.dim() and len(value) == (samples or 1)
-        for samples, batch in zip(there, batches, strict=True)
-        for value in batch.values()
-    )
-    if have_rows and not listed:
-        rows = (tuple((key, 0) for key in batches[0]),)
-        return OpenSizes(rows, (sum(there) / sum(counts),), rows=True) if may_miss or counts != there else None
+    if not listed and all(has_rows(batch, samples or 1) for batch, samples in zip(batches, there, strict=True)):
+        return None
     _check_alike(batches)
     columns: dict[tuple[int, ...], list[Place]] = {}
     for key, value in batches[0].items():
@@ -132,11 +130,19 @@ def open_sizes(seen: Seen, *, may_miss: bool = False, listed: bool = False) -> O
     return OpenSizes(tuple(found.values()), tuple(size / most for size in largest), samples=most if listed else None)
 
 
+def equal_sizes(batch: Mapping[str, Tensor], sizes: OpenSizes) -> int:
+    """How many open sizes of a batch a graph might take for another one, or for a fixed one."""
+    opened = {place for places in sizes.places for place in places}
+    fixed = {value.shape[dim] for key, value in batch.items() for dim in range(value.dim()) if (key, dim) not in opened}
+    found = sizes.of(batch)
+    return sum(size in fixed or size < _LEAST or found.count(size) > 1 for size in found)
+
+
 def told_apart(batch: Mapping[str, Tensor], sizes: OpenSizes) -> dict[str, Tensor]:
     """A batch no two of whose open sizes are equal to each other or to a fixed size: elements are repeated for that."""
     opened = {place for places in sizes.places for place in places}
     taken = {value.shape[dim] for key, value in batch.items() for dim in range(value.dim()) if (key, dim) not in opened}
-    taken |= {0, 1}
+    taken |= set(range(_LEAST))
     made = dict(batch)
     for places in sizes.places:
         [size] = {batch[key].shape[dim] for key, dim in places}

@@ -22,7 +22,6 @@ _FUNCTIONS: Mapping[str, str] = {
     "metrics": "a function of the output and the batch that returns a dict of sums, such as {'right': right.sum()}",
     "weight": "a function of the batch, such as lambda batch: batch['mask'].sum()",
     "collate": "a function from a list of samples to a dict of tensors",
-    "count": "a function of what collate returned, such as lambda batch: len(batch['x'])",
     "before_step": "a function of the (name, parameter) list",
 }
 _GIVEN: Mapping[str, tuple[str, ...]] = {
@@ -33,7 +32,6 @@ _GIVEN: Mapping[str, tuple[str, ...]] = {
     "metrics": ("output", "batch"),
     "weight": ("batch",),
     "collate": ("list of samples",),
-    "count": ("batch",),
     "before_step": ("list of (name, parameter)",),
 }
 """What each of them is called with."""
@@ -55,7 +53,6 @@ WRITTEN_ELSEWHERE: Mapping[str, str] = {
     "ignore_mismatched_sizes": 'weights=varuna.Weights(path, missing="initialise")',
     "per_micro_batch": "loss=varuna.Loss(..., per_micro_batch=True)",
     "lengths": "collate=varuna.Collate(..., lengths=[...])",
-    "count": "collate=varuna.Collate(..., count=...)",
     "offload_optimizer": "memory=varuna.Memory(offload_optimizer=True)",
     "shard_optimizer": "memory=varuna.Memory(shard_optimizer=True)",
     "links": "network=varuna.Network(links=...)",

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from varuna.core.errors import UsageError
 from varuna.core.saved import SAVED_EVERY_S
-from varuna.data.collate import CollateFunction, CountFunction
+from varuna.data.collate import CollateFunction
 from varuna.job.arguments import check_function, check_number, check_whole, described
 from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.capture.capture import LossFunction
@@ -133,21 +133,15 @@ class Collate:
             graphs. Samples that are None it may leave out. Default: stack.
         lengths: sizes that dimension 1 of the collated tensors may have, one for all of a micro-batch. Default: the
             first samples' only.
-        count: ``fn(batch)``: how many samples are in what ``function`` returned. Default: those that are not None; the
-            first samples show whether there may be fewer than were read.
 
     Raises:
-        UsageError: a function cannot be called, or the lengths are not a list of different positive numbers.
+        UsageError: the function cannot be called, or the lengths are not a list of different positive numbers.
     """
 
     function: CollateFunction | None = None
     _: KW_ONLY
     lengths: Sequence[int] | None = None
-    count: CountFunction | None = None
 
     def __post_init__(self) -> None:
         check_function("collate", self.function)
-        check_function("count", self.count)
-        if self.count is not None and self.function is None:
-            raise UsageError("count= tells how many samples are in what a function returned: pass that function, too")
         check_lengths(self.lengths)

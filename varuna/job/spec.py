@@ -222,7 +222,6 @@ class JobSpec:
             dataset,
             seed=self.seed,
             collate=self.collate.function,
-            count=self.collate.count,
             names=lambda: input_names(self._recipe, is_weighed=self.loss.weight is not None),
             processes=processes,
             shuffles=not in_order,
@@ -235,7 +234,7 @@ class JobSpec:
     def captured_batch(self) -> dict[str, Tensor]:
         """The samples with which the model is captured."""
         sizes = self.recipe.sizes
-        return self.batch(CAPTURED_SAMPLES if sizes is None or sizes.samples is None else sizes.samples)
+        return self.batch(CAPTURED_SAMPLES) if sizes is None else self.source.telling(sizes)
 
     def cast(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Buffers as sections compute with them, on the device."""

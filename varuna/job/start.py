@@ -15,7 +15,6 @@ from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
 from varuna.core.model import JobFacts
 from varuna.core.saved import ALONE_EVERY_S
-from varuna.data.sizes import samples_in
 from varuna.engine.base.compute_process import settle
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.device.capacity import device_class
@@ -193,7 +192,7 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
 def _unit(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> float:
     """A power of two near the weight of a global batch: seeds of B are then those of a mean, not of a sum."""
     batch = spec.captured_batch()
-    samples = samples_in(batch) or CAPTURED_SAMPLES
+    samples = model.samples_in(batch) or CAPTURED_SAMPLES
     counted = weight_of(model, spec.loss.weight, batch, buffers) or samples
     return unit_near(counted * spec.global_batch / samples)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import DataError
-from varuna.data.sizes import PREFIX, OpenSizes
+from varuna.data.sizes import OpenSizes, of_samples, rows_in
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,19 @@ def layouts_of(
     return found
 
 
-def check_inputs(
-    layouts: Mapping[str, InputLayout], batch: Mapping[str, Tensor], indices: Sequence[int], *, rows: int | None = None
-) -> None:
+def check_inputs(layouts: Mapping[str, InputLayout], batch: Mapping[str, Tensor], indices: Sequence[int]) -> None:
     """Compare a batch with what was captured; keys that the model does not read may be anything.
 
     Args:
         layouts: what was captured.
         batch: collated samples.
         indices: of the samples in the dataset, for the message.
-        rows: that each tensor must have; None: any number.
 
     Raises:
-        DataError: a shape, a dtype or the number of rows differs.
+        DataError: a shape or a dtype differs, or there are more rows than samples, or unlike numbers of rows.
     """
-    for key, value in batch.items():
-        if rows is not None and (not value.dim() or len(value) != rows) and not key.startswith(PREFIX):
-            raise DataError(_other_rows(key, value, rows, indices))
+    if all(layout.whole is None for layout in layouts.values()):
+        _check_rows(of_samples(batch), indices)
     for key, value in batch.items():
         layout = layouts.get(key)
         if layout is None or layout.fits(value):
@@ -85,14 +81,15 @@ def check_inputs(
         )
 
 
-def _other_rows(key: str, value: Tensor, rows: int, indices: Sequence[int]) -> str:
-    return (
-        f"collate was given {rows} samples (dataset indices {list(indices)}), but {key!r} has shape "
-        f"{tuple(value.shape)}, and in the first samples of the run the first dimension was the number of samples. If "
-        "collate= may leave samples out, or makes batches of another form, pass collate=varuna.Collate(fn, count=...) "
-        "with a function that tells how many samples are in what fn returned, such as lambda batch: "
-        f"len(batch[{key!r}])."
-    )
+def _check_rows(batch: Mapping[str, Tensor], indices: Sequence[int]) -> None:
+    rows = rows_in(batch)
+    for key, value in batch.items():
+        if not value.dim() or len(value) != rows or rows > len(indices):
+            raise DataError(
+                f"collate was given {len(indices)} samples (dataset indices {list(indices)}), but {key!r} has shape "
+                f"{tuple(value.shape)}; in the first samples of the run, the first dimension of every tensor was the "
+                "number of samples. It may leave samples out, but of all tensors alike."
+            )
 
 
 def _remedy(value: Tensor, layout: InputLayout) -> str:

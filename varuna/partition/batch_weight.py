@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from varuna.data.nest import nested
-from varuna.data.sizes import samples_in
 from varuna.partition.lengths import variant_of
 from varuna.partition.loss.whole_batch import SHARE
 from varuna.partition.model import PartitionedModel
@@ -26,7 +25,7 @@ def weight_of(
         batch: collated samples; of none that are there, it counts nothing.
         buffers: those that counting targets needs, in host memory.
     """
-    size = samples_in(batch)
+    size = model.samples_in(batch)
     if not size:
         return 0.0
     if weight is not None:
@@ -62,7 +61,7 @@ def numbers_of(
     whole = model.whole
     if whole is None:
         return [{} for _ in parts]
-    known, sizes = known_to(model, buffers), [samples_in(part) for part in parts]
+    known, sizes = known_to(model, buffers), [model.samples_in(part) for part in parts]
     rows = [whole.counts(part, known, size) for part, size in zip(parts, sizes, strict=True)]
     numbers = whole.numbers([math.fsum(column) for column in zip(*rows, strict=True)], known)
     return [{**numbers, SHARE: torch.tensor(size / sum(sizes))} for size in sizes]

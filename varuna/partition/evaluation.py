@@ -52,7 +52,7 @@ def for_prediction(
     Raises:
         ModelError: as for ``for_evaluation``, or ``outputs`` returns no rows.
     """
-    if recipe.open_sizes is not None:
+    if recipe.sizes is not None:
         raise ModelError(
             "predictions are rows, one for each sample, and collate= joins samples otherwise (rows of packed tokens, "
             f"nodes of graphs, boxes), so nothing tells which rows of an output are whose. {_INSTEAD}"

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from varuna.core.errors import ModelError
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
-from varuna.data.sizes import PREFIX, OpenSizes
+from varuna.data.sizes import PREFIX, OpenSizes, rows_in, samples_in
 from varuna.partition.batch_layout import InputLayout, layouts_of
 from varuna.partition.capture.capture import Batch, Capture, Recipe, capture
 from varuna.partition.cut.buffers import batch_statistics, separate_updates
@@ -81,7 +81,7 @@ class PartitionedModel:
     length_keys: tuple[str, ...] = ()
     """keys of the batch that tell its length, if several were declared"""
     sizes: OpenSizes | None = None
-    """sizes of a batch that its samples tell; None: it has as many rows as the plan says"""
+    """sizes of a batch that its samples tell; None: it has one row for each sample"""
 
     @property
     def graphs(self) -> tuple["PartitionedModel", ...]:
@@ -122,6 +122,11 @@ class PartitionedModel:
     def telling_keys(self) -> tuple[str, ...]:
         """Keys of the batch that tell the sizes of what crosses: every stage reads them."""
         return (*self.length_keys[:1], *(() if self.sizes is None else self.sizes.keys))
+
+    def samples_in(self, batch: Mapping[str, Tensor]) -> int:
+        """How many samples a batch counts for, where examples are counted."""
+        found = samples_in(batch)
+        return rows_in(batch) if found and self.sizes is None else found
 
     def owner_of(self, parameter: str) -> int:
         """The lowest section that uses ``parameter``."""
@@ -164,8 +169,8 @@ def partition(
             output.args = (tuple(results),)
     updates = separate_updates(captured, [*results, *(truth.node for truth in captured.truths)])
     opened = captured.sizes
-    each = () if opened is None else opened.per_sample
-    sizes = Sizes(captured.batch_symbol, dict(zip(captured.open_symbols, each, strict=True)))
+    each, samples = ((), None) if opened is None else (opened.per_sample, opened.samples)
+    sizes = Sizes(captured.batch_symbol, dict(zip(captured.open_symbols, each, strict=True)), samples)
     flow = Flow(captured, sizes)
     costs = [cost_of(node, sizes) for node in flow.ops]
     if choose is None:
@@ -209,7 +214,7 @@ def partition(
         eager=captured.eager,
         operations=tuple(map(operation, flow.ops)),
         cuts=tuple(cuts),
-        sizes=recipe.sizes if opened is None else opened,
+        sizes=opened,
     )
 
 

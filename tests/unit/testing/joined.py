@@ -43,7 +43,6 @@ class Job:
     positional: bool = False
     """the plain loop passes what collate returned as arguments"""
     micro_batch: int | None = None
-    count: Callable[[dict[str, Any]], int] | None = None
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -56,7 +55,7 @@ class Job:
             sgd,
             GLOBAL_BATCH,
             loss=self.loss,
-            collate=varuna.Collate(self.collate, count=self.count),
+            collate=self.collate,
             micro_batch=self.micro_batch,
         )
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from varuna.core.errors import LinkError
 from varuna.data.samples import MicroBatch
-from varuna.data.sizes import OpenSizes, rows_in, samples_in
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
@@ -21,12 +20,8 @@ class Told(NamedTuple):
 
     variant: int = 0
     """index into the model's graphs"""
-    rows: int | None = None
-    """None: as many as the plan says"""
     sizes: tuple[int, ...] = ()
     """where they are open"""
-    samples: int | None = None
-    """that are there, of those that were read; None: all"""
 
 
 _NOTHING = Told()
@@ -53,7 +48,9 @@ class Variants:
         """
         if self._tell:
             variant = variant_of(self._model, batch.tensors, batch.indices)
-            self._known[step, micro_batch] = _told(self._model.sizes, variant, batch)
+            sizes = self._model.sizes
+            found = () if sizes is None else sizes.of(batch.tensors, batch.indices)
+            self._known[step, micro_batch] = Told(variant, found)
 
     def told(self, step: int, micro_batch: int) -> Told:
         """What is told of a micro-batch, once its samples have been read."""
@@ -82,12 +79,3 @@ class Variants:
         if self._tell:
             for key in [key for key in self._known if key[0] < before]:
                 del self._known[key]
-
-
-def _told(sizes: OpenSizes | None, variant: int, batch: MicroBatch) -> Told:
-    if sizes is None:
-        return Told(variant)
-    samples = samples_in(batch.tensors)
-    if sizes.rows:
-        return Told(variant, rows_in(batch.tensors), (), samples)
-    return Told(variant, None, sizes.of(batch.tensors, batch.indices), samples)

@@ -353,14 +353,14 @@ class Runtime:
         self.lookahead.computing()
         received = self._stage.backward(flight.tapes, gradients, self._done(step, is_final))
         self.lookahead.computed()
-        self._send_upstream(step, micro_batch, received)
+        self._send_upstream(step, micro_batch, flight.examples.size, received)
 
     def _input_backward(self, step: int, micro_batch: int, flight: Flight) -> None:
         gradients = self._gradients(step, micro_batch, flight)
         self.lookahead.computing()
         received, flight.left = self._stage.input_backward(flight.tapes, gradients)
         self.lookahead.computed()
-        self._send_upstream(step, micro_batch, received)
+        self._send_upstream(step, micro_batch, flight.examples.size, received)
 
     def _weight_backward(self, step: int, flight: Flight, *, is_final: bool) -> None:
         self.lookahead.computing()
@@ -385,12 +385,12 @@ class Runtime:
             ("gradient", step, micro_batch),
             lambda: Awaited(f"the gradient of micro-batch {micro_batch} (step {step})", (self._rank + 1,)),
         )
-        layout = self._layouts.gradient_in(step, micro_batch)
+        layout = self._layouts.gradient_in(step, micro_batch, flight.examples.size)
         return layout.unpack(buffer, self._forward_pass.copies_of(layout))
 
-    def _send_upstream(self, step: int, micro_batch: int, gradients: dict[str, Tensor]) -> None:
+    def _send_upstream(self, step: int, micro_batch: int, rows: int, gradients: dict[str, Tensor]) -> None:
         if self._upstream is not None:
-            layout = self._layouts.gradient_out(step, micro_batch)
+            layout = self._layouts.gradient_out(step, micro_batch, rows)
             with self._sending(step, micro_batch):
                 self._upstream.send(layout.pack(gradients, copies=self._forward_pass.copies_of(layout)))
 

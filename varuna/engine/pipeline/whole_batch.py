@@ -13,7 +13,7 @@ from torch import Tensor
 
 from varuna.core.plan import Plan
 from varuna.data.samples import MicroBatch
-from varuna.data.sizes import PREFIX, samples_in
+from varuna.data.sizes import PREFIX
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.partition.batch_weight import known_to
@@ -28,7 +28,14 @@ class WholeBatch:
     """The numbers of one rank in one generation, or in one evaluation."""
 
     def __init__(
-        self, model: PartitionedModel, buffers: Mapping[str, Tensor], plan: Plan, rank: int, inbox: Inbox
+        self,
+        model: PartitionedModel,
+        buffers: Mapping[str, Tensor],
+        plan: Plan,
+        rank: int,
+        inbox: Inbox,
+        *,
+        may_miss: bool = False,
     ) -> None:
         """Begin with nothing counted.
 
@@ -38,6 +45,7 @@ class WholeBatch:
             plan: whose global batch is the whole batch.
             rank: this one.
             inbox: stirred when something has been counted.
+            may_miss: micro-batches may have fewer samples than the plan says.
         """
         self._model, self._plan, self._inbox = model, plan, inbox
         self.used = model.whole is not None
@@ -53,7 +61,7 @@ class WholeBatch:
         """sections of this rank are given numbers"""
         counters = [graph.whole.counter for graph in model.graphs if graph.whole is not None]
         self._counts_samples = self.used and (
-            len(model.graphs) > 1 or model.sizes is not None or any(counter is not None and counter.inputs for counter in counters)
+            len(model.graphs) > 1 or may_miss or any(counter is not None and counter.inputs for counter in counters)
         )  # else all follows from how many examples a micro-batch has, which the plan says
         self.counts = self._counts_samples and place.stage == last
         """this rank counts the micro-batches of its replica"""
@@ -86,7 +94,7 @@ class WholeBatch:
                 variant = variant_of(self._model, batch.tensors, batch.indices)
                 whole = self._model.graphs[variant].whole
                 assert whole is not None, "all lengths count alike"
-                size = samples_in(batch.tensors) if self._model.sizes is not None else len(batch.indices)
+                size = self._model.samples_in(batch.tensors)
                 row = [*whole.counts(batch.tensors, self._known[variant], size), float(size)]
         finally:
             with self._lock:

@@ -7,7 +7,6 @@ from torch import Tensor
 from varuna.core.errors import DataError
 from varuna.data.nest import nested
 from varuna.data.samples import MicroBatch
-from varuna.data.sizes import samples_in
 from varuna.engine.stage.section import Examples
 from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.model import PartitionedModel
@@ -41,7 +40,7 @@ def sums_of(
         DataError: the user's weight is negative or not finite.
     """
     loss, sums = results[0].detach(), results[1 + model.counts_targets :]
-    if batch is not None and not samples_in(batch.tensors):
+    if not examples.samples:
         weight = 0.0
     elif weigh is not None and batch is not None:
         weight = float(weigh(nested(batch.tensors)))

@@ -44,11 +44,11 @@ class Examples(NamedTuple):
     sizes: tuple[int, ...] = ()
     """its open sizes, if the model has such"""
     there: int | None = None
-    """samples that are there, if that is not its size"""
+    """samples that it counts for, if they are not its rows"""
 
     @property
     def samples(self) -> int:
-        """Samples that are there."""
+        """Samples that it counts for."""
         return self.size if self.there is None else self.there
 
 

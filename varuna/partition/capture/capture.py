@@ -73,12 +73,6 @@ class Recipe:
     sizes: OpenSizes | None = None
     """sizes of a batch that its samples tell; None: one, the number of samples"""
 
-    @property
-    def open_sizes(self) -> OpenSizes | None:
-        """Those of a batch whose first dimension is not the samples."""
-        return None if self.sizes is None or self.sizes.rows else self.sizes
-
-
 class LossModule(nn.Module):
     """The user's model with only its loss and metric sums as outputs."""
 
@@ -170,7 +164,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     Raises:
         ModelError: the model cannot be built or exported; names the user's file and line.
     """
-    batch, sizes = of_samples(batch), recipe.open_sizes
+    batch, sizes = of_samples(batch), recipe.sizes
     samples = {key: value.detach().cpu() for key, value in batch.items()}
     samples = _rows(samples, EXPORT_EXAMPLES) if sizes is None else told_apart(samples, sizes)
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -403,7 +397,8 @@ def _open_symbols(
             places.setdefault(size.node.expr, []).append((key, dim))
             per_sample.setdefault(size.node.expr, each)
     read = {symbol: (nodes[key].name, dim) for symbol, [(key, dim), *_] in places.items()}
-    return OpenSizes(tuple(map(tuple, places.values())), tuple(per_sample.values())), read
+    found = OpenSizes(tuple(map(tuple, places.values())), tuple(per_sample.values()), sizes.samples)
+    return found, read
 
 
 def _batch_symbol(graph: torch.fx.Graph, inputs: Mapping[Any, str], noticed: ForwardFindings) -> Any:
