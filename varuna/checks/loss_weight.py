@@ -103,7 +103,10 @@ class _Check:
         self._losses = LossModule(initial.module, replace(recipe, dtype=torch.float32))
 
     def positions(self, count: int) -> list[int]:
-        """Samples of one length (or lists of them, numbered): first those that weigh differently, then others whose whole numbers differ."""
+        """Samples of one length: first those that weigh differently, then others whose whole numbers differ.
+
+        Where batches are lists of samples: numbers of lists.
+        """
         looked_at = _LOOKED_AT if self._source.size is None else min(_LOOKED_AT, self._source.size)
         looked_at //= self._each
         variant: int | None = None
@@ -271,11 +274,21 @@ class _Check:
                 "Pass loss=varuna.Loss(..., weight=fn), where fn(batch) returns what the loss averages over, such as "
                 "lambda batch: (batch['labels'][:, 1:] != -100).sum()."
             )
+        if self._model.sizes is not None:
+            remedy = f"{_JOINED} {remedy}"
         return (
             f"the loss of a batch is not the mean of its parts weighted by {counted}: for dataset indices "
             f"{indices} the whole gives {whole:.6g}, the parts {parts:.6g}. Micro-batches would train a different "
             f"model than the whole batch. {remedy}"
         )
+
+
+_JOINED = (
+    "collate= joins samples otherwise than as rows of a batch, so forward() itself must keep them apart: attention over "
+    "a packed row needs position_ids that begin again with each sample (and a model that reads them), a graph a batch "
+    "vector. If samples shall meet, pass micro_batch= and loss=varuna.Loss(..., per_micro_batch=True). If they do not, "
+    "the loss averages over something else."
+)
 
 
 def _counts(batch: MicroBatch) -> tuple[int, ...]:

@@ -62,10 +62,10 @@ def nested(batch: Mapping[str, Any]) -> dict[str, Any]:
         steps: list[str | int] = [found[1]]
         for name, number in _STEP.findall(found[2]):
             steps.append(int(number) if number else re.sub(r"\\(.)", r"\1", name))
-        at = whole
+        at: dict[Any, Any] = whole
         for step in steps[:-1]:
             at = at.setdefault(step, {})
-        at[steps[-1]] = value  # type: ignore[index]
+        at[steps[-1]] = value
     return {key: _listed(value) for key, value in whole.items()}
 
 

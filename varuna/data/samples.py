@@ -147,7 +147,9 @@ class SampleSource:
             _, samples = self._read_all([position])
             if samples[0] is not None:
                 return [position], samples
-        raise DataError(f"from position {positions[0]} of the run on, {_MOST_MISSING} samples are None. Check the data.")
+        raise DataError(
+            f"from position {positions[0]} of the run on, {_MOST_MISSING} samples are None. Check the data."
+        )
 
     def sizes(self, micro_batch: int | None = None) -> OpenSizes | None:
         """Sizes of collated batches that their samples tell, as the first samples show them; None: there are none.

@@ -138,8 +138,8 @@ class JobSpec:
         samples = None if self.recipe.sizes is None else self.recipe.sizes.samples
         if samples is not None and self.global_batch % samples:
             raise UsageError(
-                f"collate= makes lists with an entry for each sample, and micro_batch={samples} of them does not divide "
-                f"global_batch={self.global_batch}. Pass one that does, or leave it out for lists of one."
+                f"collate= makes lists with an entry for each sample, and micro_batch={samples} of them does not "
+                f"divide global_batch={self.global_batch}. Pass one that does, or leave it out for lists of one."
             )
         return self.micro_batch if samples is None else samples
 

@@ -284,9 +284,7 @@ class ForwardPass:
         if batch is not None:
             check_inputs(graph.inputs, batch.tensors, batch.indices)
             given.update(of_samples(batch.tensors))
-        return Examples(
-            self._copies.up(given) if given else {}, there.rows, told.variant, told.sizes, there.samples
-        )
+        return Examples(self._copies.up(given) if given else {}, there.rows, told.variant, told.sizes, there.samples)
 
     def hand_on(self, step: int, micro_batch: int, values: Mapping[str, Tensor], arrived: Arrived) -> None:
         """Send what crosses into the next stage."""

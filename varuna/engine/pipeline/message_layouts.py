@@ -28,7 +28,9 @@ class Layouts:
     """which of them a micro-batch is for"""
     apart: Collection[int]
     """sections into which values travel apart from their header"""
-    _made: dict[tuple[int, Told, int, int | None, bool], Layout] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[tuple[int, Told, int, int | None, bool], Layout] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     """by section, what samples told, examples, and whether they are of gradients: a step needs few, each many times"""
 
     def activation_in(self, step: int, micro_batch: int, rows: int | None = None) -> Layout:
@@ -47,9 +49,7 @@ class Layouts:
         """Layout of what is sent back to the previous stage."""
         return self._into(self.sections.start, step, micro_batch, rows, gradients=True)
 
-    def _into(
-        self, section: int, step: int, micro_batch: int, rows: int | None, *, gradients: bool = False
-    ) -> Layout:
+    def _into(self, section: int, step: int, micro_batch: int, rows: int | None, *, gradients: bool = False) -> Layout:
         told, examples = self.variants.told(step, micro_batch), len(self.plan.samples_of(micro_batch))
         rows = None if rows == examples or self.graphs[told.variant].sizes is not None else rows
         key = (section, told, examples, rows, gradients)

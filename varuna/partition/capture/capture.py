@@ -73,6 +73,7 @@ class Recipe:
     sizes: OpenSizes | None = None
     """sizes of a batch that its samples tell; None: one, the number of samples"""
 
+
 class LossModule(nn.Module):
     """The user's model with only its loss and metric sums as outputs."""
 
@@ -158,7 +159,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
 
     Args:
         recipe: the model and how its loss is found.
-        batch: a collated batch; only shapes and dtypes matter. The first dimension is the batch, unless the recipe tells
+        batch: a collated batch; only shapes and dtypes matter. The first dimension is the batch, unless the recipe has
             open sizes.
 
     Raises:

@@ -84,7 +84,7 @@ def export(
     if not pieces.found:
         try:
             return _some_way(module, fake, given, accept, pieces, sizes)
-        except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+        except Exception as error:
             failure = error
             if sizes is not None:
                 raise

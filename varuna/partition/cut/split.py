@@ -39,7 +39,10 @@ class Crossing:
             slopes = (sum(map(operator.mul, each, sizes)) for each in self.per_size)
             return tuple(map(operator.add, self.fixed, slopes))
         if self.per_size:
-            return tuple(each * batch if any(slopes) else each for each, slopes in zip(self.per_example, self.per_size, strict=True))
+            return tuple(
+                each * batch if any(slopes) else each
+                for each, slopes in zip(self.per_example, self.per_size, strict=True)
+            )
         return tuple(base + slope * batch for base, slope in zip(self.fixed, self.per_example, strict=True))
 
 

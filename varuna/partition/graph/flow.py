@@ -4,7 +4,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -217,11 +216,16 @@ def linear_shape(value: Tensor, sizes: Sizes) -> Lines | None:
 def _affine(value: Tensor, sizes: Sizes) -> Lines | None:
     fixed, slopes = list[int](), list[tuple[int, ...]]()
     for size in value.shape:
-        expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+        if not isinstance(size, torch.SymInt):
+            fixed.append(size)
+            slopes.append((0,) * len(sizes.open_symbols))
+            continue
+        expression = size.node.expr
         mine = [expression.diff(symbol) for symbol in sizes.open_symbols]
-        rest = expression - sum(slope * symbol for slope, symbol in zip(mine, sizes.open_symbols, strict=True))
-        if not all(each.is_Integer for each in (*mine, sympy.expand(rest))):
+        steps = (slope * symbol for slope, symbol in zip(mine, sizes.open_symbols, strict=True))
+        rest = (expression - sum(steps)).expand()
+        if not all(each.is_Integer for each in (*mine, rest)):
             return None
-        fixed.append(int(sympy.expand(rest)))
+        fixed.append(int(rest))
         slopes.append(tuple(map(int, mine)))
     return Lines(tuple(fixed), tuple(sizes.shape(value, 1)), tuple(slopes))

@@ -111,8 +111,8 @@ def symbols_of(size: object) -> frozenset[Any]:
 
 
 def multiple_of(size: object, symbol: Any) -> int | None:
-    """K where a dimension is k times a symbol; None if it is anything else."""
-    if not isinstance(size, torch.SymInt):
+    """K where a dimension is k times a symbol; None if it is anything else, or there is no symbol."""
+    if symbol is None or not isinstance(size, torch.SymInt):
         return None
     ratio = size.node.expr / symbol
     return int(ratio) if ratio.is_Integer else None

@@ -9,7 +9,6 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -40,7 +39,6 @@ from varuna.partition.loss.batch_dimension import (
 Found = State | tuple[State, ...]
 Rule = Callable[["Tracking", Node], Found]
 
-_NO_BATCH = sympy.Symbol("varuna_no_batch")
 FOR_EACH = "uses a sum or mean over the batch for each example"
 COMPARES = "compares the examples of a batch with each other"
 PLACES = "takes examples by their place in the batch"
@@ -56,7 +54,7 @@ class Tracking:
     """States of all values that a result of the graph follows from."""
 
     def __init__(self, capture: Capture, result: Node, rules: dict[str, Rule]) -> None:
-        self.batch = _NO_BATCH if capture.batch_symbol is None else capture.batch_symbol
+        self.batch = capture.batch_symbol
         self._capture, self._rules = capture, rules
         self._memory = SharedMemory(capture.graph)
         self.states: dict[Node, Found] = {}

@@ -31,8 +31,8 @@ from varuna.partition.loss.mixing import PRODUCTS, QUOTIENTS, Tracking, argument
 from varuna.partition.loss.mixing_sums import LOSSES, MEAN, NONE, SUM, TARGETS
 
 _SUMS = ("aten::sum", "aten::nansum")
-_KEEPING = ("view", "reshape", "to", "_to_copy", "stack", "cat", "squeeze", "unsqueeze", "sum", "clone", "expand", "alias",
-            "contiguous", "select")  # fmt: skip
+_KEEPING = ("view", "reshape", "to", "_to_copy", "stack", "cat", "squeeze", "unsqueeze", "sum", "clone", "expand",
+            "alias", "contiguous", "select")  # fmt: skip
 """Operations after which sums are sums."""
 
 

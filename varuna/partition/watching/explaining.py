@@ -120,9 +120,9 @@ def one_number(noticed: ForwardFindings) -> str:
     place = f", at {noticed.fixed_at}" if noticed.fixed_at else ""
     return (
         "forward() works for one number of samples only, because it turns that number into a Python "
-        f"number{place}: int(x.shape[0]), [0] * len(x), x.tolist() and most loops over the samples (for one in x) do "
-        "this; x.shape[0] and len(x) do not. Micro-batches may be short: write it for any number of samples, with "
-        "operations on the whole batch."
+        f"number{place}: int(x.shape[0]), [0] * len(x), x.tolist(), int(batch.max()) + 1 and most loops over the "
+        "samples (for one in x) do this; x.shape[0] and len(x) do not (global_mean_pool(x, batch, size=y.shape[0])). "
+        "Micro-batches may be short: write it for any number of samples, with operations on the whole batch."
     )
 
 
