@@ -15,7 +15,7 @@ from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
 
 
-class Told(NamedTuple):
+class ToldBySamples(NamedTuple):
     """What samples tell of their micro-batch: which graph it runs, and how large its tensors are."""
 
     variant: int = 0
@@ -24,7 +24,7 @@ class Told(NamedTuple):
     """where they are open"""
 
 
-_NOTHING = Told()
+_NOTHING = ToldBySamples()
 
 
 class Variants:
@@ -35,7 +35,7 @@ class Variants:
 
     def __init__(self, model: PartitionedModel, inbox: Inbox) -> None:
         self._model, self._inbox = model, inbox
-        self._known: dict[tuple[int, int], Told] = {}
+        self._known: dict[tuple[int, int], ToldBySamples] = {}
         self.several = bool(model.variants)
         """graphs"""
         self._tell = self.several or model.sizes is not None
@@ -50,9 +50,9 @@ class Variants:
             variant = variant_of(self._model, batch.tensors, batch.indices)
             sizes = self._model.sizes
             found = () if sizes is None else sizes.of(batch.tensors, batch.indices)
-            self._known[step, micro_batch] = Told(variant, found)
+            self._known[step, micro_batch] = ToldBySamples(variant, found)
 
-    def told(self, step: int, micro_batch: int) -> Told:
+    def told(self, step: int, micro_batch: int) -> ToldBySamples:
         """What is told of a micro-batch, once its samples have been read."""
         return self._known[step, micro_batch] if self._tell else _NOTHING
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from varuna.core.plan import Plan
 from varuna.engine.links.message import Layout
-from varuna.engine.pipeline.length_variants import Told, Variants
+from varuna.engine.pipeline.length_variants import ToldBySamples, Variants
 from varuna.partition.model import PartitionedModel
 
 _REMEMBERED = 1024
@@ -28,7 +28,7 @@ class Layouts:
     """which of them a micro-batch is for"""
     apart: Collection[int]
     """sections into which values travel apart from their header"""
-    _made: dict[tuple[int, Told, int, int | None, bool], Layout] = field(
+    _made: dict[tuple[int, ToldBySamples, int, int | None, bool], Layout] = field(
         default_factory=dict, repr=False, compare=False
     )
     """by section, what samples told, examples, and whether they are of gradients: a step needs few, each many times"""

@@ -16,7 +16,7 @@ from varuna.partition.opaque.autograd_functions import NAMESPACE as FUNCTIONS
 from varuna.partition.opaque.calls import NAMESPACE as MODULES
 
 
-class Lines(NamedTuple):
+class ShapeLines(NamedTuple):
     """A shape, linear in the number of examples, or in open sizes."""
 
     fixed: tuple[int, ...]
@@ -197,7 +197,7 @@ def linear(size: object, sizes: Sizes) -> tuple[int, int] | None:
     return (2 * one - two, two - one) if four - two == 2 * (two - one) else None
 
 
-def linear_shape(value: Tensor, sizes: Sizes) -> Lines | None:
+def linear_shape(value: Tensor, sizes: Sizes) -> ShapeLines | None:
     """``(fixed, per_example)`` of each dimension; None if a dimension is not linear in the batch.
 
     Where sizes are open: linear in them, and ``per_example`` has the slopes of each dimension in turn.
@@ -210,10 +210,10 @@ def linear_shape(value: Tensor, sizes: Sizes) -> Lines | None:
     known = [each for each in found if each is not None]
     if len(known) < len(found):
         return None
-    return Lines(tuple(fixed for fixed, _ in known), tuple(slope for _, slope in known))
+    return ShapeLines(tuple(fixed for fixed, _ in known), tuple(slope for _, slope in known))
 
 
-def _affine(value: Tensor, sizes: Sizes) -> Lines | None:
+def _affine(value: Tensor, sizes: Sizes) -> ShapeLines | None:
     fixed, slopes = list[int](), list[tuple[int, ...]]()
     for size in value.shape:
         if not isinstance(size, torch.SymInt):
@@ -228,4 +228,4 @@ def _affine(value: Tensor, sizes: Sizes) -> Lines | None:
             return None
         fixed.append(int(rest))
         slopes.append(tuple(map(int, mine)))
-    return Lines(tuple(fixed), tuple(sizes.shape(value, 1)), tuple(slopes))
+    return ShapeLines(tuple(fixed), tuple(sizes.shape(value, 1)), tuple(slopes))
