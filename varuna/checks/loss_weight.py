@@ -284,8 +284,8 @@ class _Check:
 
 
 _JOINED = (
-    "collate= joins samples otherwise than as rows of a batch, so forward() itself must keep them apart: attention over "
-    "a packed row needs position_ids that begin again with each sample (and a model that reads them), a graph needs a "
+    "collate= joins samples otherwise than as rows of a batch, so forward() itself must keep them apart: attention "
+    "over a row of several needs position_ids that begin again with each (and a model that reads them), a graph a "
     "batch vector. If samples shall meet, pass micro_batch= and loss=varuna.Loss(..., per_micro_batch=True). If they do "
     "not, the loss averages over something else."
 )

@@ -38,6 +38,13 @@ def test_the_message_names_tensor_found_expected_and_remedy(value: Tensor, messa
         check_inputs(LAYOUTS, {"ids": value}, [5, 9])
 
 
+@pytest.mark.parametrize("odd", [torch.ones(3, 2), torch.tensor(1.0), torch.ones(1)], ids=["more", "none", "unlike"])
+def test_rows_may_be_fewer_than_samples_but_of_all_tensors_alike(odd: Tensor) -> None:
+    check_inputs(LAYOUTS, {"ids": torch.zeros(1, 16, dtype=torch.int64), "x": torch.ones(1)}, [5, 9])
+    with pytest.raises(DataError, match=r"given 2 samples .*\[5, 9\].*leave samples out, but of all tensors alike"):
+        check_inputs(LAYOUTS, {"ids": torch.zeros(2, 16, dtype=torch.int64), "x": odd}, [5, 9])
+
+
 class Growing(Tokens):
     """Sentences get longer, or change their type, from some index on."""
 
