@@ -286,8 +286,8 @@ class _Check:
 _JOINED = (
     "collate= joins samples otherwise than as rows of a batch, so forward() itself must keep them apart: attention "
     "over a row of several needs position_ids that begin again with each (and a model that reads them), a graph a "
-    "batch vector. If samples shall meet, pass micro_batch= and loss=varuna.Loss(..., per_micro_batch=True). If they do "
-    "not, the loss averages over something else."
+    "batch vector. If samples may meet, pass micro_batch= and loss=varuna.Loss(..., per_micro_batch=True). If they "
+    "do not, the loss averages over something else."
 )
 
 
