@@ -7,7 +7,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.depth import IS_NIGHTLY
+from tests.depth import IS_NIGHTLY, by_depth
 
 # As in workers, and before torch is imported: ranks are threads here, and how many threads an operation uses is part of
 # its bits.
@@ -18,7 +18,8 @@ os.environ["VARUNA_CALIBRATION"] = "none"
 
 # No test is timed: the machine may be busy. What lands is judged by examples that anyone can run again; elsewhere
 # hypothesis goes on looking for new ones.
-settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = by_depth(20, 100)
+settings.register_profile("here", max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 

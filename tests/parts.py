@@ -47,7 +47,8 @@ class Part:
 
 def parts() -> tuple[Part, ...]:
     """Return all parts, the quickest to fail first."""
-    field = ("--sample", "16", "--begun-within", "100") if IS_NIGHTLY else ("--sample", "8", "--begun-within", "30")
+    few = ("--sample", "6", "--briefly", "--at-once", "2", "--begun-within", "60")
+    field = ("--sample", "16", "--begun-within", "200") if IS_NIGHTLY else few
     return (
         Part("unit", ("pytest", "-q", "-n", "auto", "--dist", "worksteal", "tests/unit")),
         Part("in-process", ("pytest", "-q", "-n", "auto", "--dist", "worksteal", *IN_PROCESS)),
@@ -55,7 +56,7 @@ def parts() -> tuple[Part, ...]:
         Part(
             "processes",
             (
-                *("pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "tests/scenarios"),
+                *("pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "tests/scenarios"),
                 *(f"--ignore={path}" for path in IN_PROCESS),
             ),
         ),

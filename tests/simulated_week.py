@@ -52,12 +52,12 @@ def plan_of(replicas: int) -> Plan:
 class Week:
     """The chronicle at the end of ``weeks`` weeks, and the run's status."""
 
-    def __init__(self, weeks: int = 1) -> None:
+    def __init__(self, weeks: float = 1) -> None:
         self.chronicle, self._drawn = Chronicle(), random.Random(0)
         self._now_s, self._generation, self._plan = time.time() - weeks * WEEK_S, 0, plan_of(50)
         self.seconds = 0
         """That the status has gone on."""
-        for step in range(weeks * STEPS):
+        for step in range(int(weeks * STEPS)):
             self._now_s += WEEK_S / STEPS
             if step % STEPS_BETWEEN_MORPHS == 0:
                 self._morph(step)

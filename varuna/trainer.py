@@ -28,8 +28,10 @@ from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
 from varuna.job.aside import Aside
-from varuna.job.built import as_functions, is_new
-from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
+from varuna.job.built import GivenModel, as_functions
+from varuna.job.handed_functions import functions_of
+from varuna.job.handed_over.watching import HandedOver
+from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Weights
 from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
 from varuna.job.spec import JobSpec
@@ -38,6 +40,7 @@ from varuna.job.start import begin
 from varuna.job.tracking import trackers_of
 from varuna.membership.detect import solo_from_environment
 from varuna.membership.launched import at_end, failed, manager, watch_exceptions
+from varuna.partition.after_step import AfterStep
 from varuna.partition.capture.capture import LossFunction, MetricsFunction
 from varuna.partition.capture.outputs import OutputsFunction, outputs_of
 from varuna.partition.initial.initial_values import Init
@@ -66,8 +69,10 @@ class Trainer:
         lr_scheduler: LRScheduler | SchedulerFactory | None = None,
         clip_grad_norm: float | None = None,
         ema: float | None = None,
+        ema_from: EmaFrom = "first step",
         on_nan: OnNan = "stop",
         before_step: Callable[[NamedParameters], None] | None = None,
+        after_step: AfterStep | None = None,
         cut: int | Sequence[str] | None = None,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
         state: Mapping[str, Kept] | None = None,
@@ -109,9 +114,12 @@ class Trainer:
             clip_grad_norm: largest global L2 norm of the gradients.
             ema: decay of an exponential moving average of the trained parameters, such as 0.999, which ``evaluate``,
                 ``predict`` and ``export`` use with ``ema=True``.
+            ema_from: what the average begins with: the parameters after the ``"first step"``, as torch's
+                ``AveragedModel`` does, or those from the ``"start"``, as timm's ``ModelEmaV3`` does.
             on_nan: ``"stop"`` ends the run before a loss or gradient that is not finite is applied; ``"continue"`` does
                 not look.
             before_step: receives the (name, parameter) list with reduced, clipped gradients before the optimizer.
+            after_step: ``fn(parameters, buffers)``, or with ``step``, changes dicts of both in place after each step.
             cut: where the model may be cut: number of cut-points, or names of modules, as in ``named_modules()``, to
                 cut where each is entered and nowhere else. Default: every place where few bytes cross.
             checkpoints: folder or URL (``s3://``, ``gs://``, ``az://``) to save to every 10 minutes, or
@@ -137,13 +145,14 @@ class Trainer:
         refuse_unknown(unknown, Trainer.__init__.__kwdefaults__ or {})
         where = choose_device(device)
         saved = checkpoints if checkpoints is None or isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
-        self._given = given = as_functions(model, optimizer, lr_scheduler)
+        given_loss = loss if isinstance(loss, Loss) else Loss(loss)
+        self._given = given = as_functions(model, optimizer, lr_scheduler, given_loss.function)
         self._spec = JobSpec(
             given.model,
             dataset,
             given.optimizer,
             global_batch,
-            loss=loss if isinstance(loss, Loss) else Loss(loss),
+            loss=given_loss,
             metrics=metrics,
             collate=collate if isinstance(collate, Collate) else Collate(collate),
             num_workers=num_workers,
@@ -154,8 +163,10 @@ class Trainer:
             lr_scheduler=given.lr_scheduler,
             clip_grad_norm=clip_grad_norm,
             ema=ema,
+            ema_from=ema_from,
             on_nan=on_nan,
             before_step=before_step,
+            after_step=after_step,
             cut=cut,
             checkpoints=saved,
             state=state,
@@ -165,8 +176,15 @@ class Trainer:
             compiler=compiler_of(compile, where),
             memory=Memory() if memory is None else memory,
             network=Network() if network is None else network,
+            trains_nothing_else=given.steps is not None,
         )
         self._session: Session | None = None
+        self._handed = HandedOver(
+            functions_of(self._spec, given.schedule),
+            model=given.built.module if isinstance(given.built, GivenModel) else None,
+            optimizer=given.steps,
+            kept=state,
+        )
         self._tells_speed = True  # without a manager, which does
         self._aside, self._trackers = Aside(self._spec), trackers_of(self._spec)
 
@@ -199,23 +217,29 @@ class Trainer:
         at_end(self._trackers.close, self._trackers.close)
         speed = SpeedLines(n, self._spec.global_batch) if watched is None and self._tells_speed else None
         self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
-        committed = self._session.steps()
+        committed, handed = self._session.steps(), self._handed
+        handed.begin()
         try:
             for step in committed:
                 done = step_of(step, self._spec.global_batch, self._spec.dtype, self._spec.source.size)
                 if speed is not None and done.is_main:
                     speed.take(done.index, done.loss)
                 self._trackers.take(done.index, values_of(done), is_main=done.is_main)
-                yield done
+                with handed.script(self._session.options()):
+                    yield done
+                handed.check(sys._getframe(1))
+                self._session.write(handed.written())
             self._give_back()
         except GeneratorExit:
             if not sys.is_finalizing() and not failed.is_set():
+                self._session.write(handed.written())
                 self._session.stop()
                 for _ in committed:  # the stop flag travels with the next step's vote
                     pass
                 self._give_back()
             raise
         finally:
+            handed.end()
             if speed is not None:
                 speed.close()
 
@@ -229,6 +253,7 @@ class Trainer:
             raise UsageError('trainer.checkpoint() needs a place: Trainer(..., checkpoints="runs/a")')
         if self._session is None:
             raise UsageError("trainer.checkpoint() works inside the loop over trainer.steps(n)")
+        self._handed.check(sys._getframe(1))
         self._session.checkpoint()
 
     def log(self, values: Mapping[str, float]) -> None:
@@ -271,8 +296,9 @@ class Trainer:
         """
         self._check_average(ema)
         session = self._begun("evaluate(dataset)")
-        work = self._aside.evaluation(dataset, examples, averaged=ema)
-        found = session.aside(partial(evaluate, work=work), f"evaluates {work.examples} examples")
+        with self._handed.aside():
+            work = self._aside.evaluation(dataset, examples, step=session.newest_step, averaged=ema)
+            found = session.aside(partial(evaluate, work=work), f"evaluates {work.examples} examples")
         return evaluation_of(found, work.examples)
 
     def predict(
@@ -298,8 +324,10 @@ class Trainer:
         """
         self._check_average(ema)
         session = self._begun("predict(dataset)")
-        work = self._aside.prediction(dataset, output, examples, averaged=ema)
-        return session.aside(partial(predict, work=work), f"predicts {work.examples} examples")
+        with self._handed.aside():
+            step = session.newest_step
+            work = self._aside.prediction(dataset, output, examples, step=step, averaged=ema)
+            return session.aside(partial(predict, work=work), f"predicts {work.examples} examples")
 
     def generate(
         self,
@@ -334,11 +362,12 @@ class Trainer:
         """
         self._check_average(ema)
         session = self._begun("generate(prompts, n)")
-        work = self._aside.continuation(
-            prompts, max_new_tokens, temperature=temperature, top_k=top_k, end=eos_token_id, averaged=ema
-        )
-        doing = f"generates {max_new_tokens} tokens for {len(work.texts)} prompts"
-        return session.aside(partial(generate, work=work), doing)
+        with self._handed.aside():
+            work = self._aside.continuation(
+                prompts, max_new_tokens, temperature=temperature, top_k=top_k, end=eos_token_id, averaged=ema
+            )
+            doing = f"generates {max_new_tokens} tokens for {len(work.texts)} prompts"
+            return session.aside(partial(generate, work=work), doing)
 
     def export(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.
@@ -358,20 +387,23 @@ class Trainer:
             raise UsageError("trainer.export(path) writes what trainer.steps(n) trained: run the loop first")
         self._check_average(ema)
         spec, generation = self._spec, self._session.current
-        if spec.built.has_adapters:
-            export_adapter(generation, spec, Path(path), average=ema)
-        else:
-            export_model(generation, spec.partitioned, Path(path), spec.built.json, average=ema)
+        self._handed.check(sys._getframe(1))
+        with self._handed.aside():
+            if spec.built.has_adapters:
+                export_adapter(generation, spec, Path(path), average=ema)
+            else:
+                export_model(generation, spec.partitioned, Path(path), spec.built.json, average=ema)
 
     def _give_back(self) -> None:
         """After the loop, a model that the script has built has the trained values on every worker."""
         built, session, model = self._given.built, self._session, self._spec.partitioned
+        self._handed.end()
         if built is None or session is None:
             return
         if session.current is None:
             built.take(None)
             return
-        spread = partial(spread_model, model=model, wanted=partial(is_new, model.trainable))
+        spread = partial(spread_model, model=model, wanted=partial(built.wants, model.changing))
         if (values := session.aside(spread, "gets the trained model")) is not None:
             built.take(values)
 
@@ -397,4 +429,5 @@ class Trainer:
     def _begun(self, method: str) -> Session:
         if self._session is None:
             raise UsageError(f"trainer.{method} works inside the loop over trainer.steps(n), and after it")
+        self._handed.check(sys._getframe(2))
         return self._session

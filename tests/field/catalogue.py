@@ -2,17 +2,35 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
-from tests.field import denoisers, huggingface, pictures, provoked
+from tests.field import denoisers, huggingface, libraries, pictures, provoked
 from tests.field.jobs import Attempt, Job, Prepared
 
+FEW = (
+    Job("transformers", "mixtral", "MixtralForCausalLM", "tokens"),
+    Job("timm", "deit", "deit_tiny_patch16_224", "class"),
+    Job("diffusers", "PixArtTransformer2DModel", "PixArtTransformer2DModel", "noise"),
+    Job("transformers", "distilbert", "DistilBertForMaskedLM", "tokens"),
+    Job("transformers", "vit_msn", "ViTMSNForImageClassification", "image"),
+    Job("torchvision", "alexnet", "alexnet", "class"),
+)
+"""One of each library and of each kind of model: decoder, experts, encoder, attention on pictures, convolutions,
+diffusion. Each of them trains right, in seconds."""
 
-def all_jobs() -> tuple[Job, ...]:
-    """One of every family, then a second of every family that has one, and so on; kinds of targets take turns.
+
+def all_jobs() -> Iterator[Job]:
+    """``FEW``, then one of every family, then a second of every family that has one; kinds of targets take turns.
 
     Among equals the order is drawn once and for all, so wherever a sweep is cut, what is done is a sample of the whole.
     """
+    few = [job for job in FEW if libraries.has_all() or job.library == "transformers"]
+    yield from few
+    yield from (job for job in _in_order() if job not in few)
+
+
+def _in_order() -> tuple[Job, ...]:
     found = [*huggingface.jobs(), *pictures.jobs(), *denoisers.jobs()]
     heads: Counter[tuple[str, str]] = Counter()
     rounds = []
@@ -33,12 +51,12 @@ def ways(attempt: Attempt) -> Iterator[Prepared]:
     return libraries.get(attempt.job.library, pictures.ways)(attempt)
 
 
-def chosen(jobs: tuple[Job, ...], *, part: str, names: list[str], first: int | None, breadth: bool) -> tuple[Job, ...]:
-    """Some of the jobs, in their order."""
-    found = [job for job in jobs if part in job.name and (not names or job.name in names)]
+def chosen(jobs: Iterable[Job], *, part: str, names: list[str], first: int | None, breadth: bool) -> tuple[Job, ...]:
+    """Return some of the jobs, in their order, and look no further than the last of them."""
+    found: Iterable[Job] = (job for job in jobs if part in job.name and (not names or job.name in names))
     if breadth:
         heads: dict[tuple[str, str], Job] = {}
         for job in found:
             heads.setdefault((job.library, job.family), job)
-        found = list(heads.values())
-    return tuple(found[:first])
+        found = heads.values()
+    return tuple(islice(found, first))

@@ -47,6 +47,7 @@ class Attempt:
         per_micro_batch: a loss that mixes examples may do so within each.
         cut: number of cut-points, given by the user, likewise.
         even: all samples count the same.
+        briefly: in one plan only, of two stages and two replicas.
     """
 
     job: Job
@@ -55,6 +56,7 @@ class Attempt:
     per_micro_batch: bool = False
     cut: int | None = None
     even: bool = False
+    briefly: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -212,10 +213,10 @@ def _stacks(folder: Path) -> list[str]:
     return found
 
 
-def judged(nursery: Nursery, job: Job, *, loud: bool = False) -> dict[str, Any]:
-    """The verdict on a job, as it goes into the results."""
+def judged(nursery: Nursery, job: Job, *, loud: bool = False, briefly: bool = False) -> dict[str, Any]:
+    """Return the verdict on a job, as it goes into the results."""
     began_s = time.monotonic()
-    attempt, asked = Attempt(job), ""
+    attempt, asked = Attempt(job, briefly=briefly), ""
     expected = reference(attempt)
     found: dict[str, Any] = {}
     if "cannot" not in expected:
@@ -273,6 +274,24 @@ def compact(results: Path) -> None:
     results.write_text("".join(json.dumps(found[name]) + "\n" for name in sorted(found)))
 
 
+def in_parts(jobs: Sequence[Job], parts: int, sweep_part: Callable[[Sequence[Job]], None]) -> bool:
+    """Sweep every N-th job in each of N processes at once; return whether all of them got to their end."""
+    children = []
+    for number in range(parts):
+        pid = os.fork()
+        if pid == 0:
+            code = 0
+            try:
+                sweep_part(jobs[number::parts])
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            os._exit(code)
+        children.append(pid)
+    ends = [os.waitpid(pid, 0)[1] for pid in children]
+    return ends == [0] * parts
+
+
 def begun_within(jobs: Iterable[Job], most_s: float, clock: Callable[[], float] = time.monotonic) -> Iterator[Job]:
     """The first of the jobs: none is begun after so many seconds, and the last may take longer."""
     began_s = clock()
@@ -282,13 +301,15 @@ def begun_within(jobs: Iterable[Job], most_s: float, clock: Callable[[], float] 
         yield job
 
 
-def sweep(jobs: Iterable[Job], results: Path, *, commit: str, loud: bool = False) -> Iterator[dict[str, Any]]:
+def sweep(
+    jobs: Iterable[Job], results: Path, *, commit: str, loud: bool = False, briefly: bool = False
+) -> Iterator[dict[str, Any]]:
     """Judge jobs in order, each written to ``results`` as soon as it is known."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     nursery = Nursery()
     try:
         for job in jobs:
-            verdict = {**judged(nursery, job, loud=loud), "commit": commit}
+            verdict = {**judged(nursery, job, loud=loud, briefly=briefly), "commit": commit}
             with results.open("a") as file:
                 file.write(json.dumps(verdict) + "\n")
             yield verdict

@@ -111,7 +111,7 @@ def run(attempt: Attempt, folder: Path, dumps_after_s: float) -> None:
         return
     faulthandler.cancel_dump_traceback_later()  # its thread is not in forks, which would wait for it
     sections = len(captured.facts.sections)
-    plans = {f"{stages}x{replicas}": (stages, replicas) for stages, replicas in plans_of(sections)}
+    plans = {f"{stages}x{replicas}": (stages, replicas) for stages, replicas in plans_of(sections, attempt.briefly)}
     seconds = time.monotonic() - began_s
     _tell(folder, "capture", {"seconds": seconds, "sections": sections, "plans": list(plans)})
     for number, (name, (stages, replicas)) in enumerate(plans.items()):
@@ -121,12 +121,12 @@ def run(attempt: Attempt, folder: Path, dumps_after_s: float) -> None:
             return
 
 
-def plans_of(sections: int) -> tuple[tuple[int, int], ...]:
-    """Stages and replicas of each plan: alone, as deep as may be, and two stages twice.
+def plans_of(sections: int, briefly: bool) -> tuple[tuple[int, int], ...]:
+    """Stages and replicas of each plan: alone, as deep as may be, and two stages twice; briefly, the last.
 
     A model that cannot be cut at all is asked for two stages nevertheless: that is a refusal to be seen.
     """
-    return ((1, 1), (max(2, min(DEEPEST, sections)), 1), (2, 2))
+    return ((2, 2),) if briefly else ((1, 1), (max(2, min(DEEPEST, sections)), 1), (2, 2))
 
 
 def _in_plan(spec: JobSpec, stages: int, replicas: int, folder: Path) -> dict[str, Any]:

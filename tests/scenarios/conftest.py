@@ -1,22 +1,30 @@
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from tests.scenarios import warm
+from tests.scenarios.launch import Alone, losses_alone
+from varuna.job.model_config import Configured
+from varuna.job.shared_capture import same
+from varuna.partition.model import PartitionedModel
 
 _LONGEST = (
+    "test_partitions.py",
     "test_kills.py",
+    "test_cluster.py",
     "test_launching.py",
     "test_planned.py",
-    "test_cluster.py",
     "test_clouds.py",
     "test_ray.py",
     "test_weights.py",
-    "test_partitions.py",
     "test_slurm.py",
+    "test_page.py",
+    "test_stopped.py",
+    "test_torchrun.py",
     "test_bad_input.py",
     "test_object_stores.py",
-    "test_page.py",
 )
 
 
@@ -30,6 +38,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _nursery() -> Iterator[None]:
     yield
     warm.close()
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """``alone(steps, *options)``: losses of ``job.py`` in one process, computed once for all tests of a session."""
+    own = tmp_path_factory.getbasetemp()
+    return partial(losses_alone, own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+
+
+@pytest.fixture(scope="module")
+def one_capture() -> Iterator[None]:
+    """Trainers of this process that are given the same model capture it once, which takes most of their time."""
+    found: list[tuple[object, Configured, PartitionedModel]] = []
+
+    def captured(
+        given: object, capture: Callable[[], PartitionedModel], *, built: Configured, key: object
+    ) -> PartitionedModel:
+        for known, configured, model in found:
+            if same(known, given):
+                built.json, built.has_adapters = configured.json, configured.has_adapters
+                return model
+        found.append((given, built, capture()))
+        return found[-1][2]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("varuna.job.spec.captured_once", captured)
+        yield
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Starts the job in every way a user would, with bounds, and reads what it said."""
 
+import fcntl
+import hashlib
 import json
 import os
 import re
@@ -7,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +19,11 @@ from tests.scenarios.warm import Process
 JOB = str(Path(__file__).with_name("job.py"))
 BOUND_S = 100
 """Of silence: main workers say something at every step."""
+USUAL_STEPS = 60
+"""The first test that asks for the losses of one process has so many computed; most tests compare no more."""
+
+Alone = Callable[..., dict[int, float]]
+"""The fixture ``alone``: losses of ``job.py`` in one process by step, given the number of steps and options."""
 
 
 @dataclass
@@ -70,6 +77,23 @@ def _all_of(file: IO[bytes]) -> str:
 def python(*args: str, **more: str) -> Done:
     """``python job.py``."""
     return run([sys.executable, JOB, *args], **more)
+
+
+def losses_alone(folder: Path, steps: int, *options: str) -> dict[int, float]:
+    """Return the losses of one process by step; ``folder`` keeps them for all that ask for the same job.
+
+    A longer run begins with the losses of a shorter one, so the longest that was computed serves all.
+    """
+    kept = folder / f"alone-{hashlib.sha256(repr(options).encode()).hexdigest()[:16]}.json"
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        losses: list[float] = json.loads(kept.read_text()) if kept.exists() else []
+        if len(losses) < steps:
+            done = python("--steps", str(max(steps, USUAL_STEPS)), *options)
+            assert done.code == 0, done.err
+            losses = [done.losses[step] for step in sorted(done.losses)]
+            kept.write_text(json.dumps(losses))
+    return dict(enumerate(losses[:steps]))
 
 
 def torchrun(workers: int, *args: str, **more: str) -> Done:

@@ -6,7 +6,11 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from varuna.calibration.file import read_calibration
+
+pytestmark = pytest.mark.nightly
 
 TRAIN = Path(__file__).parents[2] / "examples" / "gpt2_text" / "train.py"
 SMALL = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "32", "--global-batch", "4")

@@ -10,20 +10,18 @@ import pytest
 from tests.scenarios import clouds, launch
 from tests.scenarios.clouds import SLOW, Cloud, Machines
 from tests.scenarios.cluster import CLI, ended
-from tests.scenarios.launch import JOB, processes_with, python
+from tests.scenarios.launch import JOB, Alone, processes_with
 from tests.scenarios.on_engine import OnEngine
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 STEPS = 160
 LIBRARIES = {"aws": ("boto3", "moto.server"), "azure": ("azure.identity",), "gcp": ("google.auth",)}
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[int, float]:
-    done = python("--steps", str(STEPS), "--dropout", "0.1")
-    assert done.code == 0, done.err
-    return done.losses
+@pytest.fixture
+def undisturbed(alone: Alone) -> dict[int, float]:
+    return alone(STEPS, "--dropout", "0.1")
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

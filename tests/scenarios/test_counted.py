@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.depth import of_depth
 from tests.scenarios.counted import COPIED_AFTER_S, MICRO_BATCHES, SLOW_STEP, STEPS
 from tests.scenarios.launch import Done, run, varuna_command
 
@@ -53,7 +54,9 @@ def alone() -> Done:
     return run([sys.executable, SCRIPT])
 
 
-@pytest.mark.parametrize(("stages", "victim", "micro_batch_s"), [(1, 2, 0.2), (2, 1, 0.25), (4, 2, 0.12)])
+@pytest.mark.parametrize(
+    ("stages", "victim", "micro_batch_s"), of_depth(((1, 2, 0.2), (2, 1, 0.25), (4, 2, 0.12)), {(1, 2, 0.2)})
+)
 def test_what_runs_again_is_what_nobody_has(
     tmp_path: Path, alone: Done, stages: int, victim: int, micro_batch_s: float
 ) -> None:

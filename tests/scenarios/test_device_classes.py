@@ -20,7 +20,7 @@ from varuna.fleet.state.run_events import GenerationStarted
 from varuna.planner.choose import plan_run, planner, run_request
 from varuna.planner.spanning import spanning
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("warm_start")]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(180), pytest.mark.usefixtures("warm_start")]
 
 
 def test_each_class_gets_what_it_can_run_and_keeps_its_seats(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.scenarios.servers import moto
 from tests.waiting import wait_for
 from varuna.doctor.machine.store_probe import try_store
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 in_network = pytest.mark.skipif(bool(why_not()), reason=why_not())
 _DOCTOR = (sys.executable, "-m", "varuna", "doctor")
 _DONE_S = 150.0

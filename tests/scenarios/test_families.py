@@ -1,20 +1,21 @@
 """Unmodified models of many families: captured, cut by themselves, and equal to the unsplit model."""
 
 import logging
-import os
 from typing import Any
 
 import pytest
 import torch
 
+from tests.depth import of_depth
 from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.partition.families import NAMED, Samples, masked_tokens, tokens
 from tests.unit.partition.in_turn import differences
 from tests.unit.partition.more_families import MORE
 from varuna.data import sample_index
 
-FAMILIES = {**NAMED, **(MORE if os.environ.get("VARUNA_ALL_FAMILIES") else {})}
-"""``VARUNA_ALL_FAMILIES=1`` adds as many again."""
+FAMILIES = {**NAMED, **MORE}
+FAST = {"llama", "bert", "t5", "mixtral", "vit", "resnet"}
+"""A decoder, an encoder, both, experts, pictures, and running statistics; unit tests capture GPT-2."""
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def _no_traces_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes")  # caches that forward() assigns, as plain attributes
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", of_depth(FAMILIES, FAST))
 def test_sections_in_turn_equal_the_unsplit_model(name: str) -> None:
     family = FAMILIES[name]
     with single_threaded():
@@ -62,7 +63,9 @@ def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in named], lr=0.05)
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "mixtral", "vit", "resnet", "mamba", "longformer"])
+@pytest.mark.parametrize(
+    "name", of_depth(["bert", "t5", "mixtral", "vit", "resnet", "mamba", "longformer"], {"t5", "resnet"})
+)
 def test_families_train_in_the_engine_as_in_one_process(name: str) -> None:
     family = {**NAMED, **MORE}[name]
     sample = tokens if family.sample is masked_tokens else family.sample

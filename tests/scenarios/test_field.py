@@ -7,6 +7,8 @@ import pytest
 from tests.field import judge, provoked, sweep
 from tests.field.jobs import Job
 
+pytestmark = pytest.mark.nightly
+
 _BOUND_S = 20.0
 
 

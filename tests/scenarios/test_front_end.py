@@ -10,7 +10,7 @@ import pytest
 from tests.scenarios import fine_tuning
 from tests.scenarios.launch import run, varuna_command
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 SCRIPT = str(Path(fine_tuning.__file__))
 
 

@@ -6,7 +6,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +15,8 @@ import pytest
 
 from benchmarks.gallery import COMPARED, EXAMPLES, FOLDER, LOSS, MEASURED, PAGE, Example
 from benchmarks.notebook import outputs
+from tests.depth import of_depth
 from tests.unit.engine.ranks import single_threaded
-from varuna.job.model_config import Configured
-from varuna.job.shared_capture import same
-from varuna.partition.model import PartitionedModel
 from varuna.testing import run
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +30,7 @@ EXPECTED = re.compile(
     re.X,
 )
 """Lines of the standard error that a newcomer need not worry about."""
+FAST = {"char-gpt", "lora", "vit"}
 rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
 
 
@@ -39,24 +38,6 @@ rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
 def _one_thread() -> Iterator[None]:
     with single_threaded():
         yield
-
-
-@pytest.fixture
-def _one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process and two workers of a test train the same model: what takes longest is done once."""
-    found: list[tuple[object, Configured, PartitionedModel]] = []
-
-    def captured(
-        given: object, capture: Callable[[], PartitionedModel], *, built: Configured, key: object
-    ) -> PartitionedModel:
-        for known, configured, model in found:
-            if same(known, given):
-                built.json, built.has_adapters = configured.json, configured.has_adapters
-                return model
-        found.append((given, built, capture()))
-        return found[-1][2]
-
-    monkeypatch.setattr("varuna.job.spec.captured_once", captured)
 
 
 def with_digits() -> None:
@@ -90,9 +71,11 @@ def said(page_row: str) -> tuple[float, float]:
     return float(compared), float(last)
 
 
-@pytest.mark.usefixtures("_one_capture")
+@pytest.mark.usefixtures("one_capture")
 @pytest.mark.filterwarnings("ignore:The tensor attributes")
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+@pytest.mark.parametrize(
+    "example", of_depth(EXAMPLES, [each for each in EXAMPLES if each.name in FAST]), ids=lambda example: example.name
+)
 def test_an_example_trains_the_same_in_two_stages(
     example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

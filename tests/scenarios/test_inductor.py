@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Setup, dropping, single_threaded
+from tests.unit.engine.models import dropping
+from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.engine.graphs.compiled import Compiler
 from varuna.partition.cut.split import SectionGraph
 
@@ -23,6 +24,7 @@ def given_to(section: SectionGraph, setup: Setup) -> list[Any]:
     return [*taken, 3, *(parameters[name].clone().requires_grad_() for name in section.parameters)]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.skipif(" " in torch.__file__, reason="inductor does not quote torch's own path for the compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor imports what torch itself deprecates

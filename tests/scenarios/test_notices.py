@@ -1,6 +1,5 @@
 """A machine that says 25 s before that it goes, in the middle of a longer step: only what is in flight runs again."""
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -17,7 +16,7 @@ MICRO_BATCHES = 300
 JOB = ("--steps", "2", "--layers", "6", "--global-batch", str(MICRO_BATCHES), "--micro-batch", "1", "--dropout", "0.1")
 
 
-@pytest.mark.skipif("SLOW" not in os.environ, reason="it takes two minutes; SLOW=1 includes it")
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_one_pipeline_loses_a_machine_in_a_long_step_and_does_not_repeat_it(tmp_path: Path) -> None:
     expected = python(*JOB).losses

@@ -51,7 +51,7 @@ def act(seen: Window, name: str, token: str) -> None:
 
 def test_a_run_is_watched_disturbed_and_stopped_from_its_page(tmp_path: Path) -> None:
     run, saved = tmp_path / "run", tmp_path / "saved"
-    job = ("--steps", "5000", "--slow", "0.05", "--checkpoint-dir", str(saved))
+    job = ("--steps", "5000", "--slow", "0.15", "--checkpoint-dir", str(saved))
     command = varuna_command(
         4, ["--stages", "2", "--run-dir", str(run), "--price", "0.6", "--on-demand-price", "2"], *job
     )
@@ -197,6 +197,7 @@ def _see_the_whole_week(seen: Window) -> None:
     seen.page.click("#story-more")
 
 
+@pytest.mark.nightly
 def test_a_week_of_300_workers_is_usable_at_once_and_no_text_of_theirs_is_markup(tmp_path: Path) -> None:
     (tmp_path / "n0.0.log").write_text(HOSTILE)
     with served(Week(), tmp_path) as page, window() as seen:

@@ -3,7 +3,6 @@
 Every loss is compared with that of one process, every step is accounted for, and each return has a bound.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,24 +10,18 @@ from typing import Any
 
 import pytest
 
+from tests.depth import by_depth
 from tests.scenarios.cluster import Cluster, ended
-from tests.scenarios.launch import python
+from tests.scenarios.launch import Alone
 from tests.scenarios.network import Network, why_not
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(bool(why_not()), reason=why_not())]
-STEPS = 800
-ARGS = ("--steps", str(STEPS), "--dropout", "0.1")
+ARGS = ("--steps", "100000", "--dropout", "0.1")
+"""Of the job: a person ends it."""
 LEASE_S = 6.0
 WORTH_S = 25.0
 MACHINES = ("a", "b", "c", "d")
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[int, float]:
-    done = python(*ARGS)
-    assert done.code == 0, done.err
-    return done.losses
 
 
 class Scene:
@@ -79,12 +72,13 @@ class Scene:
         redone = [record.cause for record in self.generations()[1:] if record.steps_redone]
         assert not redone
 
-    def end(self, undisturbed: dict[int, float]) -> None:
+    def end(self, alone: Alone) -> None:
         """A person ends the run: whatever happened, each step was recorded once, with the loss of one process."""
         assert self.run.verb("stop").code == 0
         assert ended(self.run.manager) == 0, self.run.said()
         steps = self.run.events("step_recorded")
         assert [event.step for event in steps] == list(range(len(steps)))
+        undisturbed = alone(len(steps), "--dropout", "0.1")
         for event in steps:
             assert event.loss == pytest.approx(undisturbed[event.step], rel=1e-5), event
         assert not any(record.rollback for record in self.generations()[1:])
@@ -105,15 +99,11 @@ def cut_off(scene: Scene, seconds: float) -> None:
     assert scene.trained() > before + seconds, "training stood still"
     scene.network.heal()
     wait_for(lambda: max(scene.run.steps()) > step + seconds, 30)  # all that happened meanwhile is recorded
-    time.sleep(LEASE_S + 2)  # whoever would be given up, would be by now
-    scene.nothing_lost()
 
 
-def test_what_parts_a_manager_from_its_machines_costs_no_step_and_no_worker(
-    scene: Scene, undisturbed: dict[int, float]
-) -> None:
-    cut_off(scene, 2)
-    cut_off(scene, 12)
+def test_what_parts_a_manager_from_its_machines_costs_no_step_and_no_worker(scene: Scene, alone: Alone) -> None:
+    for seconds in by_depth((8,), (2, 12)):  # a lease is shorter than the last
+        cut_off(scene, seconds)
     said = scene.run.said()
     assert "this manager is cut off" in said
     assert "machines are back in contact" in said
@@ -130,17 +120,17 @@ def test_what_parts_a_manager_from_its_machines_costs_no_step_and_no_worker(
     # Packets get lost one way: from two machines to the manager, and from one machine to another.
     for at, source in (("manager", "a"), ("manager", "c"), ("b", "c")):
         scene.network.drop(at, source, percent=30)
-    scene.trains_on(20, 120)
-    time.sleep(10)
+    scene.trains_on(by_depth(20, 60), 120)
     scene.network.heal()
     scene.trains_on(5, 120)
+    time.sleep(LEASE_S + 2)  # whoever would be given up, would be by now
     scene.nothing_lost()
-    scene.end(undisturbed)
+    scene.end(alone)
 
 
-@pytest.mark.parametrize("far", [["d"], ["c", "d"], ["b", "c", "d"]])
+@pytest.mark.parametrize("far", [["d"], ["c", "d"], pytest.param(["b", "c", "d"], marks=pytest.mark.nightly)])
 def test_machines_without_a_cable_cost_the_step_in_flight_and_come_back(
-    scene: Scene, undisturbed: dict[int, float], far: list[str]
+    scene: Scene, alone: Alone, far: list[str]
 ) -> None:
     """One of four; half of them; all but the one on the manager's side: with it and with a section's only holder."""
     record = scene.generations()[-1]
@@ -168,10 +158,12 @@ def test_machines_without_a_cable_cost_the_step_in_flight_and_come_back(
     wait_for(lambda: {name.rpartition(".")[0] for name in scene.generations()[-1].grid} == everybody, 120)
     print(f"all were back {time.monotonic() - back_s:.1f} s after their cables were in")
     scene.trains_on(5)
-    scene.end(undisturbed)
+    scene.end(alone)
 
 
-@pytest.mark.skipif("SLOW" not in os.environ, reason="it takes two minutes; SLOW=1 includes it")
-def test_a_manager_may_be_cut_off_for_a_minute(scene: Scene, undisturbed: dict[int, float]) -> None:
+@pytest.mark.nightly
+def test_a_manager_may_be_cut_off_for_a_minute(scene: Scene, alone: Alone) -> None:
     cut_off(scene, 60)
-    scene.end(undisturbed)
+    time.sleep(LEASE_S + 2)  # whoever would be given up, would be by now
+    scene.nothing_lost()
+    scene.end(alone)

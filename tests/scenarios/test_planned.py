@@ -15,7 +15,7 @@ from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import DrainRequested, MorphRequested
 from varuna.fleet.state.run_events import GenerationStarted, Notice
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("warm_start")]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(120), pytest.mark.usefixtures("warm_start")]
 
 
 def checked(folder: Path, job: tuple[str, ...], steps: int) -> SampleLedger:

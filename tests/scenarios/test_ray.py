@@ -20,7 +20,7 @@ from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.state.run_events import RunEvent
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 CLI = [sys.executable, "-m", "varuna.cli.main"]
 ROOT = str(Path(__file__).parents[2])
 ARGS = ("--dropout", "0.1", "--slow", "0.4")

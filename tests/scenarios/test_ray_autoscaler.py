@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
 pytestmark = [
-    pytest.mark.skipif("SLOW" not in os.environ, reason="it takes three minutes; SLOW=1 includes it"),
+    pytest.mark.nightly,
     pytest.mark.timeout(600),
 ]
 STEPS = 200

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios.cluster import Cluster, ended, kill
-from tests.scenarios.launch import python
+from tests.scenarios.launch import Alone
 from tests.waiting import wait_for
 from varuna.core.devices import region_of
 from varuna.fleet.state.run_events import GenerationRecord
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 STEPS = 40
 ARGS = ("--steps", str(STEPS), "--dropout", "0.1", "--slow", "0.15")
 REGIONS = {"e": "east", "w": "west"}
@@ -40,8 +40,7 @@ def regions(cluster: Cluster, record: GenerationRecord) -> list[set[str]]:
 
 
 @pytest.mark.usefixtures("cold_start")
-def test_each_pipeline_is_in_one_region_also_after_a_loss(cluster: Cluster) -> None:
-    undisturbed = python("--steps", str(STEPS), "--dropout", "0.1").losses
+def test_each_pipeline_is_in_one_region_also_after_a_loss(cluster: Cluster, alone: Alone) -> None:
     machines = {}
     for number, name in enumerate(("e1", "w1", "e2", "w2", "w3")):
         machines[name] = cluster.agent(name, *ARGS)
@@ -60,4 +59,4 @@ def test_each_pipeline_is_in_one_region_also_after_a_loss(cluster: Cluster) -> N
     wait_for(lambda: newest().generation > 0)
     assert sorted(map(sorted, regions(cluster, newest()))) == [["east"], ["west"]]
     assert ended(cluster.manager) == 0
-    cluster.check(undisturbed)
+    cluster.check(alone(STEPS, "--dropout", "0.1"))

@@ -12,6 +12,7 @@ BOUND_S = 280
 """Wall time: other tests may run on the same cores. What is asked for is processor time."""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(BOUND_S + 10)
 @pytest.mark.parametrize(("name", "parameters", "sections"), [("llama3-405b", 405_853_388_800, 126)])
 def test_models_far_beyond_this_machine_are_cut(name: str, parameters: int, sections: int) -> None:

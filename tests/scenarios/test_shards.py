@@ -16,6 +16,8 @@ from varuna.core.errors import DataError
 from varuna.data.shards import Shards
 from varuna.store.opening import open_store
 
+pytestmark = pytest.mark.nightly
+
 WRITTEN = Path(__file__).parents[1] / "unit/data/shards/mds/packed"
 SCRIPT = str(Path(__file__).with_name("sharded.py"))
 

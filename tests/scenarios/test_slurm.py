@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios.cluster import ended, kill
-from tests.scenarios.launch import processes_with, python, run
+from tests.scenarios.launch import Alone, processes_with, run
 from tests.scenarios.on_engine import OnEngine
 from tests.scenarios.slurm import Slurm, missing
 from tests.waiting import wait_for
@@ -30,11 +30,9 @@ pytestmark = [
 STEPS = 120
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[int, float]:
-    done = python("--steps", str(STEPS), "--dropout", "0.1")
-    assert done.code == 0, done.err
-    return done.losses
+@pytest.fixture
+def undisturbed(alone: Alone) -> dict[int, float]:
+    return alone(STEPS, "--dropout", "0.1")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +75,7 @@ def begin(tmp_path: Path, slurm: Slurm) -> Iterator[Callable[..., OnSlurm]]:
     slurm.clear()
 
 
+@pytest.mark.nightly
 def test_nodes_are_preempted_and_lost_and_nothing_stays(
     begin: Callable[..., OnSlurm], slurm: Slurm, undisturbed: dict[int, float]
 ) -> None:
@@ -106,6 +105,7 @@ def test_nodes_are_preempted_and_lost_and_nothing_stays(
     assert nodes == {"n0", "n1", "n2", "n3"}  # an agent that was requeued is the same machine
 
 
+@pytest.mark.nightly
 def test_the_same_command_continues_and_who_cancels_the_jobs_ends_the_run_in_order(
     begin: Callable[..., OnSlurm], slurm: Slurm, undisturbed: dict[int, float]
 ) -> None:
@@ -135,6 +135,7 @@ def test_the_same_command_continues_and_who_cancels_the_jobs_ends_the_run_in_ord
     assert f"checkpoint {started.folder}/checkpoints/step-{started.newest() + 1:08}" in started.said()
 
 
+@pytest.mark.nightly
 def test_jobs_that_a_controller_forgot_are_submitted_anew_and_cancelled_jobs_whose_agents_were_killed_end_the_run(
     begin: Callable[..., OnSlurm], slurm: Slurm, undisturbed: dict[int, float]
 ) -> None:
@@ -157,6 +158,7 @@ def test_jobs_that_a_controller_forgot_are_submitted_anew_and_cancelled_jobs_who
     assert slurm.jobs() == {}
 
 
+@pytest.mark.nightly
 def test_two_runs_of_one_name_leave_each_other_alone_and_a_second_command_for_one_is_refused(
     tmp_path: Path, slurm: Slurm, undisturbed: dict[int, float]
 ) -> None:
@@ -219,6 +221,7 @@ def test_what_slurm_would_refuse_is_refused_at_once(
     assert slurm.jobs() == {}
 
 
+@pytest.mark.nightly
 def test_jobs_that_fail_at_once_are_told_and_not_submitted_again_and_again(
     tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.depth import by_depth
 from tests.scenarios.cluster import Cluster, ended
-from tests.scenarios.launch import python
+from tests.scenarios.launch import Alone
 
 pytestmark = pytest.mark.timeout(200)
 DROPOUT = ("--dropout", "0.1")
-STEPS = 300
-"""More than this test's bound leaves time for."""
-STOPPED_S = 12.0
+STOPPED_S = by_depth(9.0, 12.0)
 """Longer than the lease of 6 s, and than the 8 s after which an agent takes its connection for dead."""
-STEP_S, SOON_S = 0.5, 3.0
+STEP_S, SOON_S = 0.5, 6.0
 
 
 @pytest.fixture
@@ -26,20 +25,22 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.close()
 
 
-def test_who_is_stopped_costs_no_step_and_no_worker(cluster: Cluster) -> None:
-    agents = {}
+@pytest.mark.parametrize(
+    "turns", [("manager a",), pytest.param(("manager", "a", "b"), marks=pytest.mark.nightly)], ids=" then ".join
+)
+def test_who_is_stopped_costs_no_step_and_no_worker(cluster: Cluster, turns: tuple[str, ...], alone: Alone) -> None:
+    who = {"manager": cluster.manager}
     for number, name in enumerate("ab"):
         cluster.until_agents(number)
-        agents[name] = cluster.agent(name, "--steps", "800", *DROPOUT, "--slow", str(STEP_S))
+        who[name] = cluster.agent(name, "--steps", "800", *DROPOUT, "--slow", str(STEP_S))
     cluster.until_step(5)
-    for stopped in (cluster.manager, agents["a"], agents["b"]):  # one of the agents has rank 0, which reports steps
+    for turn in turns:  # one of the agents has rank 0, which reports steps
         recorded = max(cluster.steps())
-        stopped.send_signal(signal.SIGSTOP)
-        over_s = time.monotonic() + STOPPED_S
-        if stopped is cluster.manager:  # a while in which there is nothing else to do
-            undisturbed = python("--steps", str(STEPS), *DROPOUT)
-        time.sleep(max(0.0, over_s - time.monotonic()))
-        stopped.send_signal(signal.SIGCONT)
+        for name in turn.split():
+            who[name].send_signal(signal.SIGSTOP)
+        time.sleep(STOPPED_S)
+        for name in turn.split():
+            who[name].send_signal(signal.SIGCONT)
         # More than can be done from now on: training went on, and what was done meanwhile is heard of.
         goal = recorded + int(SOON_S / STEP_S) + 2
         cluster.until_step(goal, SOON_S)
@@ -50,5 +51,6 @@ def test_who_is_stopped_costs_no_step_and_no_worker(cluster: Cluster) -> None:
     assert ended(cluster.manager) == 0, cluster.said()
     steps = cluster.events("step_recorded")
     assert [event.step for event in steps] == list(range(len(steps)))
+    undisturbed = alone(len(steps), *DROPOUT)
     for event in steps:
-        assert event.loss == pytest.approx(undisturbed.losses[event.step], rel=1e-5), event
+        assert event.loss == pytest.approx(undisturbed[event.step], rel=1e-5), event

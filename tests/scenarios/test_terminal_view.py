@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_run_is_seen_in_place_through_a_loss_to_ctrl_c(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ["--stages", "2", "--run-dir", str(run), "--price", "0.6", "--on-demand-price", "2"]
-    command = varuna_command(4, flags, "--steps", "5000", "--slow", "0.05", "--checkpoint-dir", str(tmp_path / "saved"))
+    command = varuna_command(4, flags, "--steps", "5000", "--slow", "0.15", "--checkpoint-dir", str(tmp_path / "saved"))
     watch = [sys.executable, "-m", "varuna.cli.main", "status", "--watch", "--run", str(run)]
     with terminal(command, 100, 30) as seen:
         text = seen.until(lambda text: "training  step" in text and "replica 1  w2       w3" in text, 120)

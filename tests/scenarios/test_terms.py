@@ -7,7 +7,7 @@ import pytest
 
 from tests.scenarios.launch import json_log, run, varuna_command
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 SCRIPT = str(Path(__file__).with_name("several_terms.py"))
 
 

@@ -19,7 +19,7 @@ from varuna.fleet.run_folder.timelines import kept_steps, read_timeline
 from varuna.pictures.step_picture import simulation_of
 from varuna.pictures.step_split import split_waits
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 STEPS, AHEAD = 60, 20
 JOB = ["--steps", str(STEPS), "--layers", "4", "--global-batch", "16"]
 SLOWLY = ["--compute", "0.01"]

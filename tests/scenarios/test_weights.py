@@ -10,7 +10,7 @@ import torch
 from tests.scenarios import pretrained
 from tests.scenarios.launch import python, run, torchrun, varuna, varuna_command
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 SCRIPT = str(Path(pretrained.__file__))
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.captures import CAPTURES
+
 
 @pytest.fixture(autouse=True)
 def _one_core(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -23,6 +25,19 @@ def _one_core(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     os.sched_setaffinity(0, allowed)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _captures(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Workers of pytest share a folder: each has its own base below it."""
+    base = tmp_path_factory.getbasetemp()
+    CAPTURES.folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "captures"
+
+
+@pytest.fixture
+def shared_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers of these tests take over what another one has captured, as workers of a run do."""
+    monkeypatch.setattr("varuna.job.shared_capture.manager", lambda: CAPTURES)
 
 
 @pytest.fixture(autouse=True)

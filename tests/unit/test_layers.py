@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -162,11 +161,6 @@ def test_walls_let_nothing_through() -> None:
 
 def test_what_needs_no_torch_does_not_bring_it_along() -> None:
     assert torch_on_the_way_in() == set()
-
-
-def test_no_package_holds_more_modules_than_one_can_look_over() -> None:
-    folders = Counter(path.parent for path in modules().values() if path.name != "__init__.py")
-    assert {folder.name: count for folder, count in folders.items() if count > 16} == {}
 
 
 def test_late_and_relative_imports_and_those_of_type_checkers_are_seen(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def of_fine_tuning() -> dict[str, Any]:
     pytest.importorskip("accelerate", reason="make install brings it")
     from transformers import TrainingArguments
 
-    from tests.unit.engine.ranks import Tokens, tiny_gpt2
+    from tests.unit.engine.models import Tokens, tiny_gpt2
     from varuna.integrations.transformers import Trainer
 
     args = TrainingArguments(output_dir="out", max_steps=1, per_device_train_batch_size=8, use_cpu=True, report_to=[])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, single_threaded
+from tests.unit.engine.models import SmallLanguage, Tokens
+from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.data import sample_index
 from varuna.results import step_of
 

@@ -83,6 +83,7 @@ class Collector:
             sections=sections,
             seed=self._job.seed,
             global_batch=self._job.global_batch,
+            samples=self._job.samples,
             plan=self._plans[shard.generation],
             shards=tuple(shards[place] for place in sorted(shards)),
         )

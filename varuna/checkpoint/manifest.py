@@ -44,6 +44,9 @@ class Manifest(Value):
     sections: int = Field(ge=1)
     seed: int
     global_batch: int = Field(ge=1, description="examples per step, M")
+    samples: int | None = Field(
+        default=None, ge=0, description="len(dataset); 0: it has none; None: written before this was noted"
+    )
     plan: Plan = Field(description="that wrote it; any other can read it")
     shards: tuple[SavedShard, ...] = Field(description="by section, then part")
 
@@ -244,7 +247,7 @@ def check_compatible(manifest: Manifest, job: JobFacts) -> None:
     """Check that a job continues the run that wrote a checkpoint: same state, same samples. Its script may differ.
 
     Raises:
-        CheckpointError: parameters, sections, seed or global batch differ.
+        CheckpointError: parameters, sections, seed, global batch or the dataset's length differ.
     """
     pairs = {
         "sections": (manifest.sections, len(job.model.sections)),
@@ -258,4 +261,14 @@ def check_compatible(manifest: Manifest, job: JobFacts) -> None:
             f"the checkpoint of step {manifest.step} (run {manifest.run_id}) belongs to another job: "
             f"{'; '.join(differences)}. Use the model and settings that wrote it, use another checkpoint "
             f"directory, or start afresh with {START_AFRESH}, which moves the old checkpoints aside."
+        )
+    if manifest.samples is not None and manifest.samples != job.samples and not job.takes_other_length:
+        was, now = (f"{size} samples" if size else "no length" for size in (manifest.samples, job.samples))
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} (run {manifest.run_id}) was trained on a dataset with {was}, and "
+            f"this one has {now}. The order of samples follows from the length, so from here on it would be another "
+            "one: some samples would come twice in this epoch, and others not at all. Resume with the dataset that "
+            "wrote it. If samples were added or removed on purpose, pass checkpoints=varuna.Checkpoints(path, "
+            "other_length=True): positions go on in the order of the new length. To begin anew, start afresh with "
+            f"{START_AFRESH}, which moves the old checkpoints aside."
         )

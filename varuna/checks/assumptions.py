@@ -11,15 +11,18 @@ from varuna.checks.probes import computing
 from varuna.core.errors import DataError, ModelError
 from varuna.data.randomness import generator_lock
 from varuna.data.samples import SampleSource
+from varuna.data.sizes import rows_in
 from varuna.engine.stage.guards import Truths, another_way
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors
 from varuna.partition.batch_weight import completed
 from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.capture.loops import EveryPlace
+from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
+from varuna.partition.originals.modes import into_training
 from varuna.process.console import say, warn
 
 _LOOKED_AT = 16
@@ -43,15 +46,17 @@ def check_assumptions(
         micro_batch: examples, if the user fixed it: a branch may go the same way for each so many, but not for one.
 
     Raises:
-        DataError: a branch of forward() goes two ways for the first samples already, or not as it was captured.
+        DataError: a branch of forward() goes two ways for the first samples already, or not as it was captured; or a
+            sample has a whole number that an embedding or a loss cannot take.
         ModelError: a loop over the places where a mask is true does something for other places as well.
     """
     count = _LOOKED_AT if source.size is None else min(_LOOKED_AT, source.size)
     groups = [range(first, first + micro_batch) for first in range(0, max(count - micro_batch, 0) + 1, micro_batch)]
-    if any(graph.conditions for graph in model.graphs):
+    if any(graph.conditions or graph.ranges for graph in model.graphs):
         for positions in groups:
             batch = source.micro_batch(positions)
             graph = model.graphs[variant_of(model, batch.tensors, batch.indices)]
+            check_ranges(graph.ranges, batch.tensors, batch.indices)
             check_conditions(graph.conditions, batch.tensors, batch.indices, initial.buffers)
     if model.visits_all:
         _check_loops(recipe, initial, source, count)
@@ -79,7 +84,7 @@ def _check_truths(
 
 def _first_false(graph: PartitionedModel, initial: Initial, batch: Mapping[str, Tensor]) -> str | None:
     truths, values = Truths(), dict[str, Tensor]()
-    examples = Examples(completed(graph, batch, initial.buffers), len(next(iter(batch.values()))))
+    examples = Examples(completed(graph, batch, initial.buffers), rows_in(batch))
     crossings = {each.name: each for into in graph.split.crossings for each in into}
     for section in graph.sections:
         fixed = [initial.buffers[name] for name in section.buffers] + [graph.constants[n] for n in section.constants]
@@ -93,7 +98,7 @@ def _first_false(graph: PartitionedModel, initial: Initial, batch: Mapping[str, 
 
 def _check_loops(recipe: Recipe, initial: Initial, source: SampleSource, count: int) -> None:
     """Run the plain model with its loops as written, and with loops that visit every place, until that differs."""
-    losses = LossModule(initial.module.train(), recipe)
+    losses = LossModule(into_training(initial.module), recipe)
     for position in range(count):
         whole = source.micro_batch([position]).tensors
         for batch in ({key: _cut(value) for key, value in whole.items()}, whole):

@@ -13,6 +13,8 @@ class Evidence:
 
     hooks: tuple[str, ...] = ()
     """on gradients, with their places"""
+    carried: tuple[str, ...] = ()
+    """attributes with tensors that one forward leaves and the next depends on"""
     draws: tuple[str, ...] = ()
     """from Python or NumPy in forward, where the loss depends on what is drawn"""
     written: tuple[str, ...] = ()
@@ -51,10 +53,19 @@ def refused(evidence: Evidence) -> Cause | None:
         )
     if evidence.written:
         return Cause(
-            f"forward() writes the parameter {_some(evidence.written)} in place, as a moving average does. Between two "
-            "steps only the optimizer may write parameters: what forward() writes would depend on the number of "
-            "micro-batches and stages.",
-            "Update it outside of forward(), in the optimizer's step or in Trainer(before_step=...).",
+            f"forward() writes the parameter {_some(evidence.written)} in place, as a moving average does. What it "
+            "writes would depend on the number of micro-batches and stages.",
+            "Update it in Trainer(after_step=...), which runs once per step, after the optimizer, "
+            "and sees all parameters, frozen ones too.",
+        )
+    if evidence.carried:
+        return Cause(
+            f"the loss depends on what forward() has left in {_some(evidence.carried)} when it ran before. "
+            "The micro-batches of a batch run on several workers, and the next batch has other samples, so nothing of "
+            "one forward() is there for the next.",
+            "Let forward() begin with a value of its own (a hidden state of zeros, such as self.hidden = None in its "
+            "first line), and let dataset[i] return a window with all the context that matters. What the model itself "
+            "learns from step to step belongs into a buffer (register_buffer) or into Trainer(after_step=...).",
         )
     if evidence.draws:
         return Cause(

@@ -27,7 +27,16 @@ class Extent(NamedTuple):
     estimate_s: float
 
 
-def extent_of(facts: ModelFacts, *, micro_batch: int | None, slowdown: float, cores: int, free_bytes: float) -> Extent:
+def extent_of(
+    facts: ModelFacts,
+    *,
+    micro_batch: int | None,
+    slowdown: float,
+    cores: int,
+    free_bytes: float,
+    exactly: bool = False,
+    divides: bool = False,
+) -> Extent:
     """The most that is affordable.
 
     Args:
@@ -36,22 +45,32 @@ def extent_of(facts: ModelFacts, *, micro_batch: int | None, slowdown: float, co
         slowdown: nominal seconds of one core here for a nominal second of ``facts``.
         cores: that compute.
         free_bytes: of memory.
+        exactly: no micro-batch may be smaller than ``micro_batch``.
+        divides: compare with the whole batch also where the user fixed the size.
     """
     fixed = micro_batch or (2 if facts.batch_dependent else None)
     forward_s = sum(section.forward_s for section in facts.sections) * slowdown / (1 + _PARALLEL * (cores - 1))
     parameters = sum(section.parameter_bytes for section in facts.sections)
     activations = sum(section.activation_bytes for section in facts.sections)
-    for sizes, most_s in _choices(fixed):
-        divides = fixed is None and len(sizes) > 1
-        estimate_s = 2 * (1 + divides) * _RUN * sum(sizes) * forward_s
+    for sizes, most_s in _choices(fixed, exactly=exactly):
+        divided = (fixed is None or divides) and len(sizes) > 1
+        estimate_s = 2 * (1 + divided) * _RUN * sum(sizes) * forward_s
         if estimate_s <= most_s and _COPIES * parameters + sum(sizes) * activations <= free_bytes:
-            return Extent(sizes, divides, estimate_s)
+            return Extent(sizes, divided, estimate_s)
     return Extent((), divides=False, estimate_s=0.0)
 
 
-def _choices(fixed: int | None) -> tuple[tuple[tuple[int, ...], float], ...]:
+def of_at_least(sizes: tuple[int, ...], fewest: int) -> tuple[int, ...]:
+    """Micro-batches of as many samples together, each of ``fewest`` at least; none, if there are too few."""
+    if min(sizes) >= fewest:
+        return sizes
+    count, rest = divmod(sum(sizes), fewest)
+    return (fewest + rest, *[fewest] * (count - 1)) if count else ()
+
+
+def _choices(fixed: int | None, *, exactly: bool) -> tuple[tuple[tuple[int, ...], float], ...]:
     """Sizes of micro-batches, and how long they may take; unequal ones where the user has not fixed them."""
     if fixed is None:
         return ((_SAMPLES - 1, 1), _FEW_S), ((1, 1), _FEW_S), ((1,), _MANY_S)
-    most, least = min(fixed, _OF_FIXED), min(fixed, 2)
+    most, least = (fixed, fixed) if exactly else (min(fixed, _OF_FIXED), min(fixed, 2))
     return ((most, most), _FEW_S), ((least, least), _FEW_S), ((least,), _MANY_S)

@@ -5,6 +5,7 @@ once, one by one and in halves, as the model is and with parameters magnified, s
 about equally hard, and hides the error.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from varuna.checks.outcome import controlled
 from varuna.checks.probes import computing
 from varuna.core.errors import ModelError
 from varuna.data.samples import MicroBatch, SampleSource
+from varuna.data.sizes import rows_in
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors
 from varuna.partition.batch_layout import check_inputs
 from varuna.partition.batch_weight import WeightFunction, numbers_of, weight_of
@@ -49,6 +51,7 @@ def check_weighing(
     initial: Initial,
     source: SampleSource,
     weight: WeightFunction | None,
+    fewest: int = 1,
 ) -> None:
     """Compare one batch of samples, unequal if there are such, with its weighted parts.
 
@@ -58,6 +61,7 @@ def check_weighing(
         initial: the whole model; it is put back as it was.
         source: reads samples.
         weight: the user's weight of a micro-batch, if any.
+        fewest: samples that the plain model needs.
 
     Raises:
         ModelError: they differ, so the loss would depend on P, D and m.
@@ -65,9 +69,9 @@ def check_weighing(
     """
     try:
         with computing(initial, torch.float32, widened=True) as own, torch.no_grad():
-            check = _Check(model, recipe, own, source, weight)
+            check = _Check(model, recipe, own, source, weight, fewest)
             positions = check.positions(_COMPARED if _elements(initial) < _LARGE else _COMPARED_OF_LARGE)
-            if len(positions) < 2:
+            if len(positions) < 2 * fewest:
                 return
             if model.facts.batch_dependent:
                 initial.module.eval()
@@ -94,15 +98,22 @@ class _Check:
         initial: Initial,
         source: SampleSource,
         weight: WeightFunction | None,
+        fewest: int,
     ) -> None:
         self._model, self._initial, self._source, self._weight = model, initial, source, weight
+        self._fewest = fewest
         self._in_fp32 = recipe.dtype is torch.float32 and not model.dtypes
         self._batches: dict[tuple[int, ...], MicroBatch] = {}
+        self._each = 1 if model.sizes is None or model.sizes.samples is None else model.sizes.samples
         self._losses = LossModule(initial.module, replace(recipe, dtype=torch.float32))
 
     def positions(self, count: int) -> list[int]:
-        """Samples of one length: first those that weigh differently, then others whose whole numbers differ."""
+        """Samples of one length: first those that weigh differently, then others whose whole numbers differ.
+
+        Where batches are lists of samples: numbers of lists.
+        """
         looked_at = _LOOKED_AT if self._source.size is None else min(_LOOKED_AT, self._source.size)
+        looked_at //= self._each
         variant: int | None = None
         seen: dict[object, int] = {}
         others: list[int] = []
@@ -158,7 +169,7 @@ class _Check:
             return float(self._losses({key: value.clone() for key, value in batch.items()})[0])
 
     def _read(self, positions: Sequence[int]) -> MicroBatch:
-        key = tuple(positions)
+        key = tuple(position * self._each + number for position in positions for number in range(self._each))
         if key not in self._batches:
             self._batches[key] = self._source.micro_batch(key)
         return self._batches[key]
@@ -166,7 +177,9 @@ class _Check:
     def _error(self, positions: Sequence[int], whole: float) -> tuple[float, float]:
         """Relative: of the loss of parts, the larger one; and what rounding may be."""
         half = len(positions) // 2
-        splits = [[[position] for position in positions], [list(positions[:half]), list(positions[half:])]]
+        splits = [self._smallest(positions)]
+        if self._model.sizes is None or self._model.sizes.samples is None:  # else micro-batches have one size
+            splits.append([list(positions[:half]), list(positions[half:])])
         scale = max(abs(whole), 1e-30)
         errors = [abs(self._of_parts(split) - whole) / scale for split in splits if len(split) > 1]
         with self._scaled(1 + _NUDGE):
@@ -174,6 +187,11 @@ class _Check:
         turned = abs(self._loss([*reversed(positions)]) - whole) / scale
         rounding = max(moved * 2.0**-24 / _NUDGE, turned, _LEAST)
         return max((error for error in errors if math.isfinite(error)), default=0.0), rounding
+
+    def _smallest(self, positions: Sequence[int]) -> list[list[int]]:
+        """In parts that are as small as the plain model takes."""
+        ends = [*range(0, len(positions) - self._fewest + 1, self._fewest)]
+        return [list(positions[start:end]) for start, end in itertools.pairwise([*ends, len(positions)])]
 
     def _of_parts(self, parts: Sequence[Sequence[int]]) -> float:
         """The loss as the engine computes it from micro-batches."""
@@ -192,7 +210,7 @@ class _Check:
         graph = self._model.graphs[variant_of(self._model, first.tensors, first.indices)]
         numbers = numbers_of(graph, [batch.tensors for batch in batches], self._initial.buffers)
         found = [
-            self._captured(graph, Examples({**batch.tensors, **known}, len(batch.indices)))
+            self._captured(graph, Examples({**batch.tensors, **known}, rows_in(batch.tensors)))
             for batch, known in zip(batches, numbers, strict=True)
         ]
         return math.fsum(found)
@@ -230,7 +248,7 @@ class _Check:
         for position in positions:
             batch = self._read([position])
             graph = self._model.graphs[variant_of(self._model, batch.tensors, batch.indices)]
-            if graph.whole is not None or not self._in_fp32 or self._model.facts.batch_dependent:
+            if self._fewest > 1 or graph.whole is not None or not self._in_fp32 or self._model.facts.batch_dependent:
                 return []
             alone = self._loss([position])
             captured = self._captured(graph, Examples(batch.tensors, 1))
@@ -251,7 +269,7 @@ class _Check:
         )
 
     def _message(self, positions: Sequence[int], whole: float) -> str:
-        parts = self._of_parts([[position] for position in positions])
+        parts = self._of_parts(self._smallest(positions))
         indices = list(self._read(positions).indices)
         if self._weight is not None:
             counted = "weight(batch)"
@@ -266,11 +284,21 @@ class _Check:
                 "Pass loss=varuna.Loss(..., weight=fn), where fn(batch) returns what the loss averages over, such as "
                 "lambda batch: (batch['labels'][:, 1:] != -100).sum()."
             )
+        if self._model.sizes is not None:
+            remedy = f"{_JOINED} {remedy}"
         return (
             f"the loss of a batch is not the mean of its parts weighted by {counted}: for dataset indices "
             f"{indices} the whole gives {whole:.6g}, the parts {parts:.6g}. Micro-batches would train a different "
             f"model than the whole batch. {remedy}"
         )
+
+
+_JOINED = (
+    "collate= joins samples otherwise than as rows of a batch, so forward() itself must keep them apart: attention "
+    "over a row of several needs position_ids that begin again with each (and a model that reads them), a graph a "
+    "batch vector. If samples may meet, pass micro_batch= and loss=varuna.Loss(..., per_micro_batch=True). If they "
+    "do not, the loss averages over something else."
+)
 
 
 def _counts(batch: MicroBatch) -> tuple[int, ...]:

@@ -10,10 +10,12 @@ from varuna.checks.outcome import controlled
 from varuna.checks.probes import computing
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
+from varuna.data.sizes import rows_in
 from varuna.partition.batch_weight import completed
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
+from varuna.partition.loss.mixing import PLACES, UNKNOWN
 from varuna.partition.loss.terms import Mixing
 from varuna.partition.loss.unknown_operations import Trial, TrialValues
 from varuna.partition.model import PartitionedModel
@@ -25,18 +27,20 @@ _TOLERANCES = {torch.float32: 3e-5, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Relative; operations over another number of rows differ by about 1e-6 in fp32."""
 
 
-def check_mixing(model: PartitionedModel, micro_batch: int | None, *, accepted: bool) -> None:
+def check_mixing(model: PartitionedModel, micro_batch: int | None, *, accepted: bool, weighed: bool = False) -> None:
     """Refuse a loss that mixes the examples of a batch, unless the user wants it within micro-batches of one size.
 
     Args:
         model: as captured.
         micro_batch: the size, if the user fixed it.
         accepted: the user wants it within each.
+        weighed: the user says what the loss averages over: samples decide about operations that are not known.
 
     Raises:
         ModelError: it is neither free of such operations nor accepted; names them.
     """
     found = (each for graph in model.graphs for each in graph.mixing if each.certain)
+    found = (each for each in found if not (weighed and each.what == UNKNOWN))
     _refuse(list(dict.fromkeys(found)), micro_batch, accepted=accepted)
 
 
@@ -52,8 +56,30 @@ def _refuse(mixing: Sequence[Mixing], micro_batch: int | None, *, accepted: bool
         f"the loss of a batch is not composed of the losses of its examples: {'; '.join(places[:_NAMED])}{more}. "
         "Computed over micro-batches it would be another loss, which depends on their size. If that is what you "
         f"want, as in plain PyTorch with gradient accumulation, pass {' and '.join(missing)}; then no plan changes "
-        "it. Otherwise remove that part from the loss. See docs/losses.md."
+        f"it. Otherwise remove that part from the loss.{_hint(mixing)} See docs/losses.md."
     )
+
+
+def _hint(mixing: Sequence[Mixing]) -> str:
+    operations = {each.operation for each in mixing}
+    if "aten::nanmean" in operations:
+        return (
+            " Where targets are NaN: torch.nanmean leaves NaN out of the mean, but not out of the gradient, in plain "
+            "PyTorch as well. Choose first, there = ~torch.isnan(target), and take the mean of "
+            "loss(output[there], target[there])."
+        )
+    if all(each.what == UNKNOWN for each in mixing):
+        return (
+            " If it is a mean that Varuna cannot see into (an autograd Function, a custom operator): return one loss "
+            "for each example from it and take the mean outside, or pass loss=varuna.Loss(..., weight=fn), where "
+            "fn(batch) returns the number of what it averages over; samples then show whether that is so."
+        )
+    if {each.what for each in mixing} == {PLACES}:
+        return (
+            " To compute with two kinds of examples (chosen and rejected), keep them under two keys of a sample, and "
+            "call the model once for each, or once for torch.cat([chosen, rejected]) and .chunk(2) of the result."
+        )
+    return ""
 
 
 def try_mixing(
@@ -112,7 +138,7 @@ def _told(doubts: Sequence[Mixing]) -> str:
 
 def _run(model: PartitionedModel, trial: Trial, initial: Initial, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     graph, given = trial.graph, completed(model, batch, initial.buffers)
-    sizes = [len(next(iter(batch.values())))] if graph.needs_batch_size else []
+    sizes = [rows_in(batch)] if graph.needs_batch_size else []
     state = [initial.parameters[name] for name in graph.parameters]
     state += [initial.buffers[name] for name in graph.buffers] + [model.constants[name] for name in graph.constants]
     found = graph.module(*[given[key] for key in graph.inputs], *sizes, *state)

@@ -1,10 +1,12 @@
 """What a module holds besides parameters and buffers, and whether forward changes it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 _TABLES = ("_parameters", "_buffers", "_modules", "training")
 _DEEPEST = 3
@@ -12,6 +14,8 @@ _MOST = 64
 """Most elements of a container that are looked at."""
 
 Numbers = Mapping[str, "int | float | bool | str"]
+Attributes = Sequence[tuple[nn.Module, Mapping[str, Any]]]
+"""Modules with their plain attributes"""
 
 
 def plain_values(module: nn.Module) -> dict[str, int | float | bool | str]:
@@ -60,6 +64,39 @@ def set_value(module: nn.Module, path: str, value: Any) -> bool:
         return False
     object.__setattr__(found, name, value)
     return True
+
+
+@contextmanager
+def same_attributes(module: nn.Module) -> Iterator[None]:
+    """After this block, plain attributes of all modules are the objects that they were."""
+    before = [(each, _attributes(each)) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, values in before:
+            for name in _attributes(each).keys() - values.keys():
+                vars(each).pop(name)
+            vars(each).update(values)
+
+
+def replaced(before: nn.Module, values: Attributes) -> list[str]:
+    """Paths of plain attributes that have become other objects with tensors in them since ``attributes``."""
+    paths = {id(each): f"{path}." if path else "" for path, each in before.named_modules()}
+    return [
+        f"{paths[id(each)]}{name}"
+        for each, old in values
+        for name, value in _attributes(each).items()
+        if value is not old.get(name) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+    ]
+
+
+def attributes(module: nn.Module) -> Attributes:
+    """Plain attributes of all modules, as they are."""
+    return [(each, _attributes(each)) for each in module.modules()]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _TABLES}
 
 
 def marks(module: nn.Module) -> dict[str, tuple[int, int]]:

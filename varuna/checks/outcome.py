@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from varuna.checks.draws import SameDraws
 from varuna.core.errors import ModelError
 from varuna.data.randomness import seeded
+from varuna.data.sizes import rows_in
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
+from varuna.partition.apply_updates import MicroBatchStatistics, apply_updates
 from varuna.partition.capture.capture import LossModule
 from varuna.partition.cut.split import SectionGraph
 from varuna.partition.initial.constructor import Initial
@@ -41,7 +43,7 @@ class Part:
     @property
     def size(self) -> int:
         """Number of examples."""
-        return len(next(iter(self.tensors.values())))
+        return rows_in(self.tensors)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def plainly(losses: LossModule, parts: Sequence[Part], *, draws: Draws = SameDra
     found, sums, total = [], list[Mapping[str, float]](), _total(parts)
     with same_buffers(losses.model), controlled(draws), watched() as seen:
         for part in parts:
-            loss, metrics = _run(losses, part)
+            loss, metrics = run_plainly(losses, part)
             found.append(float(loss.detach()))
             sums.append({name: float(value) for name, value in metrics.items()})
             if part.weight and loss.requires_grad:
@@ -107,10 +109,11 @@ def plainly(losses: LossModule, parts: Sequence[Part], *, draws: Draws = SameDra
 def loss_again(losses: LossModule, part: Part, *, key: int = 0, respond: Respond | None = None) -> float:
     """The loss alone, with the same draws from torch; from Python and NumPy those of ``key``, or what is responded."""
     with torch.no_grad(), same_buffers(losses.model), seeded(key, "self-check"), watched(respond), SameDraws():  # type: ignore[no-untyped-call]
-        return float(_run(losses, part)[0])
+        return float(run_plainly(losses, part)[0])
 
 
-def _run(losses: LossModule, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+def run_plainly(losses: LossModule, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch, and the metric sums; its tensors stay as they are."""
     made: tuple[Tensor, dict[str, Tensor]] = losses({key: value.clone() for key, value in part.tensors.items()})
     return made
 
@@ -119,8 +122,23 @@ def _added(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: math.fsum(metrics[name] for metrics in each) for name in (each[0] if each else ())}
 
 
-def in_turn(model: PartitionedModel, initial: Initial, parts: Sequence[Part], *, draws: Draws = SameDraws) -> Outcome:
-    """What the sections compute, one after the other; ``initial`` is only read."""
+def in_turn(
+    model: PartitionedModel,
+    initial: Initial,
+    parts: Sequence[Part],
+    *,
+    draws: Draws = SameDraws,
+    at_once: bool = False,
+) -> Outcome:
+    """What the sections compute, one after the other; ``initial`` is only read.
+
+    Args:
+        model: as captured.
+        initial: its values.
+        parts: the micro-batches.
+        draws: what random operations give.
+        at_once: buffers are updated after all parts, as in a step; else after each, as if it were a step.
+    """
     buffers = {name: value.detach().clone() for name, value in initial.buffers.items() if name not in model.aliases}
     sums: dict[str, Tensor] = {}
     found, noted, metrics, total = [], [], list[Mapping[str, float]](), _total(parts)
@@ -131,9 +149,12 @@ def in_turn(model: PartitionedModel, initial: Initial, parts: Sequence[Part], *,
             found.append(float(loss))
             of_user = others[len(others) - len(model.metrics) :]
             metrics.append(dict(zip(model.metrics, map(float, of_user), strict=True)))
-            noted.append((graph, statistics))
-        for graph, statistics in noted:  # the commit
-            _update(graph, buffers, statistics)
+            noted.append(MicroBatchStatistics(part.size, statistics))
+            if not at_once:
+                _commit(graph, buffers, noted)
+                noted.clear()
+        if at_once:
+            _commit(model, buffers, noted)
     mean = sum(each * _share(part, total) for each, part in zip(found, parts, strict=True) if part.weight)
     return Outcome(tuple(found), mean, sums, buffers, _added(metrics))
 
@@ -233,8 +254,5 @@ def unwritten(section: SectionGraph, given: Mapping[str, Tensor]) -> Iterator[No
         )
 
 
-def _update(model: PartitionedModel, buffers: dict[str, Tensor], statistics: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for update in (update for section in model.sections for update in section.updates):
-            given = [buffers[name] for name in update.buffers] + [statistics[name] for name in update.statistics]
-            buffers.update(zip(update.buffers, update.module(*given), strict=True))
+def _commit(model: PartitionedModel, buffers: Mapping[str, Tensor], found: Sequence[MicroBatchStatistics]) -> None:
+    apply_updates((update for section in model.sections for update in section.updates), buffers, found)

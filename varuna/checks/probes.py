@@ -1,5 +1,6 @@
 """Experiments with the user's module that tell one cause of a difference from another."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,14 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checks.compare import Noise, Tolerance, differences, noise_of
-from varuna.checks.module_state import changed, plain_values, set_value
+from varuna.checks.module_state import attributes, changed, plain_values, replaced, same_attributes, set_value
 from varuna.checks.outcome import Draws, Outcome, Part, loss_again, plainly, same_buffers
+from varuna.core.errors import ModelError, VarunaError
+from varuna.data.samples import SampleSource
 from varuna.engine.stage.precision import cast
 from varuna.partition.capture.capture import LossModule
 from varuna.partition.capture.dtypes import HALVES
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.model import PartitionedModel
+from varuna.partition.originals.modes import into_training
+from varuna.partition.watching.explaining import user_frame
 from varuna.partition.watching.side_effects import Respond, Seen
+from varuna.process.console import say_once
 
 _KEYS = range(1, 5)
 """Further seeds of Python's and NumPy's generators."""
@@ -40,7 +46,7 @@ def computing(initial: Initial, dtype: torch.dtype, *, widened: bool = False) ->
     parameters = {name: value.data for name, value in module.named_parameters()}
     modes = [(each, each.training) for each in module.modules()]
     with same_buffers(module):
-        module.train()
+        into_training(module)
         if dtype is not torch.float32:
             module._apply(lambda value: cast(value, dtype))  # type: ignore[no-untyped-call]
         elif widened:
@@ -87,6 +93,52 @@ def _by_last_bit(value: Tensor, generator: torch.Generator) -> Tensor:
     return value * (1 + torch.finfo(value.dtype).eps * signs.to(value.dtype))
 
 
+def fewest(losses: LossModule, source: SampleSource) -> int:
+    """Number of samples that plain PyTorch needs at least: 2 where ``squeeze()`` drops the batch of one.
+
+    Raises:
+        ModelError: it fails for two as well.
+    """
+    failed: Exception | None = None
+    for count in (1, 2):
+        try:
+            with same_attributes(losses.model):
+                _once(losses, source, count)
+        except VarunaError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+            failed = failed or error
+            continue
+        if failed is not None:
+            say_once(
+                f"plain PyTorch fails on a batch of one sample ({_told(failed)}): checked on more; a micro-batch of "
+                "one is computed as a part of a larger batch"
+            )
+        return count
+    assert failed is not None
+    where = user_frame(failed)
+    raise ModelError(
+        f"the model could not be run on the first samples{f' at {where}' if where else ''}: {_line(failed)}. Try the "
+        "same in plain PyTorch, in training mode, on a collated batch of dataset samples."
+    ) from failed
+
+
+def _once(losses: LossModule, source: SampleSource, count: int) -> None:
+    batch = source.micro_batch([position % (source.size or count) for position in range(count)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without gradients some code warns that it has none
+        loss_again(losses, Part(batch.tensors, batch.indices, 1.0))
+
+
+def _told(error: Exception) -> str:
+    where = user_frame(error)
+    return f"{_line(error)}{f' at {where}' if where else ''}"
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
 def repeats(losses: LossModule, parts: Sequence[Part], expected: Outcome, tolerance: Tolerance) -> bool:
     """Whether plain PyTorch computes the expected outcome twice more."""
     return not any(differences(plainly(losses, parts), expected, tolerance) for _ in range(2))
@@ -123,6 +175,20 @@ def answer(end: float) -> Respond:
         return drawn
 
     return respond
+
+
+def carried(losses: LossModule, part: Part) -> tuple[str, ...]:
+    """Attributes with tensors that one forward leaves and the next depends on: its loss is another one."""
+    with same_attributes(losses.model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of checkpointing, for one, which misses gradients here
+        before = attributes(losses.model)
+        same = loss_again(losses, part)
+        left = replaced(losses.model, before)
+        if not left or not _differs(lambda: loss_again(losses, part), same):
+            return ()
+    with same_attributes(losses.model), warnings.catch_warnings():  # unless the loss is another one each time
+        warnings.simplefilter("ignore", UserWarning)
+        return () if _differs(lambda: loss_again(losses, part), same) else tuple(left)
 
 
 def deciding_counters(losses: LossModule, part: Part, moved: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:

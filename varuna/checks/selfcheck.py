@@ -22,11 +22,12 @@ from varuna.checks.assumptions import check_assumptions
 from varuna.checks.cause import Cause, Evidence, cause_of, refused
 from varuna.checks.compare import TOLERANCES, Difference, Errors, Tolerance, coarsest, differences, errors
 from varuna.checks.draws import NoDraws, SameDraws
-from varuna.checks.extent import Extent, extent_of
+from varuna.checks.extent import Extent, extent_of, of_at_least
 from varuna.checks.loss_weight import check_weighing
 from varuna.checks.mixing import try_mixing
 from varuna.checks.module_state import changed, marks, plain_values
 from varuna.checks.outcome import Draws, Outcome, Part, in_turn, plainly
+from varuna.checks.proportion import check_proportion
 from varuna.checks.samples import Undisturbed, check_mixed_samples, choose_positions, read_twice
 from varuna.checks.shapes_only import look_over
 from varuna.core.errors import ModelError
@@ -36,6 +37,7 @@ from varuna.partition.batch_layout import check_inputs
 from varuna.partition.batch_weight import WeightFunction, numbers_of, weight_of
 from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.graph.costs import CPU_SLOWDOWN
+from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
@@ -122,6 +124,8 @@ class SelfCheck:
             slowdown=1.0 if self.device == "cpu" else CPU_SLOWDOWN,
             cores=_cores(),
             free_bytes=usable_bytes(torch.device("cpu"), 1) or math.inf,
+            exactly=model.sizes is not None and model.sizes.samples is not None,
+            divides=model.sizes is not None and not model.facts.batch_dependent and not self.per_micro_batch,
         )
 
     def _look_over(self, model: PartitionedModel, positions: Sequence[int]) -> tuple[str, ...]:
@@ -144,19 +148,26 @@ class SelfCheck:
         self, model: PartitionedModel, initial: Initial, groups: Sequence[Sequence[int]], extent: Extent
     ) -> tuple[Errors, tuple[str, ...]]:
         """Compare on data; returns the largest errors, and what is left out."""
+        with probes.computing(initial, self.recipe.dtype) as own:
+            fewest = probes.fewest(LossModule(own.module, self.recipe), self.source)
+        check = _Check(self, model, initial, extent.sizes, fewest)
+        groups = [positions for positions in groups if len(positions) >= fewest]
+        check.carried(groups[0])
         check_assumptions(model, self.recipe, initial, self.source, self.micro_batch or 1)
-        check = _Check(self, model, initial, extent.sizes)
         found, left_out = [check.captured(positions) for positions in groups], list[str]()
-        mixes = self.micro_batch is not None and self.per_micro_batch and any(graph.mixing for graph in model.graphs)
+        may_mix = model.sizes is not None or any(graph.mixing for graph in model.graphs)
+        mixes = self.micro_batch is not None and self.per_micro_batch and may_mix
         if not mixes:
             try_mixing(model, self.recipe, initial, self.source, self.micro_batch, accepted=self.per_micro_batch)
-            check_weighing(model, self.recipe, initial, Undisturbed(self.source), self.weight)
+            check_weighing(model, self.recipe, initial, Undisturbed(self.source), self.weight, fewest)
         for divided in (check.divided(positions) for positions in groups if len(positions) > 1 and extent.divides):
             if isinstance(divided, str):
                 left_out.append(divided)
             else:
                 found.append(divided)
-        return _worst(found), tuple(dict.fromkeys(left_out))
+        if not found:
+            left_out.append(f"single samples, because plain PyTorch takes {fewest} at least")
+        return _worst(found) if found else Errors(0.0, 0.0, ""), tuple(dict.fromkeys(left_out))
 
 
 _ONCE = "check it once in a smaller configuration, with varuna inspect --verify"
@@ -200,6 +211,15 @@ class _Check:
     initial: Initial
     sizes: tuple[int, ...]
     """samples of each micro-batch"""
+    fewest: int
+    """samples that the plain model needs"""
+
+    def carried(self, positions: Sequence[int]) -> None:
+        """Refuse a module that goes on from what it left when it ran before."""
+        with self._as_it_trains() as initial:
+            losses = LossModule(initial.module, self.job.recipe)
+            sizes = of_at_least(self.sizes[: len(positions)], self.fewest)
+            _refuse(refused(Evidence(carried=probes.carried(losses, self._parts(positions, initial, sizes)[0]))))
 
     # -- what was captured -----------------------------------------------------------------------------------
 
@@ -208,7 +228,8 @@ class _Check:
         read_twice(self.job.source, positions)
         with self._as_it_trains() as initial:
             losses = LossModule(initial.module, self.job.recipe)
-            parts = self._parts(positions, initial)
+            sizes = of_at_least(self.sizes[: len(positions)], self.fewest)
+            parts = [part for part in self._parts(positions, initial, sizes) if part.size >= self.fewest]
             _refuse(refused(Evidence(hooks=tuple(gradient_hooks(initial.module)))))
             begun = replace(initial, buffers={name: value.clone() for name, value in initial.buffers.items()})
             numbers, unwritten = plain_values(initial.module), marks(initial.module)
@@ -223,6 +244,7 @@ class _Check:
                 reentrant=tuple(expected.seen.reentrant),
             )
             _refuse(refused(evidence))
+            check_proportion(self.model, losses, parts[0])
             found = in_turn(self.model, begun, parts)
             odd = differences(found, expected, self._tolerance)
             if odd:
@@ -251,14 +273,15 @@ class _Check:
         draws = NoDraws()
         with self._as_it_trains() as initial:
             losses = LossModule(initial.module, self.job.recipe)
-            parts = self._parts(positions, initial)
-            whole = [self._part(positions, initial)]
+            parts = self._parts(positions, initial, self.sizes)
+            batch = self.job.source.micro_batch(list(positions))
+            whole = [Part(batch.tensors, batch.indices, 1.0)]
             parts = self._adding_up(parts, initial)
             if not sum(part.weight for part in parts):
                 return "micro-batches with the whole batch, because the samples have no targets"
             fixed = partial(_again, draws)
-            found = replace(in_turn(self.model, initial, parts, draws=fixed), losses=(), buffers={}, metrics={})
-            expected = replace(plainly(losses, whole, draws=fixed), losses=(), buffers={}, metrics={})
+            found = self._of_whole_batch(in_turn(self.model, initial, parts, draws=fixed, at_once=True))
+            expected = self._of_whole_batch(plainly(losses, whole, draws=fixed))
             if draws.drawn:
                 return f"micro-batches with the whole batch, because {', '.join(sorted(draws.drawn))} draws"
             odd = differences(found, expected, self._tolerance)
@@ -274,6 +297,12 @@ class _Check:
                 )
             return errors(found, expected)
 
+    def _of_whole_batch(self, outcome: Outcome) -> Outcome:
+        """What does not depend on how a batch is divided: gradients, and buffers that are updated once a step."""
+        updates = (update for section in self.model.sections for update in section.updates if update.kinds is not None)
+        names = [name for update in updates for name in update.buffers]
+        return replace(outcome, losses=(), metrics={}, buffers={name: outcome.buffers[name] for name in names})
+
     # -- inside ----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -285,9 +314,9 @@ class _Check:
         ):
             yield initial
 
-    def _parts(self, positions: Sequence[int], initial: Initial) -> list[Part]:
+    def _parts(self, positions: Sequence[int], initial: Initial, sizes: Sequence[int]) -> list[Part]:
         """Micro-batches, as far as there are samples."""
-        ends = list(itertools.accumulate(self.sizes, initial=0))
+        ends = list(itertools.accumulate(sizes, initial=0))
         spans = [positions[start:end] for start, end in itertools.pairwise(ends)]
         return [self._part(span, initial) for span in spans if span]
 
@@ -305,6 +334,7 @@ class _Check:
         batch = self.job.source.micro_batch(list(positions))
         graph = self.model.graphs[variant_of(self.model, batch.tensors, batch.indices)]
         check_inputs(graph.inputs, batch.tensors, batch.indices)
+        check_ranges(graph.ranges, batch.tensors, batch.indices)
         weight = weight_of(self.model, self.job.weight, batch.tensors, initial.buffers)
         numbers: dict[str, Tensor] = {}
         if graph.whole is not None:

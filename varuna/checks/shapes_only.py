@@ -24,6 +24,7 @@ from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
+from varuna.partition.originals.modes import into_training
 from varuna.partition.watching.fake_mode import FakeMode
 from varuna.partition.watching.side_effects import Respond, Seen, gradient_hooks, watched
 
@@ -99,7 +100,7 @@ def _built(recipe: Recipe, mode: FakeMode) -> nn.Module:
         module = build_without_data(recipe.build, mode).module
     if recipe.dtype is not torch.float32:
         cast_fakes(module, mode, recipe.dtype)
-    return module.train()
+    return into_training(module)
 
 
 def _forward(losses: LossModule, tensors: Mapping[str, Tensor], respond: Respond | None = None) -> _Forward:

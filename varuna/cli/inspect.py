@@ -205,7 +205,12 @@ def _verified(spec: "JobSpec") -> dict[str, Any]:
     from varuna.checks.mixing import check_mixing
 
     try:
-        check_mixing(spec.partitioned, spec.micro_batch, accepted=spec.loss.per_micro_batch)
+        check_mixing(
+            spec.partitioned,
+            spec.fixed_micro_batch,
+            accepted=spec.loss.per_micro_batch,
+            weighed=spec.loss.weight is not None,
+        )
         checked = spec.checks.compare(spec.partitioned, spec.beginning().whole())
     except (ModelError, DataError) as error:
         return {"finding": str(error)}

@@ -151,6 +151,8 @@ class JobFacts(Value):
     checkpoint_dir: str | None = Field(default=None, description="path or URL, as all workers know it")
     rescues: bool = Field(default=False, description="checkpoints serve this run alone, and go with it")
     config: str | None = Field(default=None, description="the model's config.json, if it has one")
+    samples: int = Field(default=0, ge=0, description="len(dataset), on which the order depends; 0: it has none")
+    takes_other_length: bool = Field(default=False, description="resume though the dataset had another length")
     keep_last: int = Field(default=3, ge=1, description="newest checkpoints to keep")
     keep_every: int | None = Field(default=None, ge=1, description="also keep those of steps divisible by this")
     threads: int = Field(default=1, ge=1, description="intra-op threads of a worker")

@@ -13,7 +13,7 @@ from pydantic import Field
 from varuna.core.sums import square_sum
 from varuna.core.value import Value
 
-FLAGS = ("stop", "regroup", "checkpoint", "lr", "measured")
+FLAGS = ("stop", "regroup", "checkpoint", "compare", "lr", "measured", "written", "written_by")
 
 
 class VoteLayout(Value):
@@ -55,7 +55,8 @@ class VoteLayout(Value):
     def flag(self, name: str) -> int:
         """Slot of a flag: positive raises it (``stop``, ``checkpoint``: any rank; the others, and ``lr``: one rank).
 
-        ``measured`` is the sum of a number that is the same on all ranks.
+        ``measured`` and ``written`` are sums of numbers that are the same on all ranks, and ``written_by`` is that of
+        ``written`` times rank + 1, which tells one rank that differs.
         """
         return self.size - len(FLAGS) + FLAGS.index(name)
 
@@ -78,6 +79,7 @@ class VoteLayout(Value):
             stop=vector[self.flag("stop")] > 0,
             regroup=vector[self.flag("regroup")] > 0,
             checkpoint=vector[self.flag("checkpoint")] > 0,
+            compare=vector[self.flag("compare")] > 0,
             lr=vector[self.flag("lr")],
         )
 
@@ -114,6 +116,7 @@ class StepTotals(Value):
     stop: bool
     regroup: bool
     checkpoint: bool
+    compare: bool = False
     lr: float
 
 

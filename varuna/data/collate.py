@@ -9,6 +9,7 @@ from torch import Tensor
 from varuna.core.errors import DataError
 from varuna.data.columns import Columns
 from varuna.data.randomness import Draws, seeded
+from varuna.data.sizes import SAMPLES
 
 Sample = dict[str, Tensor]
 CollateFunction = Callable[[list[Any]], Any]
@@ -74,14 +75,16 @@ class Collator:
     def batch(self, samples: Sequence[object], positions: Sequence[int]) -> dict[str, Tensor]:
         """What it makes of samples.
 
-        If it draws random numbers it is given the samples one by one, each with randomness of its own.
+        If it draws random numbers it is given the samples one by one, each with randomness of its own. Samples that
+        are None are left out, by it.
 
         Raises:
-            DataError: it returns something else than named tensors whose first dimension counts the samples.
+            DataError: it returns something else than named tensors; or it draws, and they have no row for each sample.
         """
         batch, drew = self._call(samples, positions)
         if not drew or len(samples) == 1:
             return batch
+        _check_rows(batch, len(samples))
         rows = [
             self._call([sample], [position])[0] for sample, position in zip(samples, positions, strict=True)
         ]  # fmt: skip
@@ -97,6 +100,8 @@ class Collator:
         alone, drew = zip(*(self._call([sample], [position]) for sample in samples), strict=True)
         if not any(drew) and not self._call(samples, [position])[1]:
             return False
+        if any(SAMPLES in batch for batch in alone):
+            return False  # they have no rows to be joined, which refuses them
         sizes = [sum(value.numel() for value in batch.values()) for batch in alone]
         largest = sizes.index(max(sizes))  # others are padded to it
         others = [sample for number, sample in enumerate(samples) if number != largest][:2]
@@ -121,20 +126,26 @@ class Collator:
                     )
                 raise
             drew = draws.were_made
-        return _counted(self._columns.tensors(found, "what collate returns"), len(samples)), drew
+        batch = self._columns.tensors(found, "what collate returns", collated=True)
+        if not batch:
+            raise DataError("collate= returns no tensors")
+        there = sum(sample is not None for sample in samples)
+        if any(value.dim() == 0 or value.shape[0] != there for value in batch.values()):
+            batch[SAMPLES] = torch.tensor(there)
+        return batch, drew
 
 
 _ATTEMPTS = 8
 
 
-def _counted(batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+def _check_rows(batch: dict[str, Tensor], size: int) -> None:
     for key, value in batch.items():
         if value.dim() == 0 or value.shape[0] != size:
             raise DataError(
-                f"collate was given {size} samples, so the first dimension of each tensor must be {size}, "
-                f"but {key!r} has shape {tuple(value.shape)}"
+                f"collate= draws random numbers, so it is given samples one by one, and their rows are joined: of "
+                f"{size} samples the first dimension of each tensor must be {size}, but {key!r} has shape "
+                f"{tuple(value.shape)}. Draw in dataset[i], which is seeded for each sample, and only join in collate=."
             )
-    return batch
 
 
 def _joined(key: str, rows: Sequence[Tensor | None]) -> Tensor:
@@ -161,7 +172,8 @@ def select(batch: Mapping[str, Tensor], keys: Iterable[str] | None) -> dict[str,
     missing = [key for key in wanted if key not in batch]
     if missing:
         raise DataError(f"the model needs {missing[0]!r}, but collate returned only {_names(batch)}")
-    return {key: batch[key] for key in wanted}
+    own = [SAMPLES] if SAMPLES in batch else []
+    return {key: batch[key] for key in dict.fromkeys((*wanted, *own))}
 
 
 def _shallow_copy(sample: object) -> object:

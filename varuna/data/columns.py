@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import DataError
+from varuna.data.nest import root, spread
 from varuna.process.console import say_once
 
 _LABELS = "labels"
@@ -21,6 +22,8 @@ TARGETS = frozenset(("target", "targets", "label", "labels"))
 """What loss modules of torch and of others, such as timm's, call what they compare the output with."""
 _TARGETS_OF_MODELS = TARGETS | {"tgt", "y"}
 """What models call the optional parameter that they compare with."""
+STEP = "step"
+"""The column that the run supplies where the samples lack it: the number of the step, for each example."""
 _LABEL = "label"
 """What Hugging Face's datasets call the column that its models take as ``labels``."""
 
@@ -39,6 +42,8 @@ class InputNames:
     """it takes other names too (``**kwargs``)"""
     read_apart: bool = False
     """functions of the user's (``loss=``, ``metrics=``, a weight) may read other keys of the batch"""
+    required: frozenset[str] = frozenset()
+    """those of ``named`` without a default"""
     needed: int | None = None
     """how many of ``order`` have no default, if ``loss=`` computes the loss; ``forward`` may then do without labels"""
 
@@ -60,17 +65,19 @@ class Columns:
         """What ``forward`` takes, if that can be known."""
         return None if self._ask is None else self._ask()
 
-    def tensors(self, sample: object, what: str) -> dict[str, Tensor]:
-        """A sample, or what ``collate`` made of several, as named tensors.
+    def tensors(self, sample: object, what: str, *, collated: bool = False) -> dict[str, Tensor]:
+        """A sample, or what ``collate`` made of several, as named tensors; those of a nest by their places in it.
 
         Args:
             sample: a dict, tuple, dataclass, tensor, array, number or list.
             what: it is, for messages, such as ``dataset[3]``.
+            collated: it is what ``collate`` made: equal tensors in a list are one. As torch collates samples, a list
+                of tensors in each of them becomes a list.
 
         Raises:
             DataError: it has another form, or what ``forward`` takes cannot be a tensor.
         """
-        fields = self._fields(sample, what)
+        fields = spread(self._fields(sample, what), lambda value: _is_leaf(value, collated=collated))
         found = {key: tensor_of(value) for key, value in fields.items()}
         if all(value is not None for value in found.values()) and not _is_label_renamed(found):
             return {key: value for key, value in found.items() if value is not None}
@@ -82,16 +89,16 @@ class Columns:
             fields = {_LABELS if key == _LABEL else key: value for key, value in fields.items()}
             say_once(f"{names.model}.forward() takes 'labels': the samples' 'label' is passed as that")
         keeps_others = names.takes_any or names.read_apart
-        kept = [key for key in found if key in names.named or (keeps_others and found[key] is not None)]
+        kept = [key for key in found if root(key) in names.named or (keeps_others and found[key] is not None)]
         if missing := [key for key in kept if found[key] is None]:
             raise _not_a_tensor(what, fields, missing)
-        self.leave_out(key for key in found if key not in kept)
+        self.leave_out({root(key): None for key in found if key not in kept})
         return {key: value for key in kept if (value := found[key]) is not None}
 
     def is_needed(self, key: str) -> bool:
         """Whether ``forward`` takes a key, or something of the user's may read it."""
         names = self.names
-        return names is None or names.takes_any or names.read_apart or key in names.named
+        return names is None or names.takes_any or names.read_apart or root(key) in names.named
 
     def leave_out(self, keys: Iterable[str]) -> None:
         """Say, once, that columns are not used."""
@@ -150,6 +157,19 @@ class Columns:
         return dict(zip(taken, values, strict=True))
 
 
+def _is_leaf(value: object, *, collated: bool) -> bool:
+    """Whether it is no nest: lists of numbers are one tensor, and if they are unequal, none."""
+    if isinstance(value, Mapping):
+        return False
+    return not _holds_tensors(value) or (collated and tensor_of(value) is not None)
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_holds_tensors(each) for each in value)
+    return isinstance(value, Tensor | np.ndarray | Mapping)
+
+
 def tensor_of(value: object) -> Tensor | None:
     """A dense tensor with the same values; None if it cannot be one.
 
@@ -195,10 +215,11 @@ def _is_label_renamed(found: Mapping[str, object]) -> bool:
 
 def _not_a_tensor(what: str, fields: Mapping[str, object], keys: Sequence[str]) -> DataError:
     key = keys[0]
-    value = fields[key]
+    value, name = fields[key], root(key)
+    place = f"[{name!r}]{key.removeprefix(name)}"
     kind = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
     ragged = " of unequal lists or of something else than numbers" if isinstance(value, list | tuple) else ""
     return DataError(
-        f"{what}[{key!r}] must be a dense tensor, an array, a number or a list of numbers, but is a {kind}{ragged}. "
+        f"{what}{place} must be a dense tensor, an array, a number or a list of numbers, but is a {kind}{ragged}. "
         "Convert it in the dataset, or pass collate=, a function that makes a dict of tensors of a list of samples."
     )

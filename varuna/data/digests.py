@@ -19,5 +19,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> int:
 
 
 def row_digests(batch: Mapping[str, Tensor], size: int) -> tuple[int, ...]:
-    """A digest of each of the ``size`` rows of a collated batch, all keys included."""
+    """A digest of each of the ``size`` rows of a collated batch, all keys included; else one of all for each sample."""
+    if any(value.dim() == 0 or len(value) != size for value in batch.values()):
+        return (tensors_digest(batch),) * size
     return tuple(tensors_digest({key: value[row] for key, value in batch.items()}) for row in range(size))

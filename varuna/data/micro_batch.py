@@ -10,7 +10,7 @@ class MicroBatch:
     """Samples that flow through the pipeline together.
 
     Attributes:
-        tensors: the inputs that were asked for; the first dimension counts samples.
+        tensors: the inputs that were asked for; the first dimension counts samples, or ``data.sizes`` tells how many.
         digests: a signed 64-bit digest of each sample with all its keys: as named tensors of the dataset, or its row of
             what ``collate`` returned. Empty where nobody compares them.
         indices: index into the dataset of each sample.

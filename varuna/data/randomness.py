@@ -3,9 +3,9 @@
 import hashlib
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -102,9 +102,100 @@ _blocks, _outside = 0, _taken()
 @contextmanager
 def reseeded(seed: int, *keys: int | str) -> Iterator[None]:
     """Run a block as ``seeded`` does, within one of ``states_kept``."""
-    key = derive_key(seed, *keys)
     with generator_lock:
-        random.seed(key)
-        np.random.seed((key & 0xFFFFFFFF, key >> 32))  # the legacy seed takes 32-bit words
-        torch.default_generator.manual_seed(key)  # torch.manual_seed also visits every device: 100x the cost
+        _seed(derive_key(seed, *keys))
         yield
+
+
+def _seed(key: int) -> None:
+    random.seed(key)
+    np.random.seed((key & 0xFFFFFFFF, key >> 32))  # the legacy seed takes 32-bit words
+    torch.default_generator.manual_seed(key)  # torch.manual_seed also visits every device: 100x the cost
+
+
+class SeededTurn(AbstractContextManager["SeededTurn"]):
+    """A block whose draws are its own: all three generators are seeded, and put back afterwards.
+
+    Holds ``generator_lock``, but for pauses in which it waits for others, who may need the generators meanwhile.
+    """
+
+    def __init__(self, seed: int, *keys: int | str) -> None:
+        """Seed from ``(seed, *keys)``."""
+        self.key = derive_key(seed, *keys)
+
+    def __enter__(self) -> Self:
+        generator_lock.acquire()
+        self._outside = _taken()
+        _turns.newest, self._before = self, _turns.newest
+        _seed(self.key)
+        _seed_device(self.key)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _turns.newest = self._before
+        _put_back(self._outside)
+        generator_lock.release()
+
+    def seed(self, key: int) -> None:
+        """Let torch draw otherwise from here on: by this turn's key and ``key``."""
+        both = (self.key ^ key) * 0x9E3779B97F4A7C15 % 2**64
+        torch.default_generator.manual_seed(both)
+        _seed_device(both)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """In this block others may use the generators."""
+        own = _taken()
+        _put_back(self._outside)
+        generator_lock.release()
+        try:
+            yield
+        finally:
+            generator_lock.acquire()
+            self._outside = _taken()
+            _put_back(own)
+
+
+def next_in_turn(number: int) -> None:
+    """Begin a numbered part of this thread's turn: what it draws does not depend on the parts before; else nothing."""
+    if (turn := _turns.newest) is not None:
+        _seed(derive_key(turn.key, number))
+        _seed_device(derive_key(turn.key, number))
+
+
+def _seed_device(key: int) -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # this process computes on a GPU, its current one
+        torch.cuda.manual_seed(key)
+
+
+class _Turns(threading.local):
+    newest: SeededTurn | None = None
+
+
+_turns = _Turns()
+
+
+def present_turn() -> SeededTurn | None:
+    """The turn that this thread is in, if any."""
+    return _turns.newest
+
+
+class Keyed(list[Any]):
+    """A list that a turn draws for one by one: whoever goes through it draws for an item what depends on its key alone.
+
+    So what is drawn for a parameter does not depend on which others are on its stage.
+    """
+
+    def __init__(self, items: Iterable[Any], keys: Iterable[str], what: str) -> None:
+        """List ``items``; the keys are of the same number, and mean another draw in another list (``what``)."""
+        super().__init__(items)
+        self._keys = [derive_key(0, what, key) for key in keys]
+
+    def __iter__(self) -> Iterator[Any]:
+        turn = present_turn()
+        if turn is None:
+            yield from super().__iter__()
+            return
+        for item, key in zip(super().__iter__(), self._keys, strict=False):
+            turn.seed(key)
+            yield item

@@ -1,20 +1,25 @@
 """Reading samples so that every stage that needs one sees the same values."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from varuna.core.errors import DataError
 from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
-from varuna.data.columns import Columns, InputNames
+from varuna.data.columns import STEP, Columns, InputNames
 from varuna.data.digests import row_digests, tensors_digest
 from varuna.data.measured import MeasuredReading
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
 from varuna.data.randomness import reseeded, states_kept
 from varuna.data.readers import InThread, Readers
+from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, is_listed, open_sizes
 
 __all__ = ["MicroBatch", "SampleSource", "verify_digests"]
 
@@ -23,6 +28,12 @@ _RECIPE = (
     "Wrap the stream map-style: read it into a list (list(stream)), or write it to files once and index them in "
     "__getitem__(i). If any position can be computed, define __getitem__(position) without __len__."
 )
+
+
+_LOOKED_AT = (1, 2, 3, 4, 6)
+"""Samples of each batch from which open sizes are found."""
+_MOST_MISSING = 1000
+"""Samples that may be None one after the other."""
 
 
 class SampleSource:
@@ -41,6 +52,8 @@ class SampleSource:
         names: Callable[[], InputNames] | None = None,
         processes: int | None = 0,
         shuffles: bool = True,
+        step_at: Callable[[int], int] | None = None,
+        wants_step: Callable[[], bool] = lambda: False,
     ) -> None:
         """Check the dataset, without reading a sample.
 
@@ -51,13 +64,15 @@ class SampleSource:
             names: tells what ``forward`` takes; see ``Columns``.
             processes: how many read for a loader; 0: a thread does. None: as many as turn out to be needed.
             shuffles: anew in each epoch, if the dataset has a length.
+            step_at: the step that has the sample at a position.
+            wants_step: whether the job reads a column ``step``, which is added where the samples have none; asked once.
 
         Raises:
             DataError: it is a stream, cannot be indexed, or is empty.
         """
         _check_dataset(dataset)
         self.size: int | None = len(dataset) if hasattr(dataset, "__len__") else None
-        self._shuffles = shuffles
+        self._shuffles, self._step_at, self._ask_for_step = shuffles, step_at, wants_step
         if self.size == 0:
             raise DataError(f"the dataset ({type(dataset).__name__}) is empty: len(dataset) is 0. Check its source.")
         self._dataset = dataset
@@ -118,13 +133,82 @@ class SampleSource:
             Exception: whatever ``dataset[i]`` or ``collate`` raises, with a note that names the samples.
         """
         indices, samples = self._read_all(positions)
+        keys = None if keys is None else list(keys)
         if self._collator is None:
             named = [self._columns.tensors(each, f"dataset[{i}]") for each, i in zip(samples, indices, strict=True)]
-            tensors = stack_all(named, indices, self._columns) if keys is None else stack(named, indices, keys)
+            given = None if keys is None else self._without_step(keys, named[0])
+            tensors = stack_all(named, indices, self._columns) if given is None else stack(named, indices, given)
+            tensors = self._with_step(tensors, positions, keys)
             return MicroBatch(tensors, tuple(map(tensors_digest, named)) if compared else (), indices)
+        missing = all(sample is None for sample in samples)
+        if missing:
+            positions, samples = self._instead(positions)
         with _collating(indices):
             batch = self._collator.batch(samples, positions)
-        return MicroBatch(select(batch, keys), row_digests(batch, len(samples)) if compared else (), indices)
+        if missing:
+            batch[SAMPLES] = torch.tensor(0)
+        chosen = select(batch, None if keys is None else self._without_step(keys, batch))
+        digests = row_digests(batch, len(indices)) if compared else ()
+        return MicroBatch(self._with_step(chosen, positions, keys), digests, indices)
+
+    @cached_property
+    def _adds_step(self) -> bool:
+        return self._step_at is not None and self._ask_for_step()
+
+    def _without_step(self, keys: Iterable[str], given: Container[str]) -> list[str]:
+        """Keys that samples must have."""
+        return [key for key in keys if key != STEP or STEP in given or not self._adds_step]
+
+    def _with_step(
+        self, tensors: dict[str, Tensor], positions: Sequence[int], keys: Container[str] | None
+    ) -> dict[str, Tensor]:
+        if STEP in tensors or (keys is not None and STEP not in keys) or not self._adds_step:
+            return tensors
+        assert self._step_at is not None
+        return {**tensors, STEP: torch.tensor([self._step_at(position) for position in positions])}
+
+    def _instead(self, positions: Sequence[int]) -> tuple[list[int], tuple[Any, ...]]:
+        """A sample for a micro-batch all of whose samples are None, which is then computed and counts nothing."""
+        for position in range(positions[-1] + 1, positions[-1] + 1 + _MOST_MISSING):
+            _, samples = self._read_all([position])
+            if samples[0] is not None:
+                return [position], samples
+        raise DataError(
+            f"from position {positions[0]} of the run on, {_MOST_MISSING} samples are None. Check the data."
+        )
+
+    def sizes(self, micro_batch: int | None = None) -> OpenSizes | None:
+        """Sizes of collated batches that their samples tell, as the first samples show them; None: there are none.
+
+        Args:
+            micro_batch: samples of every batch, if that is fixed; 1, where batches have a list with an entry for each.
+
+        Raises:
+            DataError: what ``collate`` returns has no form that can be captured.
+        """
+        if self._collator is None:
+            return None
+        seen = self._seen(_LOOKED_AT)
+        if is_listed(seen):
+            each = micro_batch or 1
+            return open_sizes(self._seen((each,) * max(2, sum(_LOOKED_AT) // each)), listed=True)
+        return open_sizes(seen)
+
+    def telling(self, sizes: OpenSizes) -> dict[str, Tensor]:
+        """Of the first samples a batch whose open sizes can be told apart, if there is one."""
+        counts = _LOOKED_AT[1:] if sizes.samples is None else (sizes.samples,) * (sum(_LOOKED_AT) // sizes.samples or 1)
+        return min((batch for _, batch in self._seen(counts)), key=lambda batch: equal_sizes(batch, sizes))
+
+    def _seen(self, counts: Sequence[int]) -> list[tuple[int, dict[str, Tensor]]]:
+        """Batches of so many samples each, from the first one on."""
+        ends = itertools.accumulate(counts, initial=0)
+        spans = [range(start, end) for start, end in itertools.pairwise(ends)]
+        return [(len(span), self.micro_batch(span, compared=False).tensors) for span in spans]
+
+    @property
+    def may_miss(self) -> bool:
+        """Whether a micro-batch may have fewer samples than positions: ``collate`` may leave some out."""
+        return self._collator is not None
 
     def prepare(self, *, at_once: int = 0) -> None:
         """Fork processes, or one that can fork them later, before there is state that they would keep copies of.
@@ -132,6 +216,7 @@ class SampleSource:
         Args:
             at_once: processes that another dataset of the job turned out to need, if their number is not given.
         """
+        _ = self._adds_step  # not in a process that reads
         if self._processes is None:
             held = self._dataset, None if self._collator is None else self._collator.function
             self._reading = MeasuredReading(self.micro_batch, held, forks=True, at_once=at_once)

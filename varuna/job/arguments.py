@@ -3,6 +3,7 @@
 import operator
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any
@@ -23,6 +24,7 @@ _FUNCTIONS: Mapping[str, str] = {
     "weight": "a function of the batch, such as lambda batch: batch['mask'].sum()",
     "collate": "a function from a list of samples to a dict of tensors",
     "before_step": "a function of the (name, parameter) list",
+    "after_step": "a function of two dicts by name, of parameters and of buffers, and, if it wants it, of the step",
 }
 _GIVEN: Mapping[str, tuple[str, ...]] = {
     "model": (),
@@ -33,8 +35,11 @@ _GIVEN: Mapping[str, tuple[str, ...]] = {
     "weight": ("batch",),
     "collate": ("list of samples",),
     "before_step": ("list of (name, parameter)",),
+    "after_step": ("parameters", "buffers"),
 }
 """What each of them is called with."""
+_MORE: Mapping[str, tuple[str, ...]] = {"after_step": ("step",)}
+"""What it is called with besides, if it takes it."""
 
 WRITTEN_ELSEWHERE: Mapping[str, str] = {
     "batch_size": "global_batch=..., the examples of one optimizer step over all workers",
@@ -87,6 +92,10 @@ def check_function(name: str, found: object) -> None:
         taken = signature(found)
     except (TypeError, ValueError):  # some functions that are written in C do not say
         return
+    if name in _MORE:
+        with suppress(TypeError):
+            taken.bind(*_GIVEN[name], *_MORE[name])
+            return
     try:
         taken.bind(*_GIVEN[name])
     except TypeError as error:

@@ -54,28 +54,28 @@ class Aside:
         if "generate" in called:
             self._for_text(trained_length(self._spec))
 
-    def evaluation(self, dataset: Any, examples: int | None, *, averaged: bool) -> EvaluationWork:
-        """The loss of another dataset.
+    def evaluation(self, dataset: Any, examples: int | None, *, step: int, averaged: bool) -> EvaluationWork:
+        """The loss of another dataset, after ``step``.
 
         Raises:
             UsageError: ``examples`` is out of range.
             ModelError: the model cannot be cut in evaluation mode as it is in training.
         """
-        source = self._spec.reader_of(dataset)
+        source = self._spec.reader_of(dataset, step=step)
         count = _count(dataset, examples)
         graphs = self._for_evaluation()
         return EvaluationWork(self._number(), *graphs, source, count, self._spec.loss.weight, averaged)
 
     def prediction(
-        self, dataset: Any, output: OutputsFunction, examples: int | None, *, averaged: bool
+        self, dataset: Any, output: OutputsFunction, examples: int | None, *, step: int, averaged: bool
     ) -> EvaluationWork:
-        """What ``output`` makes of another dataset.
+        """What ``output`` makes of another dataset, after ``step``.
 
         Raises:
             UsageError, ModelError: as for an evaluation.
             DataError: a sample cannot be read.
         """
-        spec, source = self._spec, self._spec.reader_of(dataset, in_order=True)
+        spec, source = self._spec, self._spec.reader_of(dataset, step=step, in_order=True)
         count = _count(dataset, examples)
         batch = source.micro_batch(range(min(CAPTURED_SAMPLES, count))).tensors
         key = (output, tuple((name, value.dtype, value.shape[1:]) for name, value in sorted(batch.items())))
@@ -115,7 +115,7 @@ class Aside:
     def _for_evaluation(self) -> _Graphs:
         spec = self._spec
         if self._evaluating is None:
-            batch = spec.batch(CAPTURED_SAMPLES)
+            batch = spec.captured_batch()
             model = captured_once(
                 ("evaluation", spec.partitioned, batch),
                 lambda: for_evaluation(spec.partitioned, spec.recipe, batch),

@@ -17,29 +17,37 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from varuna.checkpoint.io.export import is_exported
 from varuna.core.errors import UsageError
 from varuna.data.columns import TARGETS
-from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.engine.stage.optimizer import OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.agreement import checksum
+from varuna.job.given_optimizer import OptimizerLike, an, options_of
 from varuna.partition.capture.capture import LossFunction
 from varuna.partition.opaque.quantized import quantized_layers, with_plain_tensors
+from varuna.partition.originals.copying import copied_whole
+from varuna.partition.originals.referred import tensors_and_modules
+from varuna.partition.originals.with_loss import ModelAndLoss
+from varuna.partition.parameter_marks import mark_of, put_mark
 from varuna.process.console import say
 
 
 class GivenModel:
     """Builds copies of a module; their parameters are filled by operations, so that none need memory under fakes."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, loss: nn.Module | None = None) -> None:
         """Describe the copies.
 
         Args:
             module: moves to host memory.
+            loss: its parameters train with the model's; it moves, too.
 
         Raises:
             UsageError: it is a wrapper for another way to train.
         """
         _check_bare(module)
         self.module = module.to("cpu")  # devices hold stages
+        self.whole = self.module if loss is None else ModelAndLoss(self.module, loss.to("cpu"))
+        """with the loss"""
         self.is_quantized = bool(quantized_layers(self.module))
-        self.pattern = _plain(self.module) if self.is_quantized else self.module
+        self.pattern = _plain(self.whole) if self.is_quantized else self.whole
         """what copies are made of, its parameters plain tensors"""
         self._guards: list[Any] = []
         self._is_spare = False
@@ -51,14 +59,21 @@ class GivenModel:
             for parameter in self.pattern.parameters():
                 values = torch.empty_like(parameter).copy_(parameter)
                 made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                put_mark(made[id(parameter)], mark_of(parameter))
             for buffer in self.pattern.buffers():
                 made[id(buffer)] = buffer.clone()
-        copied: nn.Module = copy.deepcopy(self.pattern, made)
+        copied: nn.Module = copied_whole(self.pattern, made)
+        guarded = copied.model_itself if isinstance(copied, ModelAndLoss) else copied
         for guard in self._guards:
-            copied._forward_pre_hooks.pop(guard.id, None)
-            copied._state_dict_pre_hooks.pop(guard.id, None)
-            copied._load_state_dict_post_hooks.pop(guard.id, None)
+            guarded._forward_pre_hooks.pop(guard.id, None)
+            guarded._state_dict_pre_hooks.pop(guard.id, None)
+            guarded._load_state_dict_post_hooks.pop(guard.id, None)
         return copied
+
+    @property
+    def own(self) -> nn.Module | None:
+        """The script's own modules, if those of a copy correspond to them; in a quantized model they do not."""
+        return None if self.is_quantized else self.whole
 
     def digest(self) -> str:
         """Of its values, which must be the same on all workers."""
@@ -75,12 +90,16 @@ class GivenModel:
             ),
         ]
 
+    def wants(self, trained: Container[str], path: str) -> bool:
+        """Whether an entry of a section's state belongs to the model and may not be as the script has built it."""
+        return _is_new(trained, path)
+
     def take(self, values: Mapping[str, Tensor] | None) -> None:
         """The trained values, after the loop; None on a worker that has been a spare in the end."""
         self._is_spare = values is None
         if values is not None:
             self._release()
-            fill(self.module, values)
+            fill(self.whole, values)
 
     def _release(self) -> None:
         while self._guards:
@@ -98,8 +117,35 @@ class GivenModel:
         )
 
 
-def is_new(trained: Container[str], path: str) -> bool:
-    """Whether an entry of a section's state belongs to the model and may not be as the script has built it."""
+class WithLoss:
+    """Builds a model with a copy of the script's loss, whose parameters train with it."""
+
+    def __init__(self, build: Callable[[], nn.Module], loss: nn.Module) -> None:
+        self.__wrapped__ = build  # where ``inspect.unwrap`` looks
+        self.loss = loss
+        self._copy = GivenModel(loss)
+        self._prefix = ""
+
+    def __call__(self) -> nn.Module:
+        """Build both."""
+        made = ModelAndLoss(self.__wrapped__(), self._copy())
+        self._prefix = f"{made.of_loss}."
+        return made
+
+    def digest(self) -> str:
+        """Of the loss's values, which must be the same on all workers."""
+        return self._copy.digest()
+
+    def wants(self, trained: Container[str], path: str) -> bool:
+        """Whether an entry of a section's state belongs to the loss and may not be as the script has built it."""
+        return _is_new(trained, path) and path.partition("/")[2].startswith(self._prefix)
+
+    def take(self, values: Mapping[str, Tensor] | None) -> None:
+        """The trained values, after the loop; None on a worker that has been a spare in the end."""
+        fill(self.loss, {name.removeprefix(self._prefix): value for name, value in (values or {}).items()})
+
+
+def _is_new(trained: Container[str], path: str) -> bool:
     kind, _, name = path.partition("/")
     return is_exported(path) and (kind != "parameters" or name in trained)
 
@@ -133,63 +179,28 @@ def _check_bare(module: nn.Module) -> None:
         )
 
 
-def optimizer_like(whole: torch.optim.Optimizer, named: NamedParameters) -> OptimizerFactory:
-    """What builds an optimizer like ``whole``, with its groups, over some of its parameters.
+class SchedulerLike:
+    """Builds a scheduler like one that has made no steps, over another optimizer with the same groups."""
 
-    Args:
-        whole: over the model's parameters.
-        named: those parameters, with their names.
+    def __init__(self, whole: LRScheduler) -> None:
+        """Take it as it is now."""
+        self._whole = whole
+        self._first = copy.deepcopy(
+            whole, {id(whole.optimizer): whole.optimizer}
+        )  # the script's will refuse to be used
+        self.begin()
 
-    Raises:
-        UsageError: it is over other parameters, or has made steps.
-    """
-    names = {id(parameter): name for name, parameter in named}
-    if not all(id(parameter) in names for group in whole.param_groups for parameter in group["params"]):
-        raise UsageError(
-            f"optimizer= is {_an(whole)} over parameters that model= does not have. Pass the module whose parameters "
-            "it was built from, or a function, such as lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
-        )
-    if whole.state:
-        raise UsageError(
-            f"optimizer= is {_an(whole)} that has state from steps before. Pass a new one; with checkpoints= a run "
-            "resumes with its own state."
-        )
-    groups = [(frozenset(names[id(p)] for p in group["params"]), _options(group)) for group in whole.param_groups]
-    kind: Any = type(whole)
-    taken = inspect.signature(kind).parameters
-    options = {key: value for key, value in whole.defaults.items() if key in taken}
+    def begin(self) -> None:
+        """Take the options of groups as they are now: what its constructor has set, and the script since."""
+        self._options = [copy.deepcopy(options_of(group)) for group in self._whole.optimizer.param_groups]
 
-    def build(some: NamedParameters) -> torch.optim.Optimizer:
-        parts = [
-            {"params": [parameter for name, parameter in some if name in mine], **copy.copy(rest)}
-            for mine, rest in groups
-        ]
-        built: torch.optim.Optimizer = kind(parts, **options)
-        return built
-
-    return build
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a parameter group; a scheduler may have changed its learning rate already."""
-    rest = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-    return {**rest, "lr": group.get("initial_lr", group["lr"])} if "lr" in group else rest
-
-
-def scheduler_like(whole: LRScheduler) -> SchedulerFactory:
-    """What builds a scheduler like ``whole``, which has made no steps, over another optimizer with the same groups."""
-    before = [{key: value for key, value in g.items() if key != "params"} for g in whole.optimizer.param_groups]
-    beginning = copy.deepcopy(before)  # what its constructor has set: rates, and some the momentum
-    first = copy.deepcopy(whole, {id(whole.optimizer): whole.optimizer})  # the script's own will refuse to be used
-
-    def build(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    def __call__(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
+        """A scheduler of ``optimizer``."""
         LambdaLR(optimizer, lambda _: 1.0)  # counts the optimizer's steps, which every scheduler looks for
-        for group, options in zip(optimizer.param_groups, copy.deepcopy(beginning), strict=True):
+        for group, options in zip(optimizer.param_groups, copy.deepcopy(self._options), strict=True):
             group.update(options)
-        made: LRScheduler = copy.deepcopy(first, {id(first.optimizer): optimizer})
+        made: LRScheduler = copy.deepcopy(self._first, {id(self._first.optimizer): optimizer})
         return made
-
-    return build
 
 
 def _refuse_step(*_: object) -> Never:
@@ -211,11 +222,6 @@ def _refuse_schedule(*_: object) -> Never:
         "this scheduler was passed to varuna.Trainer, which advances it once per step. Leave scheduler.step() out of "
         "the loop over trainer.steps(n); ReduceLROnPlateau is told with trainer.step_scheduler(value)."
     )
-
-
-def _an(optimizer: Callable[..., Any] | torch.optim.Optimizer) -> str:
-    name = type(optimizer).__name__
-    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
 
 
 def loss_of(criterion: Callable[..., Tensor] | None) -> LossFunction | None:
@@ -242,8 +248,8 @@ class AsFunctions(NamedTuple):
     model: Callable[[], nn.Module]
     optimizer: OptimizerFactory
     lr_scheduler: SchedulerFactory | None
-    built: GivenModel | None
-    """the model, if the script has built it"""
+    built: GivenModel | WithLoss | None
+    """what gets the trained values: the model, if the script has built it, or a loss with parameters"""
     steps: torch.optim.Optimizer | None
     """the optimizer, if the script has built it"""
     schedule: LRScheduler | None = None
@@ -251,22 +257,28 @@ class AsFunctions(NamedTuple):
 
     def guard(self) -> None:
         """Training begins: from now on refuse to use them."""
-        if self.built is not None:
+        for each in (self.optimizer, self.lr_scheduler):
+            if isinstance(each, OptimizerLike | SchedulerLike):
+                each.begin()
+        if isinstance(self.built, GivenModel):
             self.built.guard()
         if self.steps is not None:
             self.steps.register_step_pre_hook(_refuse_step)
             self.steps.register_state_dict_pre_hook(_refuse_state)
+            self.steps.register_load_state_dict_pre_hook(_refuse_state)
+            vars(self.steps)["_opt_called"] = True  # the run makes its steps, before a scheduler of the loop's
         if self.schedule is not None:  # which has no hooks
             vars(self.schedule).update(step=_refuse_schedule, state_dict=_refuse_state)
 
 
-def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> AsFunctions:
+def as_functions(model: Any, optimizer: Any, lr_scheduler: Any, loss: Any = None) -> AsFunctions:
     """What is built already becomes functions that build the same.
 
     Args:
         model: a module, or what builds one.
         optimizer: an optimizer over the module's parameters, or what builds one.
         lr_scheduler: a scheduler of that optimizer, what builds one, or None.
+        loss: as the script passes it; a module with parameters, or those that the optimizer has, train with the model.
 
     Raises:
         UsageError: one is built and belongs to something else than the others.
@@ -280,16 +292,45 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> AsFunctions:
                 "that it was built with, or a function, such as "
                 "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)."
             )
-        lr_scheduler = scheduler_like(lr_scheduler)
+        lr_scheduler = SchedulerLike(lr_scheduler)
     if isinstance(model, nn.Module):
-        built = GivenModel(model)
+        trained = _trained_loss(loss, model, steps)
+        built = GivenModel(model, trained)
         if steps is not None:
-            optimizer = optimizer_like(steps, list(model.named_parameters()))
+            whole, is_scheduled = list(built.whole.named_parameters()), lr_scheduler is not None
+            optimizer = OptimizerLike(steps, whole, is_scheduled=is_scheduled)
         return AsFunctions(built, optimizer, lr_scheduler, built, steps, schedule)
     if steps is not None:
         raise UsageError(
-            f"optimizer= is {_an(optimizer)} that is built already, but model= builds a model with new parameters. "
+            f"optimizer= is {an(optimizer)} that is built already, but model= builds a model with new parameters. "
             "Pass both built or both as functions: optimizer=lambda named: "
             f"torch.optim.{type(optimizer).__name__}([p for _, p in named], ...)."
         )
+    if (trained := _trained_loss(loss, None, None)) is not None and callable(model):
+        both = WithLoss(model, trained)
+        return AsFunctions(both, optimizer, lr_scheduler, both, None)
     return AsFunctions(model, optimizer, lr_scheduler, None, None)
+
+
+def _trained_loss(loss: Any, model: nn.Module | None, steps: torch.optim.Optimizer | None) -> nn.Module | None:
+    """What of a loss trains with the model: a module with parameters; what a function uses and a built optimizer has.
+
+    Args:
+        loss: as the script passes it.
+        model: the script's own, if it has built it.
+        steps: the optimizer, if the script has built it.
+    """
+    if isinstance(loss, nn.Module):
+        return loss if any(parameter.requires_grad for parameter in loss.parameters()) else None
+    if steps is None or model is None:
+        return None
+    own = {id(parameter) for parameter in model.parameters()}
+    others = {id(p) for group in steps.param_groups for p in group["params"]} - own
+    if not others:
+        return None
+    found = nn.Module()
+    for name, value in tensors_and_modules(loss).items():
+        held = value.parameters() if isinstance(value, nn.Module) else (value,)
+        if value is not model and others.intersection(map(id, held)):
+            setattr(found, name, value)
+    return found

@@ -54,7 +54,7 @@ def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: Initi
         return calibration
     own = device_class(spec.device)
     file = cache_file(facts, own)
-    if spec.micro_batch is not None or facts.global_batch == 1:
+    if spec.fixed_micro_batch is not None or facts.global_batch == 1 or spec.recipe.sizes is not None:
         return remembered(facts, file, own)
     key = sha256(f"times of {facts.model.digest}".encode()).hexdigest()
     with turn(key, _TURN_BOUND_S, "measuring micro-batch sizes"):

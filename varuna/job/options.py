@@ -19,6 +19,8 @@ CHECKPOINTED_EVERY = timedelta(seconds=SAVED_EVERY_S)
 
 OnNan = Literal["stop", "continue"]
 """What a run does when the loss or the gradients of a step are not finite."""
+EmaFrom = Literal["first step", "start"]
+"""What an average of the parameters begins with: what they are after the first step, or before it."""
 Missing = Literal["refuse", "initialise"]
 """What happens to parameters that ``weights`` lacks, or has in another shape."""
 
@@ -36,6 +38,8 @@ class Checkpoints:
         keep_last: number of newest checkpoints to keep.
         keep_every: also keep, for good, the checkpoints whose step is a multiple of this.
         frozen: also save parameters that are not trained. False: they are read again from where the run began.
+        other_length: resume though the dataset had another length when the checkpoint was written; the order from
+            there on is that of the new length.
         upload_bytes_per_s: limit on what a worker sends to a bucket, to leave some of the network to training.
 
     Raises:
@@ -48,6 +52,7 @@ class Checkpoints:
     keep_last: int = 3
     keep_every: int | None = None
     frozen: bool = True
+    other_length: bool = False
     upload_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -128,7 +133,9 @@ class Collate:
     """How samples become a micro-batch, and which shapes it may have.
 
     Attributes:
-        function: from a list of samples to a dict of tensors whose first dimension is the batch. Default: stack.
+        function: from a list of samples to a dict of tensors, or a nest of dicts and lists of them. Their first
+            dimension is the batch, or samples are joined otherwise, as in one row of packed tokens, or the nodes of
+            graphs. Samples that are None it may leave out. Default: stack.
         lengths: sizes that dimension 1 of the collated tensors may have, one for all of a micro-batch. Default: the
             first samples' only.
 

@@ -48,6 +48,7 @@ def captured_once(
     for known, configured, model in found:
         if same(known, given):
             built.json, built.has_adapters = configured.json, configured.has_adapters
+            built.marks.update(configured.marks)
             return model
     model = capture()
     found.append((given, built, model))

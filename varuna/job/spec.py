@@ -1,29 +1,34 @@
 """A job: everything that a script says to its Trainer, checked, and what tools learn from it."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from varuna.checks.selfcheck import SelfCheck
-from varuna.core.errors import UsageError
+from varuna.checks.update import UpdateCheck
+from varuna.core.errors import ModelError, UsageError
 from varuna.core.model import Memory, Network
 from varuna.core.precision import PRECISIONS, Precision
+from varuna.data.columns import STEP
 from varuna.data.samples import SampleSource
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.stage.precision import DTYPES, cast
 from varuna.engine.worker.loop_state import Kept, Stateful
 from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device, described
-from varuna.job.built import GivenModel, loss_of
+from varuna.job.built import GivenModel, WithLoss, loss_of
+from varuna.job.given_optimizer import OptimizerLike
+from varuna.job.handed_over.code_reads import Reads
 from varuna.job.model_config import Configured
-from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
+from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Weights
 from varuna.job.shared_capture import captured_once
 from varuna.membership.launched import here
+from varuna.partition.after_step import AfterStep
 from varuna.partition.capture.capture import MetricsFunction, Recipe
 from varuna.partition.capture.signature import input_names
 from varuna.partition.cut_at import chooser
@@ -32,11 +37,19 @@ from varuna.partition.initial.initial_values import Init, InitialParameters, beg
 from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.optimizers import AveragingFactory
+from varuna.partition.parameter_marks import Marked
 from varuna.partition.written.key import capture_key, recipe_digest
 from varuna.process.garbage import old_left_out
 from varuna.trackers.tracker import Tracker
 
 CAPTURED_SAMPLES = 2
+
+
+@runtime_checkable
+class OrderedByItself(Protocol):
+    """A dataset without length that serves positions in an order of so many samples."""
+
+    order_length: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +77,10 @@ class JobSpec:
     lr_scheduler: SchedulerFactory | None = None
     clip_grad_norm: float | None = None
     ema: float | None = None
+    ema_from: EmaFrom = "first step"
     on_nan: OnNan = "stop"
     before_step: Callable[[NamedParameters], None] | None = None
+    after_step: AfterStep | None = None
     cut: int | Sequence[str] | None = None
     checkpoints: Checkpoints | None = None
     state: Mapping[str, Kept] | None = None
@@ -75,9 +90,11 @@ class JobSpec:
     compiler: Compiler | None = None
     memory: Memory = field(default_factory=Memory)
     network: Network = field(default_factory=Network)
+    trains_nothing_else: bool = False
+    """nobody trains parameters that are no part of the model: the script's optimizer is built"""
 
     def __post_init__(self) -> None:
-        for name in ("model", "optimizer", "lr_scheduler", "metrics", "before_step"):
+        for name in ("model", "optimizer", "lr_scheduler", "metrics", "before_step", "after_step"):
             check_function(name, getattr(self, name))
         self._check_numbers()
         self._check_cut()
@@ -87,7 +104,10 @@ class JobSpec:
             raise UsageError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
         if self.on_nan not in get_args(OnNan):
             raise UsageError(f"on_nan={self.on_nan!r} must be one of {', '.join(get_args(OnNan))}")
+        if self.ema_from not in get_args(EmaFrom):
+            raise UsageError(f"ema_from={self.ema_from!r} must be one of {', '.join(get_args(EmaFrom))}")
         self._check_before_step()
+        self._check_after_step()
         self._check_state()
         if self.precision != "fp32" and isinstance(self.model, GivenModel) and self.model.is_quantized:
             raise UsageError(
@@ -104,6 +124,11 @@ class JobSpec:
         return DTYPES[self.precision]
 
     @property
+    def samples(self) -> int:
+        """On how many samples the order depends; 0: on none, since the dataset has no length."""
+        return self.source.size or (self.dataset.order_length if isinstance(self.dataset, OrderedByItself) else 0)
+
+    @property
     def memory_apart(self) -> bool:
         """Whether the device has memory of its own, beside the host's."""
         return self.device.type != "cpu"
@@ -113,6 +138,11 @@ class JobSpec:
         """The backend of ``torch.compile`` that sections go through."""
         return None if self.compiler is None else str(self.compiler.backend)
 
+    @property
+    def is_steered(self) -> bool:
+        """Whether the training loop may write options of the optimizer's groups: it has the optimizer."""
+        return isinstance(self.optimizer, OptimizerLike)
+
     @cached_property
     def built(self) -> Configured:
         """Builds the model; knows the configuration of what it has built."""
@@ -121,19 +151,42 @@ class JobSpec:
     @cached_property
     def recipe(self) -> Recipe:
         """The model with its loss, as it is captured."""
-        return Recipe(self.built, loss_of(self.loss.function), self.metrics, self.dtype)
+        return replace(self._recipe, sizes=self.source.sizes(self.micro_batch))
+
+    @cached_property
+    def _recipe(self) -> Recipe:
+        """The same, as far as no sample has to be read for it."""
+        own = self.model.own if isinstance(self.model, GivenModel) else None
+        if isinstance(self.model, WithLoss):
+            own = self.model.loss
+        loss, closed = loss_of(self.loss.function), self.trains_nothing_else
+        return Recipe(self.built, loss, self.metrics, self.dtype, own=own, trains_nothing_else=closed)
+
+    @cached_property
+    def fixed_micro_batch(self) -> int | None:
+        """Examples of every micro-batch: what the user said, or 1 where batches are lists of samples.
+
+        Raises:
+            UsageError: a global batch does not consist of such lists.
+        """
+        samples = None if self.recipe.sizes is None else self.recipe.sizes.samples
+        if samples is not None and self.global_batch % samples:
+            raise UsageError(
+                f"collate= makes lists with an entry for each sample, and micro_batch={samples} of them does not "
+                f"divide global_batch={self.global_batch}. Pass one that does, or leave it out for lists of one."
+            )
+        return self.micro_batch if samples is None else samples
 
     @cached_property
     def update(self) -> OptimizerFactory:
         """Builds the optimizer, with averages if they are wanted."""
-        if self.ema is None:
-            return self.optimizer
-        return AveragingFactory(self.optimizer, self.ema)
+        marked = Marked(self.optimizer, self.built.marks)
+        return marked if self.ema is None else AveragingFactory(marked, self.ema, self.ema_from == "start")
 
     @cached_property
     def source(self) -> SampleSource:
         """Reads the samples."""
-        return self._reader_of(self.dataset)
+        return self._reader_of(self.dataset, lambda position: position // self.global_batch)
 
     @cached_property
     def checks(self) -> SelfCheck:
@@ -142,9 +195,22 @@ class JobSpec:
             self.recipe,
             self.source,
             self.loss.weight,
-            self.micro_batch,
+            self.fixed_micro_batch,
             self.loss.per_micro_batch,
             self.device.type,
+        )
+
+    @cached_property
+    def update_check(self) -> UpdateCheck:
+        """What the update is checked with before it is made."""
+        return UpdateCheck(
+            self.partitioned,
+            self.update,
+            self.lr_scheduler,
+            self.before_step,
+            self.built.marks,
+            self.seed,
+            self.device,
         )
 
     @cached_property
@@ -154,10 +220,11 @@ class JobSpec:
         Raises:
             ModelError: it cannot be captured, or not be cut where ``cut`` says.
         """
-        batch = self.batch(CAPTURED_SAMPLES)
+        batch = self.captured_batch()
         given = (
             *(self.model, self.loss.function, self.metrics, self.dtype, batch, self.collate.lengths),
             *(self.optimizer, self.ema, self.cut, self.loss.weight is None, self.memory_apart),
+            None if self.recipe.sizes is None else astuple(self.recipe.sizes),
         )
         return captured_once(given, lambda: self._partition(batch), built=self.built, key=lambda: self.key_of(batch))
 
@@ -168,7 +235,7 @@ class JobSpec:
 
     @cached_property
     def _recipe_digest(self) -> str | None:
-        return recipe_digest(self.recipe, self.optimizer, self.loss.weight)
+        return recipe_digest(self.recipe, self.optimizer, self.loss.weight, self.after_step)
 
     def _partition(self, batch: dict[str, Tensor]) -> PartitionedModel:
         with old_left_out():
@@ -181,34 +248,61 @@ class JobSpec:
                 count_targets=self.loss.weight is None,
                 on_cpu=not self.memory_apart,
                 choose=chooser(self.cut) if isinstance(self.cut, Sequence) else None,
+                after_step=self.after_step,
             )
 
-    def reader_of(self, dataset: Any, *, in_order: bool = False) -> SampleSource:
-        """Reads another dataset as the job's own is read; ``in_order``: without shuffling.
+    @cached_property
+    def _wants_step(self) -> bool:
+        """Whether forward() requires a parameter ``step``, or a function of the user's names such a key."""
+        found = Reads()
+        for function in (self.loss.function, self.metrics, self.loss.weight):
+            if function is not None:
+                found.follow(function, "")
+        if STEP in found.texts:
+            return True
+        try:
+            return STEP in input_names(self._recipe, is_weighed=self.loss.weight is not None).required
+        except ModelError:  # its capture will say more
+            return False
+
+    def reader_of(self, dataset: Any, *, step: int, in_order: bool = False) -> SampleSource:
+        """Reads another dataset as the job's own is read.
+
+        Args:
+            dataset: not the job's own.
+            step: of all its samples.
+            in_order: without shuffling.
 
         Raises:
             DataError: it cannot be read by index.
         """
-        source = self._reader_of(dataset, in_order=in_order)
+        source = self._reader_of(dataset, lambda _: step, in_order=in_order)
         if at_once := self.source.processes:
             source.prepare(at_once=at_once)
         return source
 
-    def _reader_of(self, dataset: Any, *, in_order: bool = False) -> SampleSource:
+    def _reader_of(self, dataset: Any, step_at: Callable[[int], int], *, in_order: bool = False) -> SampleSource:
         # Unasked, nothing is forked from threads among which other workers run: it would keep what is theirs open.
         processes = 0 if self.num_workers is None and here.get() is not None else self.num_workers
         return SampleSource(
             dataset,
             seed=self.seed,
             collate=self.collate.function,
-            names=lambda: input_names(self.recipe, is_weighed=self.loss.weight is not None),
+            names=lambda: input_names(self._recipe, is_weighed=self.loss.weight is not None),
             processes=processes,
             shuffles=not in_order,
+            step_at=step_at,
+            wants_step=lambda: self._wants_step,
         )
 
     def batch(self, examples: int) -> dict[str, Tensor]:
         """The first ``examples`` samples of the run, collated."""
         return self.source.micro_batch(range(examples)).tensors
+
+    def captured_batch(self) -> dict[str, Tensor]:
+        """The samples with which the model is captured."""
+        sizes = self.recipe.sizes
+        return self.batch(CAPTURED_SAMPLES) if sizes is None else self.source.telling(sizes)
 
     def cast(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Buffers as sections compute with them, on the device."""
@@ -289,6 +383,21 @@ class JobSpec:
                     f"state={{{name!r}: ...}} is {described(each)}, which cannot be given back in place. Use a "
                     "dict, or an object with state_dict() and load_state_dict(state)."
                 )
+
+    def _check_after_step(self) -> None:
+        """All parameters of a stage must be in one memory, and new on every replica."""
+        if self.after_step is None:
+            return
+        if self.memory.shard_optimizer:
+            raise UsageError(
+                "after_step= cannot be given with shard_optimizer=True: replicas update different parameters, and it "
+                "computes with all of a stage. Leave one of them out."
+            )
+        if self.memory.offload_optimizer and self.precision != "fp32":
+            raise UsageError(
+                f"after_step= cannot be given with offload_optimizer=True and precision={self.precision!r}: trained "
+                "parameters are then in host memory and buffers on the device. Leave out one of the three."
+            )
 
     def _check_before_step(self) -> None:
         """Parameters and their gradients must not be apart, nor fp32 parameters elsewhere."""

@@ -24,8 +24,9 @@ from varuna.engine.stage.precision import unit_near
 from varuna.engine.worker.loop_state import LoopState
 from varuna.engine.worker.session import Session
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
-from varuna.job.built import GivenModel
+from varuna.job.built import GivenModel, WithLoss
 from varuna.job.first_calibration import first_calibration
+from varuna.job.given_optimizer import OptimizerLike
 from varuna.job.options import CHECKPOINTED_EVERY
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.membership.launched import at_end
@@ -34,7 +35,7 @@ from varuna.partition.initial.constructor import needed_buffers
 from varuna.partition.initial.initial_values import InitialParameters
 from varuna.partition.model import PartitionedModel
 from varuna.partition.on_device import on_device
-from varuna.store.opening import open_store
+from varuna.store.opening import location, open_store
 
 RESCUE_VARIABLE = "VARUNA_RESCUE"
 """Folder of ``varuna run`` for the state of a script that gives no ``checkpoints=``."""
@@ -51,23 +52,33 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
         UsageError: links between GPUs without one, or batch normalisation without ``micro_batch``.
         ModelError: the model cannot be captured, or its loss not be computed over micro-batches.
         CheckpointError: the directory cannot be written.
+        UsageError: the update keeps what cannot be moved or saved.
     """
     _check_links(spec)
     settle(spec.device)
+    if spec.checkpoints is not None and "://" not in (place := location(spec.checkpoints.place)):
+        check_writable(open_store(place))  # a folder needs no threads, unlike a bucket, which comes after processes
     spec.source.prepare()  # now: processes that are forked later keep copies of state, and share files that were opened
     saver = None
     if spec.checkpoints is not None:
         store = open_store(spec.checkpoints.place, upload_bytes_per_s=spec.checkpoints.upload_bytes_per_s)
         check_writable(store)
-        left_out = None if spec.checkpoints.frozen else LeftOut(spec.partitioned.trainable)
+        left_out = None if spec.checkpoints.frozen else LeftOut(spec.partitioned.changing)
         every = spec.checkpoints.every
         alone_s = ALONE_EVERY_S if every == CHECKPOINTED_EVERY else None
         saver = Snapshotter(store, every, membership.saved, membership.unsaved, alone_s=alone_s, left_out=left_out)
     # first, since it may ask for more than the next
-    check_mixing(spec.partitioned, spec.micro_batch, accepted=spec.loss.per_micro_batch)
+    check_mixing(
+        spec.partitioned,
+        spec.fixed_micro_batch,
+        accepted=spec.loss.per_micro_batch,
+        weighed=spec.loss.weight is not None,
+    )
     _check_normalisation(spec)
     if spec.checkpoints is None and (place := _rescue_place(spec)):
         saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
+    if saver is not None or membership.survives:
+        spec.update_check.of_moves()
     session = open_session(spec, n, membership, saver=saver, measures=membership.measures)
     at_end(session.leave, session.close)
     return session
@@ -99,7 +110,7 @@ def open_session(
     hardware is offered to the membership.
     """
     model, first = spec.partitioned, beginning or spec.beginning()
-    values = f":{spec.model.digest()}" if isinstance(spec.model, GivenModel) else ""
+    values = f":{spec.model.digest()}" if isinstance(spec.model, GivenModel | WithLoss) else ""
     facts = job_facts(spec, n, initialisation=first.name + values, saves=saver is not None)
     if global_batch is not None:
         facts = facts.model_copy(update={"global_batch": global_batch})
@@ -117,16 +128,17 @@ def open_session(
         initial=lambda names, checks: first.parameters(names, partial(spec.checks.run, model) if checks else None),
         connect=lambda assignment: membership.store(assignment.generation),
         interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),
-        loop=LoopState(spec.state),
+        loop=LoopState(spec.state, writes=isinstance(spec.optimizer, OptimizerLike) and spec.optimizer.in_loop),
         left_out=_in_files(model, first),
         patience=_patience(),
         device_class=device_class(spec.device),
+        cut_check=spec.update_check.of_stages,
     )
 
 
 def _in_files(model: PartitionedModel, first: InitialParameters) -> LeftOut | None:
     """Leaves out frozen parameters that every worker can read; None: there are none."""
-    frozen = first.stored - model.trainable
+    frozen = first.stored - model.changing
     return LeftOut(model.shapes.keys() - frozen) if frozen else None
 
 
@@ -141,15 +153,17 @@ def job_facts(spec: JobSpec, n: int, *, initialisation: str = "constructor", sav
             "checkpoint_dir": checkpoints.place,
             "keep_last": checkpoints.keep_last,
             "keep_every": checkpoints.keep_every,
+            "takes_other_length": checkpoints.other_length,
         }
     return JobFacts(
         model=model.facts,
         global_batch=spec.global_batch,
-        micro_batch=spec.micro_batch,
+        micro_batch=spec.fixed_micro_batch,
         seed=spec.seed,
         initialisation=initialisation,
         steps=n,
         metrics=model.metrics,
+        samples=spec.samples,
         config=spec.built.json,
         threads=torch.get_num_threads(),
         precision=spec.precision,
@@ -178,6 +192,8 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
         clip_grad_norm=spec.clip_grad_norm,
         stops_at_nan=spec.on_nan == "stop",
         before_step=spec.before_step,
+        marks=spec.built.marks,
+        after_step=spec.after_step,
         buffers=spec.cast(buffers),
         device=spec.device,
         dtype=spec.dtype,
@@ -186,14 +202,16 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
         compiler=spec.compiler,
         memory=spec.memory,
         traffic=traffic_of(spec.device, spec.network.links),
+        is_steered=spec.is_steered,
     )
 
 
 def _unit(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> float:
     """A power of two near the weight of a global batch: seeds of B are then those of a mean, not of a sum."""
-    batch = spec.batch(CAPTURED_SAMPLES)
-    counted = weight_of(model, spec.loss.weight, batch, buffers) or CAPTURED_SAMPLES
-    return unit_near(counted * spec.global_batch / CAPTURED_SAMPLES)
+    batch = spec.captured_batch()
+    samples = model.samples_in(batch) or CAPTURED_SAMPLES
+    counted = weight_of(model, spec.loss.weight, batch, buffers) or samples
+    return unit_near(counted * spec.global_batch / samples)
 
 
 def _patience() -> Patience:
@@ -225,9 +243,13 @@ def _check_links(spec: JobSpec) -> None:
 
 def _check_normalisation(spec: JobSpec) -> None:
     """A model with batch normalisation needs an m of the user's."""
-    if spec.partitioned.facts.batch_dependent and spec.micro_batch is None:
+    model = spec.partitioned
+    if model.facts.batch_dependent and spec.fixed_micro_batch is None:
+        updates = (update for section in model.sections for update in section.updates if update.kinds is None)
+        buffer = next((name for update in updates for name in update.buffers), None)
+        does = "normalises over" if model.normalisations or buffer is None else f"updates the buffer {buffer} from"
         raise UsageError(
-            "the model normalises over the examples of a micro-batch, so training depends on how many there are. "
+            f"the model {does} the examples of a micro-batch, so training depends on how many there are. "
             "Pass micro_batch= (the batch size per device that you would use in plain PyTorch); no plan changes "
             "it."
         )

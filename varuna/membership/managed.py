@@ -148,8 +148,10 @@ class ManagedMembership:
         """
         if self._has_joined:
             raise FleetError(
-                f"worker {self._worker} has already joined this run: under a manager, a script trains one job. "
-                "Start another run for the next job."
+                f"worker {self._worker} has already joined this run: under a manager, a script trains one job, since a "
+                "worker that comes later could not tell which of several is meant. Let the script train the one that "
+                "the environment names, such as int(os.environ['FOLD']), and start a run for each: "
+                "for fold in 0 1 2; do FOLD=$fold varuna run -n 4 train.py; done"
             )
         self._on_hold, self._on_flag, self._on_show = on_hold, on_flag, on_show
         self._has_joined = True

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from varuna.data.nest import nested
 from varuna.partition.lengths import variant_of
 from varuna.partition.loss.whole_batch import SHARE
 from varuna.partition.model import PartitionedModel
@@ -21,12 +22,14 @@ def weight_of(
     Args:
         model: with its declared lengths.
         weight: the user's ``weight(batch)``, if any.
-        batch: collated tensors whose first dimension counts examples.
+        batch: collated samples; of none that are there, it counts nothing.
         buffers: those that counting targets needs, in host memory.
     """
+    size = model.samples_in(batch)
+    if not size:
+        return 0.0
     if weight is not None:
-        return float(weight(dict(batch)))
-    size = len(next(iter(batch.values())))
+        return float(weight(nested(batch)))
     model = model.graphs[variant_of(model, batch, ())]
     counter = model.counter
     if counter is None:
@@ -58,7 +61,7 @@ def numbers_of(
     whole = model.whole
     if whole is None:
         return [{} for _ in parts]
-    known, sizes = known_to(model, buffers), [len(next(iter(part.values()))) for part in parts]
+    known, sizes = known_to(model, buffers), [model.samples_in(part) for part in parts]
     rows = [whole.counts(part, known, size) for part, size in zip(parts, sizes, strict=True)]
     numbers = whole.numbers([math.fsum(column) for column in zip(*rows, strict=True)], known)
     return [{**numbers, SHARE: torch.tensor(size / sum(sizes))} for size in sizes]

@@ -52,6 +52,11 @@ def for_prediction(
     Raises:
         ModelError: as for ``for_evaluation``, or ``outputs`` returns no rows.
     """
+    if recipe.sizes is not None:
+        raise ModelError(
+            "predictions are rows, one for each sample, and collate= joins samples otherwise (rows of packed tokens, "
+            f"nodes of graphs, boxes), so nothing tells which rows of an output are whose. {_INSTEAD}"
+        )
     keyed = [replace(graph, length_keys=model.length_keys) for graph in model.graphs]
     graphs = [_captured(graph, replace(recipe, outputs=outputs), batch, count_targets=False) for graph in keyed]
     return replace(graphs[0], variants=tuple(graphs) if model.variants else (), length_keys=model.length_keys)
@@ -71,7 +76,7 @@ def for_generation(model: PartitionedModel, recipe: Recipe, keys: Sequence[str],
     """
     tokens = torch.zeros(_TEXTS, length, dtype=torch.int64)
     single = replace(model, variants=(), length_keys=())
-    wanted = replace(recipe, outputs=logits_of)
+    wanted = replace(recipe, outputs=logits_of, sizes=None)
     return _captured(single, wanted, dict.fromkeys(keys, tokens), count_targets=False)
 
 

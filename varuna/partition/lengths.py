@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import DataError, ModelError, UsageError
+from varuna.partition.after_step import AfterStep
 from varuna.partition.capture.capture import Batch, Recipe
 from varuna.partition.cut.match_cuts import UnlikeGraphsError, same_places
 from varuna.partition.cut.same_graph import code_of
@@ -49,6 +50,7 @@ def partition_lengths(
     count_targets: bool = True,
     on_cpu: bool = True,
     choose: CutChooser | None = None,
+    after_step: AfterStep | None = None,
 ) -> PartitionedModel:
     """Capture a model at every length; what comes back is the longest, with all of them as ``variants``.
 
@@ -63,6 +65,7 @@ def partition_lengths(
         count_targets: as for ``partition``.
         on_cpu: as for ``partition``.
         choose: places the cuts of the longest.
+        after_step: as for ``partition``.
 
     Raises:
         ModelError: as for ``partition``, or a length changes what belongs to a section.
@@ -77,6 +80,7 @@ def partition_lengths(
             count_targets=count_targets,
             on_cpu=on_cpu,
             choose=choose,
+            after_step=after_step,
         )
     keys = _length_keys(batch, lengths)
     captured: list[PartitionedModel] = []
@@ -93,6 +97,7 @@ def partition_lengths(
                     count_targets=count_targets,
                     on_cpu=on_cpu,
                     choose=choose if first else same_places(captured[0].operations, captured[0].cuts),
+                    after_step=after_step,
                 )
             )
         except UnlikeGraphsError as error:

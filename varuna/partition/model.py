@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,9 +10,11 @@ from torch.fx import Node
 
 from varuna.core.errors import ModelError
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
+from varuna.data.sizes import PREFIX, OpenSizes, rows_in, samples_in
+from varuna.partition.after_step import AfterStep, Following, trace
 from varuna.partition.batch_layout import InputLayout, layouts_of
 from varuna.partition.capture.capture import Batch, Capture, Recipe, capture
-from varuna.partition.cut.buffers import batch_statistics, separate_updates
+from varuna.partition.cut.buffers import BufferWrite, batch_statistics, find_writes, separate_updates
 from varuna.partition.cut.cuts import choose_cuts
 from varuna.partition.cut.footprint import footprints
 from varuna.partition.cut.same_graph import code_of
@@ -21,15 +23,19 @@ from varuna.partition.cut.strides import settle_strides
 from varuna.partition.graph.costs import CPU_SLOWDOWN, Cost, Sizes, cost_of
 from varuna.partition.graph.flow import Flow
 from varuna.partition.graph.operations import Operation, operation
+from varuna.partition.graph.ranges import Range
 from varuna.partition.graph.sample_guards import Conditions
 from varuna.partition.graph.simplify import simplify
-from varuna.partition.loss.split_terms import CannotCountError, Splitting
-from varuna.partition.loss.target_count import add_count
+from varuna.partition.held_names import held_besides, kept_together
+from varuna.partition.loss.buffer_updates import updates_of_whole_batch
+from varuna.partition.loss.split_terms import Splitting
+from varuna.partition.loss.target_count import CannotCountError, add_count
 from varuna.partition.loss.terms import Mixing, Terms, mixing_at, mixing_of, place_of, terms_of
 from varuna.partition.loss.unknown_operations import Trial, trial_of
-from varuna.partition.loss.whole_batch import PREFIX, Whole
+from varuna.partition.loss.whole_batch import Whole
 from varuna.partition.optimizer_needs import OptimizerNeeds, try_update
 from varuna.partition.optimizers import OptimizerFactory
+from varuna.partition.watching.sources import function_digest
 
 CutChooser = Callable[[Flow, Sequence[Cost]], list[int]]
 """Positions to cut after, ascending, where ``Flow.live_bytes`` allows it."""
@@ -73,12 +79,18 @@ class PartitionedModel:
     """loops over the places where a mask is true run for every place (``partition.capture.loops``)"""
     conditions: Conditions | None = None
     """what the branches of forward() on samples took for granted"""
+    ranges: tuple[Range, ...] = ()
+    """what whole numbers of the samples its embeddings and losses can take"""
     eager: Mapping[str, str] = field(default_factory=dict)
     """path of a module that runs eagerly, as one operation (``partition.opaque``) -> why"""
     variants: tuple["PartitionedModel", ...] = ()
     """the model at each declared length (``partition.lengths``), the longest first; empty if there is one only"""
     length_keys: tuple[str, ...] = ()
     """keys of the batch that tell its length, if several were declared"""
+    following: Following | None = None
+    """what the user's ``after_step`` makes of what"""
+    sizes: OpenSizes | None = None
+    """sizes of a batch that its samples tell; None: it has one row for each sample"""
 
     @property
     def graphs(self) -> tuple["PartitionedModel", ...]:
@@ -94,6 +106,12 @@ class PartitionedModel:
     def sections(self) -> tuple[SectionGraph, ...]:
         """All sections in order."""
         return self.split.sections
+
+    @property
+    def changing(self) -> frozenset[str]:
+        """Parameters and buffers that steps change, and those that ``after_step`` computes with."""
+        updated = frozenset(name for section in self.sections for name in section.updated)
+        return self.trainable | updated | (frozenset() if self.following is None else self.following.involved)
 
     @property
     def gradient_free(self) -> int:
@@ -113,7 +131,17 @@ class PartitionedModel:
             wanted += [key for counter in counters if counter is not None for key in counter.inputs]
         if 0 in mine:
             wanted += [key for graph in self.graphs if graph.conditions for key in graph.conditions.inputs]
-        return tuple(dict.fromkeys((*wanted, *self.length_keys[:1])))
+        return tuple(dict.fromkeys((*wanted, *self.telling_keys)))
+
+    @property
+    def telling_keys(self) -> tuple[str, ...]:
+        """Keys of the batch that tell the sizes of what crosses: every stage reads them."""
+        return (*self.length_keys[:1], *(() if self.sizes is None else self.sizes.keys))
+
+    def samples_in(self, batch: Mapping[str, Tensor]) -> int:
+        """How many samples a batch counts for, where examples are counted."""
+        found = samples_in(batch)
+        return rows_in(batch) if found and self.sizes is None else found
 
     def owner_of(self, parameter: str) -> int:
         """The lowest section that uses ``parameter``."""
@@ -129,6 +157,7 @@ def partition(
     count_targets: bool = True,
     on_cpu: bool = True,
     choose: CutChooser | None = None,
+    after_step: AfterStep | None = None,
 ) -> PartitionedModel:
     """Capture a model and cut it into sections.
 
@@ -140,6 +169,7 @@ def partition(
         count_targets: weigh a micro-batch by its targets where the captured loss averages over them.
         on_cpu: the workers have no GPU: nominal times are those of a CPU.
         choose: places the cuts; default: by cost and live bytes.
+        after_step: runs after each step on parameters and buffers, and is tried on some without data.
 
     Raises:
         ModelError: the model cannot be captured, or has too few places to cut.
@@ -154,9 +184,15 @@ def partition(
     if counter is not None:
         with captured.graph.inserting_before(output):
             output.args = (tuple(results),)
-    updates = separate_updates(captured, [*results, *(truth.node for truth in captured.truths)])
-    sizes = Sizes(captured.batch_symbol)
-    flow = Flow(captured, sizes)
+    following = None
+    if after_step is not None:
+        following = trace(after_step, *captured.kinds)
+        captured = replace(captured, sources=f"{captured.sources} {function_digest(after_step)}")
+    updates, together = kept_together(captured, _take_updates(captured, results, mixing), following)
+    opened = captured.sizes
+    each, samples = ((), None) if opened is None else (opened.per_sample, opened.samples)
+    sizes = Sizes(captured.batch_symbol, dict(zip(captured.open_symbols, each, strict=True)), samples)
+    flow = Flow(captured, sizes, together)
     costs = [cost_of(node, sizes) for node in flow.ops]
     if choose is None:
         cuts = choose_cuts([cost.forward_s for cost in costs], flow.live_bytes(), cut_points, layers=flow.layers())
@@ -167,6 +203,12 @@ def partition(
             f"cut={cut_points} requested, but only {len(cuts)} cut points exist. Pass cut={len(cuts)}, or leave it out."
         )
     divided = split(flow, cuts, results, updates)
+    if following is not None:
+        used = {name for section in divided.sections for name in section.parameters}
+        divided = split(flow, cuts, results, updates, held_besides(divided, following))
+        held = {name for section in divided.sections for name in section.parameters} - used
+        # what forward() does not use has no gradient in plain PyTorch, so no optimizer touches it
+        captured = replace(captured, trainable=captured.trainable - held)
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
     whole = None if splitting is None else splitting.whole(flow, len(divided.sections))
     trial = trial_of(flow, terms, len(divided.sections))
@@ -174,7 +216,7 @@ def partition(
     counters = (count, None if trial is None else trial.graph, None if whole is None else whole.counter)
     readers = (*divided.sections, *(reader for reader in counters if reader is not None))
     read = (key for reader in readers for key in reader.inputs if not key.startswith(PREFIX))
-    inputs = layouts_of(batch, (*read, *captured.condition_inputs))
+    inputs = layouts_of(batch, (*read, *captured.condition_inputs), opened)
     trainable = {name: captured.shapes[name] + (2,) * (name in captured.pairs) for name in captured.trainable}
     parameters = [section.parameters for section in divided.sections]
     update = try_update(optimizer, trainable, parameters, on_cpu=on_cpu) if optimizer else None
@@ -196,10 +238,26 @@ def partition(
         inputs=inputs,
         visits_all=captured.visits_all,
         conditions=captured.conditions,
+        ranges=captured.ranges,
         eager=captured.eager,
         operations=tuple(map(operation, flow.ops)),
         cuts=tuple(cuts),
+        following=following,
+        sizes=opened,
     )
+
+
+def _take_updates(captured: Capture, results: Sequence[Node], mixing: Sequence[Mixing]) -> tuple[BufferWrite, ...]:
+    """Take writes to buffers out of the graph: for one update a step, where that is what plain PyTorch does.
+
+    Where micro-batches belong together, as with batch normalisation, plain PyTorch counts in each of them.
+    """
+    writes = find_writes(captured, results)
+    by_micro_batch = bool(writes.normalised) or any(each.certain for each in mixing)
+    at_once = [*writes.read, *(() if by_micro_batch else writes.counted)]
+    order = {node: place for place, node in enumerate(captured.graph.nodes)}
+    whole = updates_of_whole_batch(captured, sorted(at_once, key=order.__getitem__), results, required=writes.read)
+    return (*whole, *separate_updates(captured, [*results, *(truth.node for truth in captured.truths)]))
 
 
 def _weigh(
@@ -305,7 +363,8 @@ def _facts(
         tied=_tied(divided, sizes),
         updates_together=update is not None and update.together,
         combines=update is None or update.combines,
-        batch_dependent=any(section.updates for section in divided.sections) or bool(batch_statistics(captured.graph)),
+        batch_dependent=any(update.kinds is None for section in divided.sections for update in section.updates)
+        or bool(batch_statistics(captured.graph)),
     )
 
 
@@ -338,9 +397,9 @@ def graph_digest(divided: Split, shapes: Mapping[str, tuple[int, ...]]) -> str:
     digest = hashlib.sha256()
     for section in divided.sections:
         digest.update(code_of(section.module).encode())
-        digest.update(repr((section.takes, section.inputs, section.parameters, section.buffers)).encode())
+        digest.update(repr((section.takes, section.inputs, section.parameters, section.buffers, section.kept)).encode())
         for update in section.updates:
-            digest.update(repr((update.buffers, update.statistics, code_of(update.module))).encode())
+            digest.update(repr((update.buffers, update.statistics, update.kinds, code_of(update.module))).encode())
     digest.update(repr(divided.crossings).encode())
     digest.update(repr(sorted(shapes.items())).encode())
     return digest.hexdigest()

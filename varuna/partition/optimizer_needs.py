@@ -9,12 +9,10 @@ from torch.optim import optimizer as _torch_optimizer
 
 from varuna.core.errors import ModelError, VarunaError
 from varuna.partition.optimizers import (
-    Averaging,
     AveragingFactory,
     OptimizerFactory,
-    SeveralOptimizers,
     build_optimizer,
-    parts_of,
+    is_torchs,
 )
 from varuna.partition.watching.fake_mode import FakeMode
 from varuna.partition.watching.live_bytes import Allocated
@@ -148,7 +146,7 @@ def _try(factory: OptimizerFactory, shapes: Shapes, *, on_cpu: bool) -> _Trial |
             for name, p in named
             if p in built.state
         }
-    return _Trial(state_bytes, counted.peak_bytes - before_bytes, _is_torchs(built))
+    return _Trial(state_bytes, counted.peak_bytes - before_bytes, is_torchs(built))
 
 
 def _not_here(error: Exception) -> ModelError:
@@ -169,14 +167,3 @@ def _take_together(built: torch.optim.Optimizer) -> None:
 def _is_hooked() -> bool:
     """Whether something of the user's runs at each step of any optimizer."""
     return any((_torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks))
-
-
-def _is_torchs(built: torch.optim.Optimizer) -> bool:
-    """Whether a step of this optimizer runs no code but torch's."""
-    return all(
-        (type(part).__module__.startswith("torch.optim.") or isinstance(part, SeveralOptimizers))
-        and "step" not in vars(part)
-        and not part._optimizer_step_pre_hooks
-        and all(isinstance(hook, Averaging) for hook in part._optimizer_step_post_hooks.values())
-        for part in parts_of(built)
-    )

@@ -10,6 +10,7 @@ import torch
 
 from varuna.checkpoint.io.section_state import AVERAGE as AVERAGE
 from varuna.core.errors import UsageError
+from varuna.data.randomness import next_in_turn
 
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -34,7 +35,8 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nothing needs what torch's returns
         """Step each of them."""
-        for part in self.parts:
+        for number, part in enumerate(self.parts):
+            next_in_turn(1 + number)
             part.step()
 
 
@@ -68,24 +70,36 @@ def build_optimizer(factory: OptimizerFactory, named: NamedParameters) -> torch.
 
 
 class Averaging:
-    """After each step, moves the average of every parameter a little towards its value; at first it is that value.
+    """After each step, moves the average of every parameter a little towards its value.
 
     It is part of the optimizer's state, so it moves and is saved with it.
     """
 
-    def __init__(self, decay: float) -> None:
-        """Keep ``decay`` of the average, in [0, 1)."""
-        self._decay = decay
+    def __init__(self, decay: float, *, from_start: bool = False) -> None:
+        """Keep ``decay`` of the average, in [0, 1).
+
+        Args:
+            decay: of the average.
+            from_start: it begins with the parameters before the first step; else with those after it.
+        """
+        self._decay, self._from_start = decay, from_start
+        self._first: dict[torch.nn.Parameter, torch.Tensor] = {}  # state must be empty before torch's first step
+
+    @torch.no_grad()
+    def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """The optimizer is about to step."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"]) if self._from_start else ()
+        self._first = {p: p.detach().clone() for p in parameters if AVERAGE not in optimizer.state.get(p, {})}
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """The optimizer has stepped."""
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             state = optimizer.state[parameter]
-            if AVERAGE in state:
-                state[AVERAGE].lerp_(parameter.detach(), 1 - self._decay)
-            else:
-                state[AVERAGE] = parameter.detach().clone()
+            if AVERAGE not in state:
+                state[AVERAGE] = self._first.get(parameter, parameter.detach()).clone()
+            state[AVERAGE].lerp_(parameter.detach(), 1 - self._decay)
+        self._first = {}
 
 
 @dataclass(frozen=True)
@@ -94,17 +108,38 @@ class AveragingFactory:
 
     factory: OptimizerFactory
     decay: float
+    from_start: bool = False
+
+    @property
+    def __wrapped__(self) -> OptimizerFactory:
+        """The user's function, where ``inspect.unwrap`` looks."""
+        return self.factory
 
     def __call__(self, named: NamedParameters) -> torch.optim.Optimizer:
         """As the user's factory."""
         optimizer = build_optimizer(self.factory, named)
-        optimizer.register_step_post_hook(Averaging(self.decay))
+        averaging = Averaging(self.decay, from_start=self.from_start)
+        optimizer.register_step_pre_hook(averaging.before)
+        optimizer.register_step_post_hook(averaging)
         return optimizer
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizer, and those that it steps."""
     return (optimizer, *optimizer.parts) if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+
+
+def is_torchs(built: torch.optim.Optimizer) -> bool:
+    """Whether a step of this optimizer runs no code but torch's."""
+    return all(
+        (type(part).__module__.startswith("torch.optim.") or isinstance(part, SeveralOptimizers))
+        and "step" not in vars(part)
+        and all(
+            isinstance(getattr(hook, "__self__", hook), Averaging)
+            for hook in (*part._optimizer_step_pre_hooks.values(), *part._optimizer_step_post_hooks.values())
+        )
+        for part in parts_of(built)
+    )
 
 
 def _check(optimizer: Any) -> None:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,8 +34,8 @@ from varuna.membership.managed import ManagedMembership
 from varuna.planner.choose import plan_run, run_request
 from varuna.planner.copies import with_copies
 from varuna.planner.sweep import rank_depths
-from varuna.process.frames import stacks_of
 from varuna.testing.faults import Fault, Killed, Warned, watching
+from varuna.testing.threads import Threads
 
 _END_S = 30.0
 """Workers that were told the end get so long to return."""
@@ -185,7 +186,7 @@ class _Workers:
         self._capturing, self._captures = threading.Lock(), captures
         self._turns: dict[str, _Turn] = {}
         self._lines: dict[str, _Line] = {}
-        self._threads: dict[str, threading.Thread] = {}
+        self._threads = Threads()
         self._places: dict[str, WorkerThread] = {}
         self._is_over, self._lost, self._warned = False, set[str](), set[str]()
         self._returned: dict[str, Any] = {}
@@ -271,20 +272,16 @@ class _Workers:
         self._journal.close()
 
     def _join(self) -> None:
-        deadline_s = time.monotonic() + _END_S
-        for worker, thread in self._threads.items():
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-            if thread.is_alive():
-                stacks = stacks_of([thread.ident or 0])
-                where = "".join(traceback.format_stack(stacks[0][0])[-3:]) if stacks else ""
-                late = f"worker {worker} does not end {_END_S:g} s after the run has. It is here:\n{where}"
-                raise WorkerError(late) from (self._errors[0] if self._errors else None)
+        try:
+            self._threads.join(_END_S)
+        except WorkerError as error:
+            raise error from (self._errors[0] if self._errors else None)
 
     # -- what the manager asks for ---------------------------------------------------------------------------
 
     def spawn(self) -> str:
         """Start a worker."""
-        name = f"w{len(self._threads)}"
+        name = f"w{len(self._lines)}"
         line = self._lines[name] = _Line(name, self._mailbox.post)
         turn = self._turns[name] = _Turn(self._capturing)
 
@@ -294,8 +291,7 @@ class _Workers:
 
         membership = ManagedMembership("this process", "", name, dial=dial, measures=False)
         self._places[name] = WorkerThread(membership, self._captures)
-        self._threads[name] = threading.Thread(target=self._live, args=(name,), name=f"worker {name}", daemon=True)
-        self._threads[name].start()
+        self._threads.start(f"worker {name}", partial(self._live, name))
         return name
 
     def kill(self, name: str) -> None:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.scenarios.launch import JOB, environment, json_log, python, run
+from tests.scenarios.launch import JOB, Alone, environment, json_log, run
 from tests.unit.fleet.clouds.group_servers import Kubernetes
 from tests.unit.fleet.metadata import serving
 from varuna.fleet.net.join_string import parse_invitation
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 CLI = [sys.executable, "-m", "varuna.cli.main"]
 ARGS = ("--steps", "12", "--dropout", "0.1")
 
@@ -76,9 +76,7 @@ def server(tmp_path: Path) -> Iterator[str]:
             process.wait()
 
 
-def test_a_run_scales_its_agents_trains_and_gives_them_back(server: str, tmp_path: Path) -> None:
-    whole = python(*ARGS)
-    assert whole.code == 0, whole.err
+def test_a_run_scales_its_agents_trains_and_gives_them_back(server: str, tmp_path: Path, alone: Alone) -> None:
     log = tmp_path / "log.jsonl"
     place = ("--on", "k8s:ml/agents", "--api-server", server, "--nodes", "2:2", "--advertise", "127.0.0.1")
     done = run([*CLI, "run", *place, "--run-dir", str(tmp_path / "run"), "--json-log", str(log), JOB, *ARGS])
@@ -87,4 +85,4 @@ def test_a_run_scales_its_agents_trains_and_gives_them_back(server: str, tmp_pat
     assert (Cluster.most, Cluster.desired) == (2, 0)
     assert parse_invitation(base64.b64decode(Cluster.secret["join"]).decode()).host == "127.0.0.1"
     losses: dict[int, Any] = {line["step"]: line["loss"] for line in json_log(log)}
-    assert losses == {step: pytest.approx(loss, rel=1e-5) for step, loss in whole.losses.items()}
+    assert losses == {step: pytest.approx(loss, rel=1e-5) for step, loss in alone(12, "--dropout", "0.1").items()}

@@ -52,6 +52,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.nightly
 def test_two_builds_are_equal_byte_by_byte(tmp_path: Path, wheel: Path) -> None:
     first = build(copy(tmp_path / "here"), tmp_path / "first")
     (tmp_path / "elsewhere").mkdir()
@@ -113,6 +114,7 @@ def instructions() -> list[tuple[str, str]]:
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines)]
 
 
+@pytest.mark.nightly
 def test_the_images_steps_work_one_by_one(tmp_path: Path) -> None:
     """No builder of images can run here: what is copied is copied, and the build is run; installing needs a network."""
     source = copy(tmp_path / "src")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.scenarios.cluster import CLI, Cluster, ended
-from tests.scenarios.launch import JOB, environment, json_log, processes_with, python
+from tests.scenarios.launch import JOB, Alone, environment, json_log, processes_with
 from tests.scenarios.on_engine import ARGS
 from tests.scenarios.stand_ins import StandIns
 from tests.scenarios.torchruns import descendants
@@ -129,9 +129,9 @@ def _section(text: str, name: str) -> str:
     return textwrap.dedent(block)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_jobs_that_are_killed_and_recovered_train_with_the_losses_of_one_process(tmp_path: Path) -> None:
-    undisturbed = python("--steps", "120", "--dropout", "0.1").losses
+def test_jobs_that_are_killed_and_recovered_train_with_the_losses_of_one_process(tmp_path: Path, alone: Alone) -> None:
     (tmp_path / "head").mkdir()
     cluster, jobs = Cluster(tmp_path / "head", "--workers", "3"), Jobs(tmp_path)
     try:
@@ -164,5 +164,6 @@ def test_jobs_that_are_killed_and_recovered_train_with_the_losses_of_one_process
         cluster.close()
     log = json_log(cluster.log)
     assert sorted({line["step"] for line in log}) == list(range(len({line["step"] for line in log})))
+    undisturbed = alone(len(log), "--dropout", "0.1")
     for line in log:
-        assert line["loss"] == pytest.approx(undisturbed.get(line["step"], line["loss"]), rel=1e-5), line
+        assert line["loss"] == pytest.approx(undisturbed[line["step"]], rel=1e-5), line

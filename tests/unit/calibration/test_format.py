@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from varuna.calibration.file import check_matches, read_calibration, write_calibration
 from varuna.calibration.format import Calibration, SectionKind
 from varuna.calibration.nominal import nominal_calibration
@@ -124,7 +125,7 @@ PATHS = st.sampled_from(
 
 
 @given(path=PATHS, value=VALUES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=by_depth(13, 80), deadline=None)
 def test_whatever_stands_in_a_file_it_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, path: str, value: object
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.depth import by_depth
 from tests.unit.checkpoint.saves import assemble, make_plan, make_states, same_states, save, save_parts
 from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.manifest import commit, newest_intact
@@ -92,7 +93,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, fatal: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("share", range(4))
+@pytest.mark.parametrize("share", range(by_depth(1, 4)))
 def test_at_every_system_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: int) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # what a crash of the machine loses is not tested here
     fatal = share

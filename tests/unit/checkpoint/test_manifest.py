@@ -261,6 +261,22 @@ def test_the_same_state_and_samples_continue_whatever_the_graph(store: Store) ->
 
 
 @pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [(40, 52, "a dataset with 40 samples, and this one has 52 samples"), (40, 0, "this one has no length")],
+)
+def test_a_dataset_of_another_length_is_refused_unless_it_is_accepted(
+    store: Store, was: int, now: int, said: str
+) -> None:
+    written = save(store, 5).model_copy(update={"samples": was})
+    job = make_job().model_copy(update={"samples": now})
+    with pytest.raises(CheckpointError, match=rf"{said}.*other_length=True"):
+        check_compatible(written, job)
+    check_compatible(written, job.model_copy(update={"takes_other_length": True}))
+    check_compatible(written, job.model_copy(update={"samples": was}))
+    check_compatible(written.model_copy(update={"samples": None}), job)
+
+
+@pytest.mark.parametrize(
     ("other", "message"),
     [
         (make_job(seed=2), "seed was 1, is now 2"),

@@ -28,6 +28,7 @@ def test_a_wrong_forward_a_wrong_gradient_and_a_wrong_buffer_are_refused() -> No
         checked(Normed, micro_batch=4, mutate=other_momentum)
 
 
+@pytest.mark.nightly
 def test_a_section_that_writes_to_what_it_is_given_is_refused() -> None:
     with pytest.raises(ModelError, match=r"section \d \(.*\) writes in place to (y|gt), which it is given"):
         checked(Net, mutate=lambda model: edited(model, writing))
@@ -49,6 +50,7 @@ class Spectral(Net):
         return back
 
 
+@pytest.mark.nightly
 def test_complex_activations_whose_gradient_was_lost_are_named() -> None:
     def forgetful(model: PartitionedModel) -> None:
         complex_ones = [c for into in model.split.crossings for c in into if c.dtype.is_complex]

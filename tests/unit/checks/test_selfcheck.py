@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.depth import by_depth
 from tests.unit.checks.jobs import Annealed, Dropping, Net, Normed, Rows, Skipping, checked, with_parameter_hook
-from tests.unit.engine.ranks import adamw
+from tests.unit.engine.models import adamw
 from varuna.core.errors import DataError, ModelError
 from varuna.trainer import Trainer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 def test_sound_models_pass_with_small_errors(dtype: torch.dtype) -> None:
     bound = 1e-6 if dtype is torch.float32 else 0.05
     for build, micro_batch in ((Net, None), (Dropping, None), (Normed, 4)):
@@ -38,7 +39,12 @@ class TensorHook(Net):
 
 
 @pytest.mark.parametrize(
-    "which", ["register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook"]
+    "which",
+    [
+        "register_post_accumulate_grad_hook",
+        pytest.param("register_full_backward_hook", marks=pytest.mark.nightly),
+        pytest.param("register_hook", marks=pytest.mark.nightly),
+    ],
 )
 def test_hooks_of_the_constructor_are_refused(which: str) -> None:
     with pytest.raises(ModelError, match=rf"{which} on layers\.1.*before_step"):
@@ -61,6 +67,7 @@ def test_draws_from_python_and_numpy_are_refused_with_their_place(build: Callabl
         checked(build)
 
 
+@pytest.mark.nightly
 def test_draws_that_decide_on_nothing_pass() -> None:
     checked(lambda: Skipping(0.0))
     with pytest.raises(ModelError, match="Python's random"):
@@ -99,9 +106,9 @@ class Counting(Net):
 
 
 def test_a_counter_is_refused_if_the_loss_depends_on_it_at_any_time() -> None:
-    for build in (Annealed, partial(Annealed, 500)):
+    for warm in by_depth([500], [0, 500]):
         with pytest.raises(ModelError, match=r"a number that forward\(\) itself changes: steps"):
-            checked(build)
+            checked(partial(Annealed, warm))
     checked(Counting)
 
 
@@ -164,6 +171,7 @@ class Words(Rows):
         return {"tokens": torch.arange(index, index + 6) % 16, "y": super().__getitem__(index)["y"]}
 
 
+@pytest.mark.nightly
 def test_true_zeros_empty_and_sparse_gradients_are_no_differences() -> None:
     assert checked(Softmaxed).gradient < 1e-5
     assert checked(Sparse, Words()).gradient < 1e-6
@@ -183,6 +191,7 @@ class Variational(nn.Module):
         return nn.functional.mse_loss(self.decode(drawn), y) + apart
 
 
+@pytest.mark.nightly
 def test_noise_that_a_model_draws_is_no_difference_and_a_sum_is_compared_in_spite_of_it() -> None:
     assert checked(Variational).gradient < 1e-6
     found = checked(Variational, DrawnRows(), loss=lambda output, batch: output * batch["x"].shape[0])
@@ -196,6 +205,7 @@ class DrawnRows(Rows):
         return {"x": torch.randn(8), "y": torch.rand(8)}
 
 
+@pytest.mark.nightly
 def test_contrastive_losses_are_checked_by_micro_batch() -> None:
     class Pairs(Net):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

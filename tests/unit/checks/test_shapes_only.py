@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from torch import nn
 
+from tests.depth import by_depth
 from tests.unit.checks.jobs import (
     Annealed,
     Mutate,
@@ -33,17 +34,19 @@ def looked_at(build: Callable[[], nn.Module], mutate: Mutate = lambda model: mod
 
 
 def test_without_data_gradients_hooks_draws_and_counters_are_seen() -> None:
-    for sound in (Net, partial(Skipping, 0.0)):
+    models: list[Callable[[], nn.Module]] = [Net, partial(Skipping, 0.0)]
+    for sound in by_depth(models[:1], models):
         found = looked_at(sound)
         assert found.errors is None
         assert "losses, gradients and buffers" in str(found)
     with pytest.raises(ModelError, match=r"parameters get no gradient \(layers\.\d.*use_reentrant=True"):
         looked_at(Reentrant, lambda model: edited(model, detached))
-    for build, said in (
+    seen = [
         (with_parameter_hook("register_hook"), r"register_hook on layers\.1\.weight"),
         (Skipping, "Python's random at"),
         (Annealed, r"itself changes: steps"),
-    ):
+    ]
+    for build, said in by_depth(seen[:1], seen):
         with pytest.raises(ModelError, match=said):
             looked_at(build)
 

@@ -40,6 +40,7 @@ def test_json_tells_cuts_stages_ties_and_errors() -> None:
     assert sum(stage["share"] for stage in report["stages"]) == pytest.approx(1.0)
 
 
+@pytest.mark.nightly
 def test_batch_normalisation_is_told_and_verified_in_training_mode() -> None:
     report = json.loads(inspected("--verify", "--json", JOB, *TWO, "--dropout", "0.1", "--batch-norm"))
     assert report["batch_dependent"]
@@ -50,6 +51,7 @@ def test_batch_normalisation_is_told_and_verified_in_training_mode() -> None:
     assert "micro_batch=" in inspected(JOB, *TWO, "--batch-norm")
 
 
+@pytest.mark.nightly
 def test_what_mixes_examples_is_listed_with_its_place_and_verified(tmp_path: Path) -> None:
     script = tmp_path / "balanced.py"
     script.write_text(
@@ -95,6 +97,7 @@ def test_a_wrong_capture_is_told_in_clean_json_with_code_1(tmp_path: Path) -> No
     assert json.loads(CliRunner().invoke(app, ["inspect", "--json", str(script)]).stdout)["verify"] is None
 
 
+@pytest.mark.nightly
 def test_trace_tells_what_crosses_stages_unseen(tmp_path: Path) -> None:
     script = tmp_path / "clips.py"
     script.write_text(

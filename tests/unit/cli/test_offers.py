@@ -38,6 +38,7 @@ def offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return run
 
 
+@pytest.mark.nightly
 def test_the_frontier_and_what_answers_the_question(offers: Any) -> None:
     text = entry() + entry("slow", SLOW, 8, losses_per_hour=0.1)
     code, out, _ = offers(text, "--examples", "1e7", "--deadline", "70", "--budget", "400", "--json")
@@ -58,6 +59,7 @@ def test_the_frontier_and_what_answers_the_question(offers: Any) -> None:
     assert "2 fast + 8 slow" in shown
 
 
+@pytest.mark.nightly
 def test_the_frontier_as_a_picture(offers: Any, tmp_path: Path) -> None:
     drawn = tmp_path / "frontier.svg"
     text = entry() + entry("slow", SLOW, 8)
@@ -107,6 +109,7 @@ def test_a_deadline_needs_a_length_and_a_model_a_fleet(offers: Any) -> None:
     assert "fits on no fleet of these offers" in said
 
 
+@pytest.mark.nightly
 def test_what_leaves_a_region_is_paid_for(offers: Any) -> None:
     near = {"region": "east", "egress_per_gb": 0.05}
     both = entry("a", SLOW, 12, **near) + entry("b", SLOW, 12, region="west", egress_per_gb=0.05)
@@ -121,6 +124,7 @@ def test_what_leaves_a_region_is_paid_for(offers: Any) -> None:
     assert "egress" not in offers(one)[1]
 
 
+@pytest.mark.nightly
 def test_what_leaves_a_zone_is_paid_for_at_its_own_price(offers: Any) -> None:
     """Two zones of one region: pipelines stay in one, sums go across."""
     east = {"region": "east", "egress_per_gb": 0.05, "zone_egress_per_gb": 0.02}

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.depth import by_depth
 from tests.unit.engine.late import LateStreams
 from varuna.calibration.file import read_calibration
 from varuna.cli.main import main
@@ -220,7 +221,7 @@ def test_per_dollar_fewer_gpus_may_win(run: Any) -> None:
     memory_gb=st.none() | st.integers(1, 100),
     per_vm=st.integers(1, 16),
 )
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=by_depth(2, 8), deadline=None, derandomize=True)
 def test_whatever_is_asked_there_is_a_plan_that_keeps_its_word_or_a_reason(
     gpus: int, global_batch: int, micro_batch: int | None, stages: int | None, memory_gb: int | None, per_vm: int
 ) -> None:
@@ -269,6 +270,7 @@ def test_at_a_rate_of_losses_plans_are_ranked_by_what_is_left_and_both_figures_a
     assert "left" not in run(*args).out
 
 
+@pytest.mark.nightly
 def test_gpus_of_two_kinds_share_a_step(run: Any) -> None:
     fast = str(FOLDER / "gpt2-2.5b-h100.json")
     both = ("--calibration", fast, "--gpus", "8", "--calibration", SMALL, "--gpus", "16")

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from tests.depth import by_depth
 from tests.unit.planner.models import calibrated, model, section
 from varuna.calibration.file import write_calibration
 from varuna.cli import main as cli
@@ -114,7 +115,7 @@ def test_a_network_is_three_numbers_that_a_network_can_have(text: str) -> None:
     network=st.one_of(st.just("0,0,0"), st.from_regex(r"\A[-0-9.,enaif]{0,12}\Z")),
     split_last=st.integers(0, 12),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=by_depth(6, 25), deadline=None)
 def test_whatever_is_typed_ends_in_an_answer_or_a_refusal(
     policy: str, stages: int, micro_batches: int, network: str, split_last: int
 ) -> None:

@@ -50,6 +50,7 @@ def test_each_process_opens_the_shards_that_it_reads(shards: Any) -> None:
             assert np.array_equal(row.numpy(), shards[index]["x"])
 
 
+@pytest.mark.nightly
 def test_losses_do_not_depend_on_who_reads(page: dict[str, Any], shards: Any) -> None:
     def losses(processes: int) -> list[float]:
         trainer = varuna.Trainer(page["Classifier"], shards, page["optimizer"], 8, micro_batch=2, num_workers=processes)

@@ -13,6 +13,7 @@ from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 
 
+@pytest.mark.nightly
 def test_the_memory_limit_makes_every_loss_of_a_worker_a_change_of_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(example_folder("gpt2_text")), *sys.path])
     from model import add_arguments, build_model

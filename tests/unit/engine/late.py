@@ -19,6 +19,7 @@ from torch import Tensor
 from varuna.core.devices import DeviceFacts
 from varuna.engine.device.host_copies import DONE, Ready, StreamCopies
 from varuna.engine.device.streams import Event
+from varuna.engine.links.traffic import Traffic, traffic_over
 
 _running = threading.RLock()
 
@@ -170,3 +171,15 @@ class Rash(StreamCopies):
     def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
         super().down(pairs, after)
         return DONE
+
+
+class Late:
+    """Gives every rank late streams, and remembers them."""
+
+    def __init__(self, over: Callable[[LateStreams], Traffic] = traffic_over) -> None:
+        self.made: list[LateStreams] = []
+        self._over = over
+
+    def __call__(self) -> Traffic:
+        self.made.append(LateStreams())
+        return self._over(self.made[-1])

@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.captures import CAPTURES
+from tests.depth import by_depth
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
+from varuna.checkpoint.io.section_state import from_bytes, to_bytes
 from varuna.core.model import JobFacts, Memory
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipelines, Plan
 from varuna.core.precision import Precision
 from varuna.data.samples import SampleSource
 from varuna.engine.base.transport import Group, local_store
@@ -34,98 +38,7 @@ from varuna.partition.lengths import partition_lengths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.on_device import on_device
 from varuna.planner.choose import plan_run
-
-
-def tiny_gpt2(dropout: float = 0.0, layers: int = 2) -> nn.Module:
-    """GPT-2 with tied embeddings, about 30,000 parameters."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=layers,
-            n_embd=32,
-            n_head=2,
-            vocab_size=64,
-            n_positions=16,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
-
-
-def dropping() -> nn.Module:
-    """GPT-2 with dropout, as it comes."""
-    return tiny_gpt2(dropout=0.1)
-
-
-def tiny_llama(layers: int = 2) -> nn.Module:
-    """Llama with rotary embeddings and an untied head."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=layers,
-            hidden_size=32,
-            intermediate_size=48,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=64,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
-
-
-class SmallLanguage(nn.Module):
-    """A plain model with tied embeddings that is captured in a fraction of a second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.head = nn.Linear(8, 64, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-class Dropping(SmallLanguage):
-    """The same, which draws in every layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(4))
-
-
-class Tokens:
-    """Random tokens of length 16; ``padded`` ignores a number of targets that varies with the index."""
-
-    def __init__(self, *, padded: bool = False, size: int = 50) -> None:
-        self.padded = padded
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
-        labels = tokens.clone()
-        if self.padded:
-            labels[: index % 13] = -100
-        return {"input_ids": tokens, "labels": labels}
-
-
-def adamw(named: Any) -> torch.optim.Optimizer:
-    """The optimizer of most tests."""
-    return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
+from varuna.testing.threads import run_all
 
 
 def reaped(bound_s: float = 5.0, *begins: str) -> None:
@@ -149,6 +62,10 @@ _plans: dict[tuple[object, ...], Plan] = {}
 _planning = threading.Lock()
 
 
+STEPS = by_depth(2, 4)
+"""of a run whose test does not say"""
+
+
 @dataclass
 class Setup:
     """A job, captured once in this process and run in any plan."""
@@ -164,6 +81,7 @@ class Setup:
     weight: Any = None
     metrics: Any = None
     before_step: Any = None
+    after_step: Any = None
     policy: str = "varuna"
     adjusted: Callable[[Plan], Plan] | None = None
     """changes the plan that the planner made"""
@@ -186,10 +104,15 @@ class Setup:
     def __post_init__(self) -> None:
         self.recipe = Recipe(self.build, metrics=self.metrics, dtype=DTYPES[self.precision])
         self.source = SampleSource(self.dataset, seed=self.seed, collate=self.collate)
-        key = (self.build, self.metrics, self.lengths, self.precision)
+        key = (self.build, self.metrics, self.lengths, self.precision, self.after_step)
         if key not in _captured:
             batch = self.source.micro_batch(range(2)).tensors
-            _captured[key] = partition_lengths(self.recipe, batch, self.lengths, optimizer=adamw)
+            _captured[key] = CAPTURES.captured(
+                lambda: partition_lengths(
+                    self.recipe, batch, self.lengths, optimizer=adamw, after_step=self.after_step
+                ),
+                *key,
+            )
         self.model = _captured[key]
         self.beginning = begin_with(
             self.recipe,
@@ -241,6 +164,7 @@ class Setup:
             seed=self.seed,
             clip_grad_norm=self.clip,
             before_step=self.before_step,
+            after_step=self.after_step,
             buffers={name: cast(value.clone().to(device), self.recipe.dtype) for name, value in self._buffers.items()},
             device=device,
             dtype=self.recipe.dtype,
@@ -274,7 +198,7 @@ class Setup:
         _sessions.append((session, saver))
         return session
 
-    def run(self, stages: int, replicas: int, steps: int = 4, *, size: int | None = None) -> list[list[Committed]]:
+    def run(self, stages: int, replicas: int, steps: int = STEPS, *, size: int | None = None) -> list[list[Committed]]:
         """Train on ``stages * replicas`` threads, or ``size`` of them; what each rank committed."""
         store = local_store()
         size = size or stages * replicas
@@ -300,13 +224,32 @@ class Setup:
         return committed
 
     def losses(
-        self, stages: int, replicas: int, steps: int = 4, *, size: int | None = None
+        self, stages: int, replicas: int, steps: int = STEPS, *, size: int | None = None
     ) -> list[tuple[float, float]]:
         """(loss, gradient norm) of each step, checked to be the same number on every rank."""
         committed = self.run(stages, replicas, steps, size=size)
         curves = [[(each.totals.loss, each.totals.grad_norm) for each in rank] for rank in committed]
         assert len(set(map(repr, curves))) == 1  # as text: NaN differs from itself
         return curves[0]
+
+    def on_pipelines(self, *depths: int, steps: int = STEPS) -> list[tuple[float, float]]:
+        """Train on pipelines of these depths: losses and norms; ``finished`` is set."""
+        if len(set(depths)) == 1:
+            return self.losses(depths[0], len(depths), steps)
+        before, self.adjusted = self.adjusted, unlike(*depths)
+        try:
+            return self.losses(depths[0], len(depths), steps, size=sum(depths))
+        finally:
+            self.adjusted = before
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Updated buffers of the last run, checked to have the same bits wherever they are held."""
+        found: dict[str, Tensor] = {}
+        for session in self.finished:
+            assert session.current is not None
+            for name, value in session.current.stage.buffers.items():
+                assert torch.equal(found.setdefault(name, value), value), name
+        return found
 
     def parameters(self) -> dict[str, Tensor]:
         """Trained parameters of the last run, from whichever rank holds them."""
@@ -316,9 +259,45 @@ class Setup:
             found.update({name: value.detach() for name, value in session.current.stage.parameters.items()})
         return found
 
+    def states(self) -> dict[str, Tensor]:
+        """Every tensor of every section that some rank holds, checked to be the same wherever it is held."""
+        found: dict[str, Tensor] = {}
+        for session in self.finished:
+            assert session.current is not None
+            stage = session.current.stage
+            for section in stage.sharding.held:
+                state = from_bytes(to_bytes(stage.state_of(section)))
+                held = {f"{section}/{name}": value for name, value in state.tensors.items()}
+                assert all(torch.equal(found[name], value) for name, value in held.items() if name in found), section
+                found.update(held)
+        return found
+
     def times(self) -> list[StepTimes | None]:
         """What each rank did in the last step of the last run."""
         return [session.current.runtime.times for session in self.finished if session.current is not None]
+
+
+def unlike(*depths: int, paces: tuple[float, ...] = ()) -> Callable[[Plan], Plan]:
+    """Turn a plan into one of pipelines of these depths, each cut evenly."""
+
+    def adjusted(plan: Plan) -> Plan:
+        def even(stages: int) -> dict[str, Any]:
+            starts = tuple(plan.sections * stage // stages for stage in range(stages))
+            return {"starts": starts, "stash_limits": tuple(3 * (stages - stage) for stage in range(stages))}
+
+        more = tuple(
+            Pipelines(replicas=1, pace=pace, **even(stages))
+            for stages, pace in zip(depths[1:], paces or (1.0,) * len(depths), strict=False)
+        )
+        first = {"stages": depths[0], "replicas": len(depths), "kept": (), "stash_on_device": (), **even(depths[0])}
+        return Plan.model_validate({**dict(plan), **first, "more": more})
+
+    return adjusted
+
+
+def dealt(*speeds: float) -> Callable[[Plan], Plan]:
+    """Turn a plan into one whose replicas have these speeds."""
+    return lambda plan: plan.model_copy(update={"speeds": speeds})
 
 
 def close_sessions() -> None:
@@ -345,75 +324,6 @@ def connected(size: int) -> list[Group]:
 
     run_all([partial(connect, rank) for rank in range(size)])
     return [groups.pop(rank) for rank in range(size)]
-
-
-def run_all(works: list[Callable[[], object]], bound_s: float = 60.0) -> None:
-    """Run all at once; re-raise the first exception; never hang."""
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    deadline_s = time.monotonic() + bound_s
-    while any(thread.is_alive() for thread in threads) and not errors:
-        assert time.monotonic() < deadline_s, "a rank hangs"
-        next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.02)
-    if errors:
-        raise errors[0]
-
-
-def reference(setup: Setup, steps: int = 4, *, whole_batch: bool = True) -> list[tuple[float, float]]:
-    """The same job as a plain eager loop: nothing of the engine; (loss, gradient norm) of each step.
-
-    Args:
-        setup: the job.
-        steps: how many.
-        whole_batch: the loss is that of the whole batch; else the mean of those of its micro-batches.
-    """
-    from varuna.data import sample_index
-
-    torch.manual_seed(setup.seed)
-    model = setup.build().train()
-    named = list(model.named_parameters())
-    built = setup.optimizer(named)
-    optimizers = built if isinstance(built, list) else [built]
-    optimizer = optimizers[0]
-    scheduler = setup.scheduler(optimizer) if setup.scheduler else None
-    at_once = setup.global_batch if whole_batch else setup.micro_batch
-    curve = []
-    for step in range(steps):
-        model.zero_grad()
-        total = 0.0
-        for first in range(step * setup.global_batch, (step + 1) * setup.global_batch, at_once):
-            samples = [
-                setup.dataset[sample_index(p, size=len(setup.dataset), seed=setup.seed)]
-                for p in range(first, first + at_once)
-            ]
-            batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-            output = model(**batch)
-            loss = getattr(output, "loss", output) * (at_once / setup.global_batch)
-            loss.backward()
-            total += float(loss.detach())
-        limit = float("inf") if setup.clip is None else setup.clip
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-        for each in optimizers:
-            each.step()
-        if scheduler is not None:
-            scheduler.step()
-        curve.append((total, float(norm)))
-    return curve
-
-
-def worst(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
-    """Largest relative difference of two curves."""
-    assert len(one) == len(other)
-    return max(abs(a - b) / abs(b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Complex parameters train as in one process."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,10 +7,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, close_sessions, reference, run_all, single_threaded, worst
-from tests.unit.engine.sharing import distance, momentum, trained_plainly
+from tests.unit.engine.optimizers import momentum
+from tests.unit.engine.plain import distance, train_plainly
+from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.io.section_state import from_bytes, to_bytes
 from varuna.engine.worker.export import export_model
+from varuna.testing.threads import run_all
 
 LENGTH, WIDTH = 16, 8
 
@@ -36,26 +37,10 @@ class Spectral(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def test_any_plan_trains_complex_parameters_as_a_plain_loop() -> None:
-    setup = Setup(Spectral)
-    assert [tied.name for tied in setup.model.facts.tied] == ["filters.0"]
-    with single_threaded():
-        expected = reference(setup, 4)
-        flat = setup.losses(1, 1, 4)
-        assert worst(flat, expected) < 1e-5
-        own = setup.parameters()
-        assert setup.losses(3, 1, 4) == flat
-        assert distance(setup.parameters(), own) == 0
-        close_sessions()
-        shared = replace(setup, share=True)
-        assert worst(shared.losses(2, 3, 4), expected) < 1e-5
-
-
 def test_complex_parameters_end_where_a_plain_loop_ends_and_survive_files(tmp_path: Path) -> None:
     setup = Setup(Spectral, optimizer=momentum, clip=None)
-    with single_threaded():
-        _, parameters = trained_plainly(setup, 4)
-        setup.losses(3, 1, 4)
+    parameters = train_plainly(setup, 4).parameters
+    setup.losses(3, 1, 4)
     assert distance(setup.parameters(), parameters) < 2e-6
     generations = [session.current for session in setup.finished if session.current is not None]
     for generation in generations:
@@ -69,6 +54,7 @@ def test_complex_parameters_end_where_a_plain_loop_ends_and_survive_files(tmp_pa
 
 def test_memory_of_complex_parameters_is_counted_in_pairs() -> None:
     facts = Setup(Spectral).model.facts
+    assert [tied.name for tied in facts.tied] == ["filters.0"]
     per_filter = 4 * 2 * (LENGTH // 2 + 1) * WIDTH
     assert facts.tied[0].size_bytes == per_filter
     states = sum(section.optimizer_bytes for section in facts.sections)

@@ -21,7 +21,9 @@ from torch import Tensor
 import varuna
 import varuna.testing
 from tests.unit.engine.device.test_staging import away
-from tests.unit.engine.ranks import Setup, Tokens, adamw, dropping, reference, run_all, tiny_gpt2, tiny_llama, worst
+from tests.unit.engine.models import Tokens, adamw, dropping, tiny_gpt2, tiny_llama
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from varuna.calibration.measure.network import Peers
 from varuna.calibration.timing.window import Window
@@ -39,6 +41,7 @@ from varuna.job.spec import JobSpec
 from varuna.job.start import open_session
 from varuna.membership.detect import solo_from_environment
 from varuna.partition.cut.split import Crossing
+from varuna.testing.threads import run_all
 
 DEVICE = "cuda:0"
 pytestmark = [

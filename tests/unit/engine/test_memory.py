@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, single_threaded
+from tests.depth import by_depth, nightly, nightly_rows
+from tests.unit.engine.ranks import Setup
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
@@ -30,6 +31,7 @@ from varuna.schedule.actions import Kind
 from varuna.schedule.buffers import ACTIVATIONS_COMING
 
 _MICRO_BATCH, _MICRO_BATCHES = 8, 4
+PRECISIONS = ["bf16", *nightly("fp32")]
 
 
 class Wide(nn.Module):
@@ -91,10 +93,10 @@ def setup_of(micro_batches: int, **changes: Any) -> Setup:
 
 
 def peaks(setup: Setup, plan: Plan) -> list[int]:
-    """Bytes of each rank over three steps."""
+    """Return the most bytes of each rank over some steps."""
     setup.adjusted = lambda _: plan
-    with single_threaded(), counted_by_rank() as counts:
-        setup.run(plan.stages, plan.replicas, steps=3)
+    with counted_by_rank() as counts:
+        setup.run(plan.stages, plan.replicas, steps=by_depth(2, 3))
     return [count.peak_bytes for count in counts]
 
 
@@ -113,14 +115,15 @@ def planned(setup: Setup, stages: int, memory_bytes: int | None = None) -> Plan:
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_single_stage_uses_what_its_plan_promised(precision: str) -> None:
     setup = setup_of(2, precision=precision)
     plan = planned(setup, 1)
     assert peaks(setup, plan) == pytest.approx(list(plan.memory_bytes), rel=0.02)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_no_stage_of_a_pipeline_exceeds_its_promise(precision: str) -> None:
     setup = setup_of(_MICRO_BATCHES, precision=precision)
     plan = planned(setup, 2).model_copy(update={"split_last": 0})
@@ -144,8 +147,8 @@ class Heavy(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stages", [2, *nightly(1)])
 def test_offloaded_state_and_what_is_streamed_of_it_are_promised(stages: int, precision: Precision) -> None:
     """Here host memory and the device's are one, so that both, and the copies of tentative steps, add up."""
 
@@ -160,7 +163,7 @@ def test_offloaded_state_and_what_is_streamed_of_it_are_promised(stages: int, pr
         assert more > 1.03 * less  # what passes through shows in the peak
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_host_memory_holds_the_state_that_was_promised(precision: Precision) -> None:
     setup = setup_of(2, build=Heavy, micro_batch=1, precision=precision, offload=True)
     apart = nominal_calibration(setup.model.facts).offloaded()
@@ -188,7 +191,8 @@ class Stack(nn.Module):
         return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_waits_for_w_is_as_large_as_promised(precision: Precision) -> None:
     """Every W after all I's, without luck: on one stage, whose sections are told to split."""
     setup = Setup(build=Stack, micro_batch=_MICRO_BATCH, precision=precision)
@@ -250,6 +254,7 @@ def test_what_waits_for_w_does_not_hold_what_the_stage_took() -> None:
     assert storage() is None
 
 
+@pytest.mark.nightly
 def test_a_stage_that_splits_uses_what_its_plan_promised() -> None:
     setup = setup_of(_MICRO_BATCHES, build=Stack)
     plan = planned(setup, 2).model_copy(update={"split_last": _MICRO_BATCHES})
@@ -288,7 +293,8 @@ class Standardised(nn.Module):
         return nn.functional.cross_entropy(self.head(x), labels[:, 0])
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), *nightly_rows((1, 1), (1, 2))])
 def test_statistics_for_buffers_are_promised_for_every_micro_batch(stages: int, replicas: int) -> None:
     micro_batches = 48
     setup = setup_of(micro_batches, build=Standardised, micro_batch=2)
@@ -317,8 +323,7 @@ def test_the_stash_never_holds_more_than_the_plan_allows() -> None:
     setup = setup_of(12, micro_batch=1)
     plan = planned(setup, 2).model_copy(update={"stash_limits": (3, 1), "split_last": 0})
     setup.adjusted = lambda _: plan
-    with single_threaded():
-        setup.run(2, 1, steps=1)
+    setup.run(2, 1, steps=1)
     for limit, times in zip(plan.stash_limits, setup.times(), strict=True):
         assert times is not None
         kinds = [took.action.kind for took in times.actions]
@@ -327,7 +332,7 @@ def test_the_stash_never_holds_more_than_the_plan_allows() -> None:
         assert in_flight[-1] == 0
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_state_that_is_shared_out_is_promised_for_the_fullest_replica(precision: Precision) -> None:
     setup = setup_of(8, build=Heavy, micro_batch=1, precision=precision, share=True)
     request = PlanRequest(

@@ -11,6 +11,7 @@ from varuna.testing import run
 STEPS, ROWS = 2, 4
 
 
+@pytest.mark.nightly
 def test_the_loss_of_packed_documents_is_that_of_each_alone() -> None:
     rows = pack(some_documents(24), LENGTH)
     packed = Packed(rows, LENGTH)

@@ -180,9 +180,12 @@ class Driver:
     def say(self, worker: str, message: FromWorker) -> list[Instruction]:
         return self.feed(MessageReceived(worker, message))
 
-    def hello(self, worker: str, **changes: Any) -> list[Instruction]:
+    def hello_of(self, worker: str, **changes: Any) -> Hello:
         job = self.job.model_copy(update=changes)
-        return self.say(worker, Hello(worker=worker, pid=1, version="1", job=job, device_class=self.class_of(worker)))
+        return Hello(worker=worker, pid=1, version="1", job=job, device_class=self.class_of(worker))
+
+    def hello(self, worker: str, **changes: Any) -> list[Instruction]:
+        return self.say(worker, self.hello_of(worker, **changes))
 
     def kill(self, worker: str, code: int = -9, stderr: str = "") -> list[Instruction]:
         return self.feed(WorkerExited(worker, code, stderr))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.engine.ranks import Tokens, adamw, tiny_llama
+from tests.unit.engine.models import Tokens, adamw, tiny_llama
 from varuna.core.errors import UsageError
 from varuna.job.options import Weights
 from varuna.trainer import Trainer
@@ -30,6 +30,7 @@ def adapted() -> nn.Module:
     return model
 
 
+@pytest.mark.nightly
 def test_peft_reads_back_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     base, out = tmp_path / "base", tmp_path / "adapter"

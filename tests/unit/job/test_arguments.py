@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 import varuna
-from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from varuna import CheckpointError, Checkpoints, Collate, DataError, Loss, ModelError, Network, Trainer, UsageError
 from varuna.job.arguments import WRITTEN_ELSEWHERE, choose_device
 from varuna.job.spec import JobSpec

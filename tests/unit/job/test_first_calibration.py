@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import varuna.job.first_calibration
-from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw, single_threaded
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
+from tests.unit.engine.ranks import single_threaded
 from varuna.calibration.cache import cache_file, remember
 from varuna.calibration.file import write_calibration
 from varuna.calibration.format import Calibration

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from tests.unit.engine.ranks import Tokens, single_threaded
+from tests.depth import by_depth
+from tests.unit.engine.models import Tokens
+from tests.unit.engine.ranks import single_threaded
 from varuna.core.errors import ModelError, UsageError
 from varuna.data import sample_index
 from varuna.data.randomness import generator_lock
@@ -150,7 +152,8 @@ def trainer(model: nn.Module, **options: Any) -> varuna.Trainer:
     return varuna.Trainer(model, Tokens(size=16), adamw(model), BATCH, micro_batch=2, device="cpu", **options)
 
 
-@pytest.mark.parametrize("quantize", KINDS)
+@pytest.mark.nightly
+@pytest.mark.parametrize("quantize", by_depth(KINDS[:1], KINDS))
 def test_it_trains_as_in_plain_pytorch_with_stages_replicas_and_a_lost_worker(quantize: Quantize) -> None:
     def script() -> Tensor:
         model = built(quantize)
@@ -171,7 +174,7 @@ def test_it_trains_as_in_plain_pytorch_with_stages_replicas_and_a_lost_worker(qu
 def test_sizes_and_checkpoints_are_those_of_packed_numbers_and_of_adapters(tmp_path: Path) -> None:
     model = built(ours)
     made = trainer(model, checkpoints=varuna.Checkpoints(tmp_path, every=2, frozen=False))
-    losses = [step.loss for step in made.steps(2)]
+    losses = {step.index: step.loss for step in made.steps(2)}
     model_facts = made._spec.partitioned
     assert made._spec.beginning().stored == model_facts.shapes.keys()  # which a morph then does not send
     facts = model_facts.facts.sections
@@ -180,8 +183,8 @@ def test_sizes_and_checkpoints_are_those_of_packed_numbers_and_of_adapters(tmp_p
     [shards] = {sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))}
     assert 3 * adapters < shards < 3 * adapters + 20_000
     resumed = trainer(built(ours), checkpoints=varuna.Checkpoints(tmp_path, every=2, frozen=False))
-    losses += [step.loss for step in resumed.steps(STEPS)]
-    assert losses == pytest.approx(plain(built(ours)), rel=1e-6)
+    losses |= {step.index: step.loss for step in resumed.steps(STEPS)}  # the newest step of a checkpoint comes again
+    assert list(losses.values()) == pytest.approx(plain(built(ours)), rel=1e-6)
     with pytest.raises(UsageError, match="would round the scales of a quantized base"):
         trainer(built(ours), precision="bf16")
 
@@ -204,6 +207,7 @@ def test_what_cannot_be_trained_is_refused_in_words() -> None:
         trainer(model)
 
 
+@pytest.mark.nightly
 def test_optimizers_with_state_in_8_bits(tmp_path: Path) -> None:
     """Those of bitsandbytes move and are saved; those of torchao are refused."""
     optim = pytest.importorskip("bitsandbytes.optim", reason="optional: pip install bitsandbytes")

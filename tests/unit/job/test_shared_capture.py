@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Dropping, SmallLanguage, Tokens, adamw
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw
 from varuna.core.errors import VarunaError
 from varuna.job.shared_capture import same
 from varuna.testing import run
@@ -86,6 +86,7 @@ def test_workers_capture_once_what_is_the_same_for_all() -> None:
     assert first == second
 
 
+@pytest.mark.nightly
 def test_runs_share_captures_only_if_they_are_told_to() -> None:
     def script(build: Callable[[], torch.nn.Module]) -> None:
         for _ in Trainer(build, Tokens(), adamw, 8, micro_batch=2).steps(1):

@@ -12,7 +12,8 @@ import pytest
 
 from tests.unit.checkpoint.saves import make_plan as make_small_plan
 from tests.unit.checkpoint.saves import save_parts
-from tests.unit.engine.ranks import Setup, SmallLanguage, run_all
+from tests.unit.engine.models import SmallLanguage
+from tests.unit.engine.ranks import Setup
 from tests.unit.fleet.support import make_job, make_plan
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
@@ -29,6 +30,7 @@ from varuna.membership.detect import solo_from_environment
 from varuna.membership.static import StaticMembership, World, world_from_environment
 from varuna.planner.choose import plan_run
 from varuna.store.opening import open_store
+from varuna.testing.threads import run_all
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.depth import by_depth
 from varuna.observe.live_view import clock, live_view, rule, sparkline
 
 
@@ -102,9 +103,9 @@ def test_without_colours_a_worker_says_in_words_how_it_is() -> None:
     assert "replica 1  w2       w3 lost" in lines
 
 
-@pytest.mark.parametrize("width", [20, 33, 60, 77, 137])
-@pytest.mark.parametrize("rows", [1, 2, 5, 9, 14, 24])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (8, 3), (3, 9), (12, 30)])
+@pytest.mark.parametrize("width", by_depth([20, 77], [20, 33, 60, 77, 137]))
+@pytest.mark.parametrize("rows", by_depth([1, 5, 14], [1, 2, 5, 9, 14, 24]))
+@pytest.mark.parametrize("shape", by_depth([(3, 9), (12, 30)], [(1, 1), (2, 2), (8, 3), (3, 9), (12, 30)]))
 def test_a_view_is_never_larger_than_its_room(width: int, rows: int, shape: tuple[int, int]) -> None:
     lines = drawn(status_of(*shape), width, rows, heads=(rule(plain=True),))
     assert len(lines) <= rows

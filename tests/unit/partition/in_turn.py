@@ -8,6 +8,7 @@ from torch import Tensor
 from tests.unit.partition.families import Family, Samples
 from varuna.data.samples import SampleSource
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors, backward, crossing
+from varuna.partition.apply_updates import MicroBatchStatistics, apply_updates
 from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.graph.costs import Cost
 from varuna.partition.graph.flow import Flow
@@ -49,9 +50,8 @@ def run_in_turn(
         for name, leaf in mine.items():
             if leaf.grad is not None:
                 grads[name] = grads[name] + leaf.grad if name in grads else leaf.grad
-    for update in (update for section in model.sections for update in section.updates):
-        given = [buffers[name] for name in update.buffers] + [statistics[name].detach() for name in update.statistics]
-        buffers.update(zip(update.buffers, update.module(*given), strict=True))
+    found = MicroBatchStatistics(size, {name: value.detach() for name, value in statistics.items()})
+    apply_updates((update for section in model.sections for update in section.updates), buffers, [found])
     return float(tapes[-1].made[0].detach()), grads
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.ranks import Setup, Tokens, tiny_gpt2
+from tests.unit.engine.models import Tokens, tiny_gpt2
+from tests.unit.engine.ranks import Setup
 from varuna.checks.loss_weight import check_weighing
 from varuna.core.errors import DataError
 from varuna.data.samples import SampleSource
@@ -36,6 +37,13 @@ def test_any_number_of_samples_and_any_key_that_is_not_read_is_fine() -> None:
 def test_the_message_names_tensor_found_expected_and_remedy(value: Tensor, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         check_inputs(LAYOUTS, {"ids": value}, [5, 9])
+
+
+@pytest.mark.parametrize("odd", [torch.ones(3, 2), torch.tensor(1.0), torch.ones(1)], ids=["more", "none", "unlike"])
+def test_rows_may_be_fewer_than_samples_but_of_all_tensors_alike(odd: Tensor) -> None:
+    check_inputs(LAYOUTS, {"ids": torch.zeros(1, 16, dtype=torch.int64), "x": torch.ones(1)}, [5, 9])
+    with pytest.raises(DataError, match=r"given 2 samples .*\[5, 9\].*leave samples out, but of all tensors alike"):
+        check_inputs(LAYOUTS, {"ids": torch.zeros(2, 16, dtype=torch.int64), "x": odd}, [5, 9])
 
 
 class Growing(Tokens):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, tiny_gpt2
+from tests.unit.engine.models import SmallLanguage, Tokens, tiny_gpt2
+from tests.unit.engine.ranks import Setup
 from varuna.checks.loss_weight import check_weighing
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
@@ -67,6 +68,7 @@ class MaskedMean(nn.Module):
         return (each * mask).sum() / mask.sum()
 
 
+@pytest.mark.nightly
 def test_a_mean_by_hand_is_weighed_by_its_mask() -> None:
     recipe = Recipe(MaskedMean)
     model, source = prepared(recipe, Tokens(padded=True))
@@ -123,6 +125,7 @@ class Some(Tokens):
         return sample
 
 
+@pytest.mark.nightly
 def test_a_model_that_goes_another_way_for_a_whole_batch_is_told_so() -> None:
     recipe = Recipe(Unmasked)
     model, source = prepared(recipe, Some())
@@ -165,6 +168,7 @@ class Noisy(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + divergence
 
 
+@pytest.mark.nightly
 def test_draws_of_the_model_are_no_error_of_its_weighing() -> None:
     recipe = Recipe(Noisy)
     model, source = prepared(recipe, Tokens(padded=True))
@@ -173,6 +177,7 @@ def test_draws_of_the_model_are_no_error_of_its_weighing() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+@pytest.mark.nightly
 def test_a_model_that_returns_something_else_in_evaluation_is_weighed_in_training() -> None:
     class Auxiliary(SmallLanguage):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -185,6 +190,7 @@ def test_a_model_that_returns_something_else_in_evaluation_is_weighed_in_trainin
     check_weighing(model, recipe, materialise(recipe, 0), source, None)
 
 
+@pytest.mark.nightly
 def test_rounding_that_a_deep_model_amplifies_is_no_error() -> None:
     class Steep(SmallLanguage):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.checks.verified import verify
-from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.partition.families import NAMED, Samples
 from varuna.core.errors import ModelError, UsageError
 from varuna.data.samples import SampleSource
@@ -90,10 +90,10 @@ def test_sections_begin_where_the_named_modules_do(named: tuple[PartitionedModel
 @pytest.mark.parametrize(
     ("family", "cut_at"),
     [
-        ("t5", ["encoder.block.1", "decoder.block.0.layer.2", "lm_head"]),
+        pytest.param("t5", ["encoder.block.1", "decoder.block.0.layer.2", "lm_head"], marks=pytest.mark.nightly),
         ("sequential", ["2.0", "4"]),
-        ("unet", ["down.1", "middle", "up.2"]),
-        ("albert", ["albert.encoder.albert_layer_groups.0.albert_layers.0.ffn"]),
+        pytest.param("unet", ["down.1", "middle", "up.2"], marks=pytest.mark.nightly),
+        pytest.param("albert", ["albert.encoder.albert_layer_groups.0.albert_layers.0.ffn"], marks=pytest.mark.nightly),
     ],
 )
 def test_models_of_many_kinds_still_compute_the_same(family: str, cut_at: list[str]) -> None:
@@ -143,6 +143,7 @@ def test_a_module_in_the_life_of_a_written_tensor_is_refused_with_those_that_can
         cut(Recipe(Written), ["layers.1"])
 
 
+@pytest.mark.nightly
 def test_cuts_are_a_number_or_names() -> None:
     for cut, sections in ((["layers.1"], 2), (3, 4)):
         assert len(JobSpec(SmallLanguage, Tokens(), adamw, 4, cut=cut).partitioned.sections) == sections

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, tiny_gpt2, tiny_llama
+from tests.unit.engine.models import tiny_gpt2, tiny_llama
+from tests.unit.engine.ranks import Setup
 from varuna.partition.model import PartitionedModel
 from varuna.partition.on_device import on_device
 

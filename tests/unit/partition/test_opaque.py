@@ -43,6 +43,7 @@ from varuna.partition.model import PartitionedModel, partition
 from varuna.partition.opaque.calls import holds_opaque
 
 
+@pytest.mark.nightly
 def test_loss_and_gradients_are_those_of_plain_eager() -> None:
     model, found = differences(Family(all_kinds, sample))
     assert found == []
@@ -61,12 +62,14 @@ def test_a_number_of_tokens_that_is_always_the_same_is_learned() -> None:
     assert sorted(model.eager) == ["middle.outside", "middle.picking"]
 
 
+@pytest.mark.nightly
 def test_one_with_two_names_runs_as_written() -> None:
     model, found = differences(Family(lambda: Net(Shared), sample))
     assert found == []
     assert list(model.eager) == ["middle.outside"]
 
 
+@pytest.mark.nightly
 def test_a_tied_and_a_frozen_parameter_within() -> None:
     model, found = differences(Family(sharing, sample))
     assert found == []
@@ -78,9 +81,9 @@ def test_a_tied_and_a_frozen_parameter_within() -> None:
     ("middle", "what"),
     [
         (Counting, "middle.calls"),
-        (Remembering, "middle.mean"),
-        (Listing, "middle.seen"),
-        (Starting, "middle.seen"),
+        pytest.param(Remembering, "middle.mean", marks=pytest.mark.nightly),
+        pytest.param(Listing, "middle.seen", marks=pytest.mark.nightly),
+        pytest.param(Starting, "middle.seen", marks=pytest.mark.nightly),
         (Overwriting, "its arguments in place"),
     ],
 )
@@ -89,6 +92,7 @@ def test_one_that_keeps_something_is_refused_by_name(middle: Callable[[], nn.Mod
         captured(lambda: Net(middle))
 
 
+@pytest.mark.nightly
 def test_what_no_other_call_reads_may_be_written() -> None:
     assert list(captured(lambda: Net(Noting)).eager) == ["middle"]
 
@@ -98,6 +102,7 @@ def test_one_that_gives_another_result_each_time_is_not_taken() -> None:
         captured(lambda: Net(Fresh))
 
 
+@pytest.mark.nightly
 def test_what_the_model_itself_does_stays_refused_at_its_line() -> None:
     line = inspect.getsourcelines(Whole.forward)[1] + 2
     with pytest.raises(ModelError, match=rf"(?s)odd_modules.py:{line}.*move this code into a submodule"):
@@ -117,6 +122,7 @@ def batch_of(size: int) -> dict[str, Tensor]:
     return SampleSource(Samples(sample), seed=0).micro_batch(range(size)).tensors
 
 
+@pytest.mark.nightly
 def test_draws_belong_to_the_section_and_leave_the_generators_alone(drawn: PartitionedModel) -> None:
     model = drawn
     initial = materialise(Recipe(drawing), 0)
@@ -141,6 +147,7 @@ def test_the_check_against_plain_pytorch_draws_alike(drawn: PartitionedModel) ->
     assert found.gradient < 1e-5
 
 
+@pytest.mark.nightly
 def test_facts_are_known_without_running_it() -> None:
     model = captured(lambda: Net(Packed))
     at = next(i for i, section in enumerate(model.sections) if holds_opaque(section.module.graph))
@@ -151,12 +158,14 @@ def test_facts_are_known_without_running_it() -> None:
     assert captured(lambda: Net(Packed)).facts.digest == model.facts.digest
 
 
+@pytest.mark.nightly
 def test_evaluation_cuts_at_the_same_places(drawn: PartitionedModel) -> None:
     evaluated = for_evaluation(drawn, Recipe(drawing), batch_of(2))
     assert list(evaluated.eager) == ["middle"]
     assert len(evaluated.sections) == len(drawn.sections)
 
 
+@pytest.mark.nightly
 def test_half_precision_reaches_it() -> None:
     model = captured(lambda: Net(Packed), dtype=torch.bfloat16)
     assert {c.dtype for into in model.split.crossings for c in into} == {torch.bfloat16}

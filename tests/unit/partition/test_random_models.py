@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from tests.unit.checks.verified import verify
 from tests.unit.partition.random_models import OPERATIONS, WEIGHTS, Instruction, Points, RandomModel
 from varuna.data.samples import SampleSource
@@ -24,7 +26,7 @@ INSTRUCTIONS = st.builds(
 )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=by_depth(2, 8), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     program=st.lists(INSTRUCTIONS, min_size=4, max_size=9).map(tuple),
     tied=st.booleans(),
@@ -34,6 +36,7 @@ def test_split_equals_whole(program: tuple[Instruction, ...], tied: bool, seeds:
     check(program, tied, seeds)
 
 
+@pytest.mark.nightly
 def test_every_operation_can_be_cut_everywhere() -> None:
     names = sorted(OPERATIONS)
     for start in range(4):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.depth import by_depth
 from tests.unit.checks.verified import verify
-from tests.unit.engine.ranks import Tokens
+from tests.unit.engine.models import Tokens
 from tests.unit.partition.families import hugging_face
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
@@ -73,6 +74,7 @@ class Wrapped(Layers):
         return turned
 
 
+@pytest.mark.nightly
 def test_layer_drop_runs_as_written_in_the_module_that_draws() -> None:
     build = hugging_face(
         "OPTForCausalLM",
@@ -173,26 +175,26 @@ class Unreduced(Layers):
         return nn.functional.cross_entropy(scores, labels.flatten(), reduction="none")
 
 
-@pytest.mark.parametrize(
-    ("build", "marked", "said"),
-    [
-        (Misspelt, "functional.gelo", r"middle\(\) fails at {place}: AttributeError: .*gelo.{{0,3}}$"),
-        (Unknown, "x.foo()", r"middle\(\) fails at {place}: AttributeError: 'Tensor' object has no attribute 'foo'$"),
-        (Unfit, "torch.ones(7, 7)", r"at {place}: RuntimeError: .*16\*batch, 16"),
-        (Limited, "data.mul_", r"\.data of a parameter at {place}"),
-        (Differentiated, "autograd.grad(", r"computes gradients itself at {place}"),
-        (Looping, "in list(x)", r"one number of samples only.* at {place}.*loops over the samples"),
-        (Leaving, "x.detach().numpy()", r"at {place}: values leave the graph for NumPy"),
-        (Noted, "self.table[0] =", r"plain attribute in place at {place}"),
-        (Noisy, "", r"attribute noise of the model .* random"),
-        (Unreduced, "", r"shape \(16\*batch,\)"),
-        (
-            Branching,
-            "torch.rand([]) > 0.5 else",
-            r"captured at {place}: a decision there follows from data.*Two ways out.*torch\.where.*custom_op",
-        ),
-    ],
-)
+CAUSES = [
+    (Misspelt, "functional.gelo", r"middle\(\) fails at {place}: AttributeError: .*gelo.{{0,3}}$"),
+    (Looping, "in list(x)", r"one number of samples only.* at {place}.*loops over the samples"),
+    (Leaving, "x.detach().numpy()", r"at {place}: values leave the graph for NumPy"),
+    (
+        Branching,
+        "torch.rand([]) > 0.5 else",
+        r"captured at {place}: a decision there follows from data.*Two ways out.*torch\.where.*custom_op",
+    ),
+    (Unknown, "x.foo()", r"middle\(\) fails at {place}: AttributeError: 'Tensor' object has no attribute 'foo'$"),
+    (Unfit, "torch.ones(7, 7)", r"at {place}: RuntimeError: .*16\*batch, 16"),
+    (Limited, "data.mul_", r"\.data of a parameter at {place}"),
+    (Differentiated, "autograd.grad(", r"computes gradients itself at {place}"),
+    (Noted, "self.table[0] =", r"plain attribute in place at {place}"),
+    (Noisy, "", r"attribute noise of the model .* random"),
+    (Unreduced, "", r"shape \(16\*batch,\)"),
+]
+
+
+@pytest.mark.parametrize(("build", "marked", "said"), by_depth(CAUSES[:4], CAUSES))
 def test_each_cause_has_words_of_its_own_and_a_line_and_no_names_of_torch(
     build: type[Layers], marked: str, said: str
 ) -> None:

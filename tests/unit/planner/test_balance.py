@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from varuna.planner.balance import balance
 
 
@@ -14,7 +15,7 @@ def bottleneck(costs: list[float], last_costs: list[float], starts: tuple[int, .
 
 
 @given(costs=st.lists(st.floats(0, 10), min_size=1, max_size=9), share=st.floats(0, 1), data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=by_depth(25, 150), deadline=None)
 def test_no_other_partition_has_a_smaller_bottleneck(costs: list[float], share: float, data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     last_costs = [share * cost for cost in costs]

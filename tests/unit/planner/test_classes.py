@@ -5,6 +5,7 @@ from statistics import mean
 
 import pytest
 
+from tests.depth import by_depth
 from tests.unit.planner.models import FAST, MB, calibrated, model, request, section
 from varuna.calibration.format import Calibration, SectionKind
 from varuna.core.devices import ClassSize
@@ -63,8 +64,8 @@ def test_all_end_together_near_the_sum_of_their_speeds(factor: float) -> None:
 
 
 def test_it_is_never_slower_than_the_best_class_alone() -> None:
-    for count in (1, 2, 5):
-        for factor in (2.0, 20.0, 500.0):
+    for count in by_depth((2,), (1, 2, 5)):
+        for factor in by_depth((2.0, 500.0), (2.0, 20.0, 500.0)):
             calibrations = of_class("A"), of_class("B", factor)
             plan = best_plan(asked({"A": 3, "B": count}, *calibrations))
             alone = best_plan(asked({"A": 3}, calibrations[0]))
@@ -153,7 +154,8 @@ def test_batches_too_small_for_all_leave_some_out() -> None:
 def test_small_mixes_are_as_good_as_the_best_of_all_pairs_of_equal_pipelines() -> None:
     """Within 2 % on average and 5 % at worst of every depth and number of pipelines in each class."""
     excesses = []
-    for first, second, factor in product((1, 3, 4), (2, 5), (1.3, 2.5, 6.0)):
+    counts, factors = by_depth(((1, 3), (2,)), ((1, 3, 4), (2, 5))), (1.3, 2.5, 6.0)
+    for first, second, factor in product(*counts, factors):
         wanted = asked({"A": first, "B": second}, of_class("A"), of_class("B", factor), global_batch=60)
         excesses.append(best_plan(wanted).step_s / _exhaustive_s(wanted) - 1)
     assert mean(excesses) <= 0.02

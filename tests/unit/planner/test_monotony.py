@@ -6,6 +6,7 @@ How rarely that fails, and where, is told in docs/planning.md (Limits): these ex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from tests.unit.planner.models import GB, MB, calibrated, model, request, section
 from varuna.calibration.format import Calibration, Jitter, Link, NetworkCosts, Ring
 from varuna.core.model import ModelFacts, TiedParameter
@@ -62,7 +63,7 @@ def best_s(calibration: Calibration, workers: int, global_batch: int, micro_batc
     more_workers=st.integers(1, 8),
     more=st.floats(1.1, 4.0),
 )
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=by_depth(6, 30), deadline=None, derandomize=True)
 def test_more_workers_memory_or_bandwidth_never_make_the_plan_worse(
     facts: ModelFacts,
     workers: int,

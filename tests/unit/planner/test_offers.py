@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from tests.unit.planner.test_classes import asked, of_class
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.offers import Offer, Rented, frontier
@@ -35,6 +36,7 @@ def test_no_fleet_is_both_slower_and_dearer_than_another() -> None:
     assert fleets[0].gpus[0] == 0, "B is cheaper for what it does"
 
 
+@pytest.mark.nightly
 def test_a_fleet_does_what_a_run_on_it_would() -> None:
     for fleet in found(offer("a", "A", 4, 1.0), offer("b", "B", 4, 0.3)):
         sizes = {name: count for name, count in zip("AB", fleet.gpus, strict=True) if count}
@@ -70,7 +72,8 @@ def test_a_model_that_fits_nowhere_has_no_fleet() -> None:
     assert found(offer("a", "A", 4, 1.0), request=small) == ()
 
 
-@settings(max_examples=4, deadline=None)
+@pytest.mark.nightly
+@settings(max_examples=by_depth(2, 4), deadline=None)
 @given(prices=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), most=st.tuples(st.integers(1, 3), st.integers(1, 4)))
 def test_the_frontier_leaves_out_nothing_that_would_beat_it(prices: tuple[float, float], most: tuple[int, int]) -> None:
     fleets = found(offer("a", "A", most[0], prices[0]), offer("b", "B", most[1], prices[1]))

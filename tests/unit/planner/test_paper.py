@@ -34,6 +34,7 @@ def test_the_best_depth_moves_with_the_number_of_gpus_as_in_the_paper() -> None:
     assert near == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.nightly
 def test_the_efficiency_stays_about_the_same_from_2_5_to_200_billion_parameters() -> None:
     rates = [
         tflops_per_gpu(GPT2["2.5b"], configured(GPT2["2.5b"], V100, 9, 7).per_gpu),

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from tests.unit.planner.models import FAST, GB, MB, calibrated, gpt2_2_5b, model, rank, section
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.errors import UsageError
@@ -40,7 +41,7 @@ questions = given(
 
 
 @questions
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=by_depth(10, 60), deadline=None)
 def test_more_workers_on_a_fast_network_never_make_the_step_slower(
     facts: ModelFacts, workers: int, global_batch: int, micro_batch: int
 ) -> None:
@@ -60,7 +61,7 @@ def test_more_workers_on_a_fast_network_never_make_the_step_slower(
 
 # How rarely more memory still makes a plan worse is told in docs/planning.md: this test draws no new examples.
 @questions
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=by_depth(10, 60), deadline=None, derandomize=True)
 def test_plans_fit_and_more_memory_never_makes_the_step_slower(
     facts: ModelFacts, workers: int, global_batch: int, micro_batch: int
 ) -> None:
@@ -184,7 +185,7 @@ def test_memory_is_spent_on_keeping_and_the_late_stages_keep_more() -> None:
 @given(
     facts=models(), workers=st.integers(1, 12), global_batch=st.integers(8, 96), memory=st.sampled_from([1, 2, 8, 64])
 )
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=by_depth(6, 15), deadline=None, derandomize=True)
 def test_the_search_finds_what_simulating_everything_finds(
     facts: ModelFacts, workers: int, global_batch: int, memory: int
 ) -> None:

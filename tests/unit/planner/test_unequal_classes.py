@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from tests.depth import by_depth
 from tests.unit.planner.models import FAST, MB
 from tests.unit.planner.test_classes import asked, of_class
 from varuna.core.devices import ClassSize, class_in
@@ -43,7 +44,8 @@ def test_all_end_together_near_the_sum_of_their_speeds(slow: float, slow_class: 
 
 
 def test_a_slow_worker_more_never_makes_steps_longer() -> None:
-    for a, b, slow, name in product((1, 3), (1, 4), (0.8, 0.3, 0.02), "AB"):
+    counts, speeds = by_depth(((1,), (1, 4)), ((1, 3), (1, 4))), by_depth((0.3,), (0.8, 0.3, 0.02))
+    for a, b, slow, name in product(*counts, speeds, "AB"):
         equal = {"A": (1.0,) * a, "B": (1.0,) * b}
         more = {**equal, name: (*equal[name], slow)}
         with_it, without = (best_plan(slowed(workers, global_batch=96)) for workers in (more, equal))

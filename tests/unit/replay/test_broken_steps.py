@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.depth import by_depth
 from tests.unit.replay.models import make_calibration
 from tests.unit.replay.test_replay import FREE, replay, trace
 from varuna.core.plan import Plan
@@ -76,7 +77,7 @@ def test_what_was_inherited_is_still_there_and_not_added_again(steps: BrokenStep
     assert held(steps, 0, (whole_s, 0.0), rest) == {0: ((0, 4), (8, 32)), 1: ((0, 4), (30, 32))}
 
 
-@pytest.mark.parametrize("spares", [1, 0])
+@pytest.mark.parametrize("spares", by_depth([0], [1, 0]))
 def test_a_loss_costs_what_the_sums_lack(spares: int) -> None:
     """4x3 loses a worker late in a step; a spare takes its seat, or the plan becomes 8x1, and sums move."""
     nodes = [f"n{number}" for number in range(12 + spares)]
@@ -97,6 +98,7 @@ def test_saves_in_a_step_are_complete_some_time_after_they_begin() -> None:
     assert [saves.newest_s(until_s) for until_s in (99, 104, 105, 169, 170, 235)] == [None, None, 100, 100, 165, 230]
 
 
+@pytest.mark.nightly
 def test_a_run_that_loses_all_its_workers_goes_on_with_what_was_saved_of_the_step() -> None:
     """Four nodes go at once, and others come."""
     lost = trace((0, "abcd", ()), (3000, (), "abcd"), (3300, "efgh", ()), end_s=9000)

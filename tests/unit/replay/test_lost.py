@@ -2,15 +2,17 @@
 
 import pytest
 
+from tests.depth import by_depth
 from tests.unit.replay.test_replay import CHURN, QUIET, replay, trace
 from varuna.replay.copied import CopiedSum, StateCopies, copied_sums
 from varuna.replay.costs import MorphCosts
 from varuna.replay.lost import Account, LostBy, Spell
 
 
-@pytest.mark.parametrize("notice_s", [0.0, 30.0])
+@pytest.mark.parametrize("notice_s", by_depth([30.0], [0.0, 30.0]))
 def test_goodput_and_what_was_lost_add_up_to_one(notice_s: float) -> None:
-    for changes in (QUIET, CHURN, trace((0, "abcdefgh", ()), (600, (), "abcdefgh"), (700, "ijklmnop", ()), end_s=1300)):
+    every = [trace((0, "abcdefgh", ()), (600, (), "abcdefgh"), (700, "ijklmnop", ()), end_s=1300), QUIET, CHURN]
+    for changes in by_depth(every[:1], every):
         outcome = replay(changes).morphing(notice_s=notice_s)
         assert outcome.goodput + sum(outcome.lost.values()) == pytest.approx(1.0, abs=1e-3)
         assert min(outcome.lost.values()) > -0.002
@@ -23,6 +25,7 @@ def test_a_quiet_run_loses_its_warm_up_and_checkpoints_alone() -> None:
     assert lost[LostBy.WARMING] == pytest.approx(MorphCosts().warm_s / 1800, rel=0.05)
 
 
+@pytest.mark.nightly
 def test_noticing_takes_a_lease() -> None:
     one = trace((0, "abcdefgh", ()), (601.3, (), "b"), end_s=900)
     slow, quick = (replay(one).morphing(MorphCosts(lease_s=lease_s)).lost for lease_s in (16.0, 6.0))

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from typer.testing import CliRunner
 
+from tests.depth import by_depth
 from tests.unit.replay.models import make_calibration
 from varuna.calibration.file import write_calibration
 from varuna.cli.main import app
@@ -97,6 +98,7 @@ def test_a_restart_loses_what_the_checkpoint_does_not_have() -> None:
     assert outcome.training_share < 1 - 5 * 110 / 1800
 
 
+@pytest.mark.nightly
 def test_the_same_trace_gives_the_same_figures() -> None:
     assert replay(CHURN).morphing() == churned()
 
@@ -162,7 +164,7 @@ LATE = Trace(changes=(Change(0.0, ("a",), ()), Change(0.4, ("b", "c", "d"), ()))
 """Its nodes come as it ends."""
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=by_depth(3, 20), deadline=None)
 @given(recordings(), some.sampled_from([0.0, 30.0, 600.0]))
 @example(LATE, 0.0)
 def test_any_recording_can_be_replayed(recorded: Trace, notice_s: float) -> None:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from tests.unit.schedule.validator import validate
 from varuna.schedule.actions import Kind, Orders
 from varuna.schedule.orders import gpipe, one_f_one_b, varuna
@@ -11,7 +12,7 @@ from varuna.schedule.policy import stash_limit
 from varuna.schedule.usage import usage
 
 shapes = given(stages=st.integers(1, 9), micro_batches=st.integers(1, 24))
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=by_depth(10, 60), deadline=None)
 
 
 def show(orders: Orders) -> list[str]:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from tests.unit.schedule.validator import validate
 from varuna.core.errors import UsageError
 from varuna.schedule.actions import Action, Kind
@@ -73,7 +74,7 @@ def run_with_random_arrivals(
 
 
 @given(data=st.data(), stages=st.integers(1, 6), micro_batches=st.integers(1, 12), seed=st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=by_depth(25, 150), deadline=None)
 def test_varuna_finishes_validly_under_any_limits_and_arrivals(
     data: st.DataObject, stages: int, micro_batches: int, seed: int
 ) -> None:
@@ -86,7 +87,7 @@ def test_varuna_finishes_validly_under_any_limits_and_arrivals(
 
 
 @given(data=st.data(), stages=st.integers(1, 6), micro_batches=st.integers(1, 12), seed=st.integers(0, 2**32))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=by_depth(25, 200), deadline=None)
 def test_adaptive_finishes_validly_however_it_splits_keeps_and_is_limited(
     data: st.DataObject, stages: int, micro_batches: int, seed: int
 ) -> None:
@@ -107,7 +108,7 @@ def test_adaptive_finishes_validly_however_it_splits_keeps_and_is_limited(
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in BENDING])
 @given(stages=st.integers(1, 6), micro_batches=st.integers(1, 12), seed=st.integers(0, 2**32))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=by_depth(6, 25), deadline=None)
 def test_lists_finish_validly_whatever_arrives_when(name: str, stages: int, micro_batches: int, seed: int) -> None:
     limits = [stash_limit(stages, k, micro_batches, name) for k in range(stages)]
     pipeline = policies(name, stages, micro_batches, limits)
@@ -117,7 +118,7 @@ def test_lists_finish_validly_whatever_arrives_when(name: str, stages: int, micr
 
 
 @given(name=st.sampled_from(POLICIES), micro_batches=st.integers(1, 8), seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=by_depth(10, 60), deadline=None)
 def test_what_keeps_says_is_what_happens(name: str, micro_batches: int, seed: int) -> None:
     stages = 3
     limits = [stash_limit(stages, k, micro_batches, name) for k in range(stages)]

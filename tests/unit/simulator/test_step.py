@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from tests.unit.schedule.validator import validate
 from varuna.calibration.format import Jitter
 from varuna.schedule.actions import Kind
@@ -89,7 +90,7 @@ def test_a_single_stage_never_recomputes_nor_idles() -> None:
     policy=st.sampled_from(POLICIES),
     seed=st.one_of(st.none(), st.integers(0, 99)),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=by_depth(25, 150), deadline=None)
 def test_executed_orders_are_valid_and_never_faster_than_the_bound(
     costs: PipelineCosts, micro_batches: int, policy: str, seed: int | None
 ) -> None:
@@ -115,7 +116,7 @@ def test_executed_orders_are_valid_and_never_faster_than_the_bound(
     split_last=st.integers(0, 10),
     data=st.data(),
 )
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=by_depth(25, 250), deadline=None)
 def test_adaptive_is_valid_and_bounded_however_it_is_limited_split_and_kept(
     costs: PipelineCosts, micro_batches: int, split_last: int, data: st.DataObject
 ) -> None:
@@ -132,7 +133,7 @@ def test_adaptive_is_valid_and_bounded_however_it_is_limited_split_and_kept(
 
 
 @given(costs=pipelines(), micro_batches=st.integers(1, 10), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=by_depth(16, 100), deadline=None)
 def test_varuna_keeps_any_stash_limits_and_its_bound(
     costs: PipelineCosts, micro_batches: int, data: st.DataObject
 ) -> None:
@@ -200,7 +201,7 @@ def test_without_a_seed_every_message_takes_the_mean() -> None:
 
 
 @given(seed=st.integers(0, 1000))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=by_depth(3, 10), deadline=None)
 def test_measured_jitter_stays_within_its_quantiles(seed: int) -> None:
     link = LinkCosts(latency_s=1.0, jitter=Jitter(quantiles_s=(0.5, 0.6, 3.0)))
     travels_s = travel_times_s(link, 100, random.Random(seed))
@@ -299,7 +300,7 @@ def test_links_and_stages_must_match() -> None:
 
 
 @given(st.integers(1, 5), st.lists(st.integers(1, 30).map(lambda tenths: tenths / 10), min_size=1, max_size=12))
-@settings(max_examples=60)
+@settings(max_examples=by_depth(10, 60))
 def test_each_micro_batch_takes_what_its_work_takes(stages: int, work: list[float]) -> None:
     """Which one an action is of, its row says."""
     kinds = {Kind.FORWARD: 1.0, Kind.RECOMPUTE: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from varuna.engine.base.spans import Span
 from varuna.engine.stage.sums import SumWanted
-from varuna.testing import RunResult
 from varuna.testing.faults import Fault, Phase
 
 
@@ -107,7 +106,3 @@ class Kept:
     def _wait(self, ready: Callable[[], bool]) -> bool:
         with self._changed:
             return self._changed.wait_for(ready, 20)
-
-
-def went_back(outcome: RunResult) -> bool:
-    return any("ROLLBACK" in text for text in outcome.warnings)

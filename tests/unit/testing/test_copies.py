@@ -5,27 +5,25 @@ from collections.abc import Sequence
 
 import pytest
 
-import varuna
-from tests.unit.engine.ranks import Dropping, Tokens, adamw
-from tests.unit.testing.keepers import Kept, Waiting, went_back
-from tests.unit.testing.work import CAPTURES, disturbed
+from tests.depth import by_depth
+from tests.unit.testing import work
+from tests.unit.testing.keepers import Kept, Waiting
+from tests.unit.testing.work import disturbed, went_back
 from varuna.engine.copies import sending, wire
 from varuna.engine.stage.sums import Sums, SumWanted
 from varuna.schedule.copy_pace import SumsPace
-from varuna.testing import RunResult, run
+from varuna.testing import RunResult
 from varuna.testing.faults import Fault, Phase
 
-STEPS, MICRO_BATCHES = 3, 32
+STEPS, MICRO_BATCHES = 3, by_depth(16, 32)
 
 
-def script() -> list[int]:
-    trainer = varuna.Trainer(Dropping, Tokens(padded=True), adamw, MICRO_BATCHES, micro_batch=1, clip_grad_norm=1.0)
-    return [step.index for step in trainer.steps(STEPS)]
+script = work.script(STEPS, MICRO_BATCHES)
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(script, captures=CAPTURES).losses
+    return work.alone(STEPS, MICRO_BATCHES)
 
 
 @pytest.fixture
@@ -40,13 +38,17 @@ def without_replicas(kept: Kept, faults: Sequence[Fault], workers: int = 3) -> R
 @pytest.mark.timeout(200)
 def test_two_workers_die_in_the_middle_of_steps(kept: Kept, alone: tuple[float, ...]) -> None:
     """Their neighbours have copies of what only they had; the second death comes in the first step of a new plan."""
-    faults = [Waiting(1, 1, "B", kept.on(3, step=1), 15), Waiting(0, 2, "F", kept.on(1, step=2), 20)]
+    faults = [
+        Waiting(1, 1, "B", kept.on(3, step=1), by_depth(7, 15)),
+        Waiting(0, 2, "F", kept.on(1, step=2), by_depth(9, 20)),
+    ]
     outcome = without_replicas(kept, faults, workers=4)
     assert outcome.plans == ("4x1", "3x1", "2x1")
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert not went_back(outcome)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_worker_dies_while_the_next_plan_forms(kept: Kept, alone: tuple[float, ...]) -> None:
     """The first one's sections are on their way from their copy, and the second one's copy is still there, too."""
@@ -58,20 +60,7 @@ def test_a_worker_dies_while_the_next_plan_forms(kept: Kept, alone: tuple[float,
 
 
 @pytest.mark.timeout(200)
-def test_an_owner_and_its_keeper_die_together(kept: Kept, alone: tuple[float, ...]) -> None:
-    both = threading.Barrier(2)
-
-    def together() -> bool:
-        return both.wait(20) >= 0
-
-    outcome = without_replicas(kept, [Waiting(1, 1, "F", together, 6), Waiting(2, 1, "B", together, 3)])
-    assert went_back(outcome)
-    assert outcome.plans[-1] == "1x1"
-    assert outcome.losses == pytest.approx(alone, rel=1e-6)
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(("phase", "back"), [("vote", False), ("apply", True)])
+@pytest.mark.parametrize(("phase", "back"), [pytest.param("vote", False, marks=pytest.mark.nightly), ("apply", True)])
 def test_a_death_around_the_vote(kept: Kept, alone: tuple[float, ...], phase: Phase, back: bool) -> None:
     """Before the vote the step runs again. After one so short nobody has what was applied: the run goes back."""
     copied, voted = kept.on(2, step=1), kept.voted(0, 2, step=1)
@@ -81,6 +70,7 @@ def test_a_death_around_the_vote(kept: Kept, alone: tuple[float, ...], phase: Ph
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_death_while_a_copy_is_sent(kept: Kept, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """What has come of it is thrown away."""
@@ -97,6 +87,7 @@ def test_a_death_while_a_copy_is_sent(kept: Kept, alone: tuple[float, ...], monk
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_the_sums_of_a_lost_worker_are_kept_as_they_were_copied(

@@ -1,15 +1,14 @@
 """Optimizer state follows its section while the first step of a plan runs: nobody waits for it but the update."""
 
 import threading
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 import varuna
-from tests.unit.engine.ranks import Dropping, Tokens, adamw
+from tests.depth import by_depth
+from tests.unit.engine.optimizers import adagrad
+from tests.unit.testing import work
 from tests.unit.testing.work import CAPTURES, disturbed
 from tests.waiting import wait_for
 from varuna.engine.base.spans import Span
@@ -17,7 +16,7 @@ from varuna.engine.copies import keeping
 from varuna.testing import Fault, fail_at, notice_at, run
 from varuna.testing.faults import Phase
 
-STEPS, MICRO_BATCHES, STEP = 8, 12, 2
+STEPS, MICRO_BATCHES, STEP = by_depth((5, 8, 2), (8, 12, 2))
 
 
 class Late:
@@ -45,16 +44,12 @@ class Late:
                     self._enough.set()
 
 
-def trained(steps: int = STEPS, optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, **options: Any) -> list[int]:
-    trainer = varuna.Trainer(
-        Dropping, Tokens(padded=True), optimizer, MICRO_BATCHES, micro_batch=1, clip_grad_norm=1.0, **options
-    )
-    return [step.index for step in trainer.steps(steps)]
+trained = work.script(STEPS, MICRO_BATCHES)
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(trained, captures=CAPTURES).losses
+    return work.alone(STEPS, MICRO_BATCHES)
 
 
 @pytest.mark.timeout(200)
@@ -69,6 +64,7 @@ def test_a_step_runs_before_its_optimizer_state_is_there(alone: tuple[float, ...
     assert late.order.index(("vote", "end")) > max(sent)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "options",
@@ -76,13 +72,13 @@ def test_a_step_runs_before_its_optimizer_state_is_there(alone: tuple[float, ...
         {"precision": "bf16", "memory": varuna.Memory(shard_optimizer=True)},
         {"precision": "fp16", "memory": varuna.Memory(offload_optimizer=True)},
         {"precision": "bf16", "ema": 0.9},
-        {"optimizer": partial(torch.optim.Adagrad, lr=0.01)},
+        {"optimizer": adagrad},
     ],
     ids=["bf16-sharded", "fp16-offloaded", "bf16-averaged", "adagrad"],
 )
 def test_it_is_the_state_of_before(options: dict[str, Any]) -> None:
     """Parameters in half precision come first; the update has those in fp32."""
-    script = partial(trained, **options)
+    script = work.script(STEPS, MICRO_BATCHES, **options)
     undisturbed = run(script, workers=4, stages=2, captures=CAPTURES).losses
     late = Late()
     outcome = disturbed(script, late.hear, {4: 2, 3: 3}, [notice_at(rank=1, step=1, seconds=10)])
@@ -91,6 +87,7 @@ def test_it_is_the_state_of_before(options: dict[str, Any]) -> None:
     assert outcome.losses == pytest.approx(undisturbed, rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_on_a_machine_without_room_nothing_stays_longer_than_it_must(
     alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
@@ -121,9 +118,21 @@ class OnceCopied(Fault):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("phase", ["send-rest", "take-rest"])
-@pytest.mark.parametrize("at_end", [False, True])
-@pytest.mark.parametrize("shapes", [{4: 2, 3: 3, 2: 2, 1: 1}, {3: 3, 2: 2, 1: 1}], ids=["2x2", "3x1"])
+@pytest.mark.parametrize(
+    ("shapes", "phase", "at_end"),
+    [
+        pytest.param(
+            shapes,
+            phase,
+            at_end,
+            id=f"{name}-{phase}-{'end' if at_end else 'begin'}",
+            marks=() if (name, phase, at_end) == ("2x2", "send-rest", False) else pytest.mark.nightly,
+        )
+        for name, shapes in {"2x2": {4: 2, 3: 3, 2: 2, 1: 1}, "3x1": {3: 3, 2: 2, 1: 1}}.items()
+        for phase in ("send-rest", "take-rest")
+        for at_end in (False, True)
+    ],
+)
 def test_a_rank_dies_around_it(alone: tuple[float, ...], phase: Phase, at_end: bool, shapes: dict[int, int]) -> None:
     """Whatever is lost with it: the losses are the same. Nothing is given up while anybody has it."""
     workers = max(shapes)
@@ -146,6 +155,7 @@ class AnyRank(Fault):
         return super().is_here(span)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_leaver_dies_before_it_has_sent_it(alone: tuple[float, ...]) -> None:
     """Nobody else has it: the run goes back, and trains the same."""

@@ -3,18 +3,17 @@
 import threading
 import time
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
 
-import varuna
-from tests.unit.engine.ranks import Dropping, Tokens, adamw
-from tests.unit.testing.work import CAPTURES, disturbed
+from tests.depth import nightly
+from tests.unit.testing import work
+from tests.unit.testing.work import disturbed
 from varuna.core.plan import Plan
 from varuna.engine.base.spans import Span
 from varuna.planner.choose import plan_run
-from varuna.testing import Fault, fail_at, notice_at, ranks, run
+from varuna.testing import Fault, fail_at, notice_at, ranks
 from varuna.testing.faults import Warned
 
 STEPS, MICRO_BATCHES, SLOW_STEP = 4, 24, 2
@@ -57,28 +56,27 @@ class Work:
                 assert self._broken_off.wait(60), "the step was not broken off"
 
 
-def script(steps: int = STEPS) -> list[int]:
-    trainer = varuna.Trainer(Dropping, Tokens(padded=True), adamw, 2 * MICRO_BATCHES, micro_batch=2, clip_grad_norm=1.0)
-    return [step.index for step in trainer.steps(steps)]
+script = work.script(STEPS, MICRO_BATCHES, 2)
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(script, captures=CAPTURES).losses
+    return work.alone(STEPS, MICRO_BATCHES, 2)
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("leavers", [(0,), (1,), (2,), (0, 2)])
+@pytest.mark.parametrize("leavers", [(1,), *nightly((0,), (2,), (0, 2))])
 def test_a_notice_costs_one_pipeline_what_is_in_flight(alone: tuple[float, ...], leavers: tuple[int, ...]) -> None:
-    work = Work(3)
-    outcome = disturbed(script, work.hear, {3: 3, 2: 2, 1: 1}, [WarnedTogether(*leavers)])
+    seen = Work(3)
+    outcome = disturbed(script, seen.hear, {3: 3, 2: 2, 1: 1}, [WarnedTogether(*leavers)])
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert outcome.plans == ("3x1", f"{3 - len(leavers)}x1")
     assert 8 <= outcome.kept[1] < MICRO_BATCHES
-    again = [number for number, often in work.backwards.items() if often > 1]
+    again = [number for number, often in seen.backwards.items() if often > 1]
     assert len(again) <= 3, "those on their way back from the last stage"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_leaver_that_dies_while_its_state_moves_is_a_loss_without_a_notice(alone: tuple[float, ...]) -> None:
     faults: list[Fault] = [WarnedTogether(1), fail_at(rank=2, step=SLOW_STEP, phase="form")]
@@ -88,6 +86,7 @@ def test_a_leaver_that_dies_while_its_state_moves_is_a_loss_without_a_notice(alo
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_notice_with_time_enough_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning takes longer than all steps together, and yet the run does not end before anybody leaves."""
@@ -98,8 +97,8 @@ def test_a_notice_with_time_enough_waits_for_the_step(monkeypatch: pytest.Monkey
         return planned(*args, **options)
 
     monkeypatch.setattr(ranks, "plan_run", slowly)
-    longer = partial(script, 2 * STEPS)
+    longer = work.script(2 * STEPS, MICRO_BATCHES, 2)
     faults = [notice_at(rank=1, step=SLOW_STEP, seconds=10.0)]
     outcome = disturbed(longer, Work(3, is_broken_off=False).hear, {3: 3, 2: 2}, faults)
-    assert outcome.losses == pytest.approx(run(longer, captures=CAPTURES).losses, rel=1e-6)
+    assert outcome.losses == pytest.approx(work.alone(2 * STEPS, MICRO_BATCHES, 2), rel=1e-6)
     assert (outcome.plans, outcome.kept) == (("3x1", "2x1"), (0, 0))

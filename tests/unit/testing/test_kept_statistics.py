@@ -5,13 +5,14 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from tests.unit.engine.ranks import Tokens
+from tests.depth import by_depth
+from tests.unit.engine.models import Tokens
 from tests.unit.engine.stage.test_batch_norm import sgd
 from tests.unit.testing.work import CAPTURES, OnceOthers
 from varuna.testing import RunResult, fail_at, run
 from varuna.testing.faults import Fault
 
-STEPS, MICRO_BATCHES = 4, 12
+STEPS, MICRO_BATCHES = by_depth((3, 8), (4, 12))
 
 
 class Normalised(nn.Module):
@@ -45,12 +46,20 @@ def alone() -> RunResult:
 @pytest.mark.parametrize(
     ("stages", "faults"),
     [
-        ({4: 2, 3: 2}, [OnceOthers(3, 2, "B", 2)]),
-        ({4: 2, 3: 2}, [OnceOthers(3, 2, "reduce")]),
-        ({4: 2, 3: 3}, [OnceOthers(2, 2, "B", 3)]),
-        ({5: 2, 4: 2, 3: 3}, [OnceOthers(1, 2, "B", 3, others=(2,)), fail_at(rank=3, step=2, phase="form")]),
+        pytest.param({4: 2, 3: 3}, [OnceOthers(2, 2, "B", 3)], id="moved"),
+        *(
+            pytest.param(stages, faults, id=name, marks=pytest.mark.nightly)
+            for name, stages, faults in (
+                ("open", {4: 2, 3: 2}, [OnceOthers(3, 2, "B", 2)]),
+                ("reduced", {4: 2, 3: 2}, [OnceOthers(3, 2, "reduce")]),
+                (
+                    "twice",
+                    {5: 2, 4: 2, 3: 3},
+                    [OnceOthers(1, 2, "B", 3, others=(2,)), fail_at(rank=3, step=2, phase="form")],
+                ),
+            )
+        ),
     ],
-    ids=["open", "reduced", "moved", "twice"],
 )
 def test_running_statistics_outlast_a_loss(alone: RunResult, stages: dict[int, int], faults: list[Fault]) -> None:
     outcome = run(script, workers=max(stages), stages=stages, faults=faults, captures=CAPTURES)

@@ -9,8 +9,9 @@ from torch import nn
 
 import varuna
 import varuna.core.sums
+from tests.unit.engine.models import Dropping, Tokens, adamw
 from tests.unit.engine.pipeline.test_length_variants import LENGTHS, Positions, Sentences, padded
-from tests.unit.engine.ranks import Dropping, Tokens, adamw
+from tests.unit.testing import work
 from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed
 from varuna.core.sums import HeldSums, Spans, deal, numbers_of, spans_of
 from varuna.engine.base.spans import Span
@@ -75,16 +76,15 @@ class Late(Fault):
                 super().hear(span)
 
 
-def script() -> list[int]:
-    trainer = varuna.Trainer(Dropping, Tokens(padded=True), adamw, 2 * MICRO_BATCHES, micro_batch=2, clip_grad_norm=1.0)
-    return [step.index for step in trainer.steps(STEPS)]
+script = work.script(STEPS, MICRO_BATCHES, 2)
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(script, captures=CAPTURES).losses
+    return work.alone(STEPS, MICRO_BATCHES, 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("phase", ["form", "F", "reduce"])
 def test_two_losses_in_one_step_cost_only_what_is_lacking(alone: tuple[float, ...], phase: Phase) -> None:
@@ -97,6 +97,7 @@ def test_two_losses_in_one_step_cost_only_what_is_lacking(alone: tuple[float, ..
     assert all(0 < kept < MICRO_BATCHES for kept in outcome.kept[1:]), outcome.kept
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_the_same_loss_gives_the_same_bits() -> None:
     """The first pipeline has done its share; whose sums are gone on from does not depend on chance, nor do any bits."""
@@ -153,7 +154,12 @@ def test_sums_that_are_not_what_was_told_cost_time_and_not_the_run(
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "stages", [{4: 2, 3: 3}, {6: 2, 5: 4}, {4: 2, 3: 1}], ids=["deeper", "much deeper", "shallower"]
+    "stages",
+    [
+        pytest.param({4: 2, 3: 3}, id="deeper"),
+        pytest.param({6: 2, 5: 4}, id="much deeper", marks=pytest.mark.nightly),
+        pytest.param({4: 2, 3: 1}, id="shallower", marks=pytest.mark.nightly),
+    ],
 )
 def test_sums_move_where_the_number_of_stages_changes(alone: tuple[float, ...], stages: dict[int, int]) -> None:
     """A worker of the second pipeline is lost after 3 backwards: what the others have added is not lost."""
@@ -164,6 +170,7 @@ def test_sums_move_where_the_number_of_stages_changes(alone: tuple[float, ...], 
     assert MICRO_BATCHES // 6 <= outcome.kept[1] < MICRO_BATCHES
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_sums_that_lack_a_micro_batch_cost_time_and_not_the_run(
     alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
@@ -194,6 +201,7 @@ def of_several_lengths() -> list[int]:
     return [step.index for step in trainer.steps(STEPS)]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("stages", "other"), [({4: 4, 3: 3}, 0), ({4: 2, 3: 3}, 0), ({6: 3, 5: 5}, 3)], ids=["4x1", "2x2", "3x2"]

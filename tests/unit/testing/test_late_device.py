@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 import varuna
-from tests.unit.engine.device.test_host_copies import Late
-from tests.unit.engine.late import Rash
-from tests.unit.testing import test_made_again
-from tests.unit.testing.keepers import Kept, Waiting, went_back
+from tests.unit.engine.late import Late, Rash
+from tests.unit.testing import test_made_again, work
+from tests.unit.testing.keepers import Kept, Waiting
 from tests.unit.testing.test_made_again import after_the_vote, lossy
-from tests.unit.testing.test_saved_sums import ENOUGH, MICRO_BATCHES, STEP, go_on, lost, slow, text
-from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed
+from tests.unit.testing.test_saved_sums import ENOUGH, MICRO_BATCHES, STEP, STEPS, go_on, lost, slow, text
+from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed, went_back
 from varuna.core.errors import VarunaError
 from varuna.engine.base.spans import Span
 from varuna.engine.copies import sending
@@ -28,7 +27,7 @@ from varuna.testing import Fault, notice_at, run
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
     """On a CPU."""
-    return run(text(), captures=CAPTURES).losses
+    return work.alone(STEPS, MICRO_BATCHES)
 
 
 @pytest.fixture
@@ -63,6 +62,7 @@ class OnceKept(Fault):
         return max(self._sums.values()) <= 0 and super().is_here(span)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "shapes", [{4: 2, 3: 3}, {4: 2, 3: 1}, {6: 2, 5: 4}], ids=["deeper", "shallower", "much deeper"]
@@ -77,20 +77,27 @@ def test_sums_outlive_a_loss_and_move(
     assert len(devices.made) == max(shapes)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_an_update_that_was_lost_is_made_again_in_host_memory(
     devices: Late, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     monkeypatch.setattr(sending, "last_sums_s", lambda *_: 10.0)
-    kept, undisturbed = Kept(), run(test_made_again.script, captures=CAPTURES).losses
+    kept, undisturbed = Kept(), work.alone(test_made_again.STEPS, test_made_again.MICRO_BATCHES)
     outcome = lossy(kept, [Waiting(rank, 1, "apply", after_the_vote(kept, rank))])
     assert outcome.losses == pytest.approx(undisturbed, rel=1e-6)
     assert not went_back(outcome)
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16", "memory": varuna.Memory(offload_optimizer=True)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"precision": "bf16", "memory": varuna.Memory(offload_optimizer=True)}, marks=pytest.mark.nightly),
+    ],
+)
 def test_copies_of_state_and_sums_take_the_place_of_a_lost_pipeline(
     alone: tuple[float, ...], devices: Late, options: dict[str, Any], without_pauses: None
 ) -> None:
@@ -104,6 +111,7 @@ def test_copies_of_state_and_sums_take_the_place_of_a_lost_pipeline(
     assert all(streams.copies for streams in devices.made)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_optimizer_state_follows_a_section(alone: tuple[float, ...], devices: Late) -> None:
     followed = list[int]()
@@ -118,6 +126,7 @@ def test_optimizer_state_follows_a_section(alone: tuple[float, ...], devices: La
     assert followed
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_sums_that_were_saved_outlive_the_loss_of_all(
     alone: tuple[float, ...], devices: Late, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,6 +139,7 @@ def test_sums_that_were_saved_outlive_the_loss_of_all(
     assert outcome.kept[0] >= ENOUGH
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "devices",

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import varuna
-from tests.unit.engine.ranks import Dropping, Tokens, adamw
+from tests.depth import by_depth, nightly_rows
+from tests.unit.engine.models import Tokens
 from tests.unit.engine.stage.test_batch_norm import sgd
+from tests.unit.testing import work
 from tests.unit.testing.test_kept_statistics import Normalised
 from tests.unit.testing.work import CAPTURES
 from varuna.checkpoint.io.sums import read_sums, write_sums
@@ -27,7 +29,7 @@ from varuna.store.folder import FolderStore
 from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault
 
-STEPS, STEP, MICRO_BATCHES = 3, 1, 72
+STEPS, STEP, MICRO_BATCHES = 3, 1, by_depth(36, 72)
 SECTIONS, ENOUGH, LATE = 6, 8, 20
 
 
@@ -71,27 +73,13 @@ def saved(store: FolderStore, step: int) -> int:
 
 def text(folder: Path | None = None, **options: Any) -> Callable[[], list[int]]:
     every = timedelta(milliseconds=1)
-
-    def script() -> list[int]:
-        checkpoints = None if folder is None else varuna.Checkpoints(folder, every=every)
-        trainer = varuna.Trainer(
-            Dropping,
-            Tokens(padded=True),
-            adamw,
-            MICRO_BATCHES,
-            micro_batch=1,
-            clip_grad_norm=1.0,
-            checkpoints=checkpoints,
-            **options,
-        )
-        return [step.index for step in trainer.steps(STEPS)]
-
-    return script
+    checkpoints = None if folder is None else varuna.Checkpoints(folder, every=every)
+    return work.script(STEPS, MICRO_BATCHES, checkpoints=checkpoints, **options)
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(text(), captures=CAPTURES).losses
+    return work.alone(STEPS, MICRO_BATCHES)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +119,10 @@ def go_on(script: Callable[[], Any], shape: tuple[int, int]) -> RunResult:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 2), (3, 1)), ((3, 1), (1, 3)), ((1, 1), (2, 2))],
+    [
+        ((2, 2), (3, 1)),
+        *nightly_rows(((3, 1), (1, 3)), ((1, 1), (2, 2))),
+    ],
     ids=lambda shape: "x".join(map(str, shape)),
 )
 def test_a_run_goes_on_in_the_middle_of_a_step(
@@ -145,6 +136,7 @@ def test_a_run_goes_on_in_the_middle_of_a_step(
     assert not outcome.warnings
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_the_first_step_is_no_exception(alone: tuple[float, ...], tmp_path: Path) -> None:
     """The state before it is saved during the step."""
@@ -155,6 +147,7 @@ def test_the_first_step_is_no_exception(alone: tuple[float, ...], tmp_path: Path
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_loss_in_the_first_step_of_a_run_costs_a_part_of_it_too(alone: tuple[float, ...]) -> None:
     """Long enough for the others to have said that they run it: no vote shows yet whose state they have."""
@@ -173,6 +166,7 @@ def test_a_loss_in_the_first_step_of_a_run_costs_a_part_of_it_too(alone: tuple[f
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_sums_of_an_earlier_run_are_saved_with_what_is_added_to_them(alone: tuple[float, ...], tmp_path: Path) -> None:
     """Twice everybody is lost in the same step."""
@@ -185,6 +179,7 @@ def test_sums_of_an_earlier_run_are_saved_with_what_is_added_to_them(alone: tupl
     assert outcome.losses == pytest.approx(alone[STEP:], rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "options",
@@ -203,6 +198,7 @@ def test_with_everything_that_changes_what_a_sum_is(tmp_path: Path, options: dic
     assert outcome.losses == pytest.approx(undisturbed.losses[STEP:], rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_what_is_not_what_was_written_is_not_used(alone: tuple[float, ...], tmp_path: Path) -> None:
     """One file has a wrong byte, another one no end, and a third one belongs to other parameters."""
@@ -225,6 +221,7 @@ def test_what_is_not_what_was_written_is_not_used(alone: tuple[float, ...], tmp_
     assert outcome.plans[0] == outcome.plans[-1] == "2x1"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_another_job_begins_the_step_anew(tmp_path: Path) -> None:
     """Its metrics are not in what was saved."""
@@ -244,6 +241,7 @@ def normalised(folder: Path | None = None) -> Callable[[], list[float]]:
     return script
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_running_statistics_are_saved_with_the_sums(tmp_path: Path) -> None:
     """The loss over other data shows them."""

@@ -3,7 +3,9 @@
 import pytest
 
 import varuna
-from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
+from tests.depth import nightly
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
+from tests.unit.testing.work import CAPTURES
 from tests.waiting import wait_for
 from varuna.checkpoint import committer
 from varuna.core.errors import UsageError, VarunaError, WorkerError
@@ -26,7 +28,7 @@ def script(checkpoints: varuna.Checkpoints | None = None) -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    outcome = run(script)
+    outcome = run(script, captures=CAPTURES)
     assert outcome.plans == ("1x1",)
     assert outcome.returned == {"w0": list(range(STEPS))}
     return outcome.losses
@@ -35,7 +37,7 @@ def alone() -> tuple[float, ...]:
 def test_a_job_trains_the_same_on_two_by_two_and_after_a_loss(alone: tuple[float, ...]) -> None:
     """Rank 1 dies in B of step 2: the three that are left redo it as a pipeline of two, and the third waits."""
     fault = fail_at(rank=1, step=2, phase="B")
-    outcome = run(script, workers=4, stages=2, faults=[fault])
+    outcome = run(script, captures=CAPTURES, workers=4, stages=2, faults=[fault])
     assert fault.happened
     assert outcome.plans == ("2x2", "2x1")
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
@@ -55,15 +57,15 @@ def test_a_failing_bucket_ends_in_words_and_another_run_goes_on_from_what_it_has
                 store.fail("write", reason="507 insufficient storage")
 
     with pytest.raises(VarunaError, match=r"the last steps were not checkpointed.*Look at the warnings") as ended:
-        run(saves_once, workers=2, stages=2)
+        run(saves_once, captures=CAPTURES, workers=2, stages=2)
     assert "newest complete checkpoint is that of step 2" in str(ended.value)
     store.fail()
-    outcome = run(lambda: script(varuna.Checkpoints(store.url, every=2)), workers=2, stages=1)
+    outcome = run(lambda: script(varuna.Checkpoints(store.url, every=2)), captures=CAPTURES, workers=2, stages=1)
     assert outcome.losses == pytest.approx(alone[2:], rel=1e-6)
     assert ("get", "step-00000002/manifest.json") in store.seen
 
 
-@pytest.mark.parametrize("rotten", [2, 4])
+@pytest.mark.parametrize("rotten", [4, *nightly(2)])
 def test_a_checkpoint_that_rots_in_the_store_is_found_out_and_the_one_before_counts(
     alone: tuple[float, ...], rotten: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,12 +91,12 @@ def test_a_checkpoint_that_rots_in_the_store_is_found_out_and_the_one_before_cou
     store.after = rot
     if rotten == STEPS:
         with pytest.raises(VarunaError, match="newest complete checkpoint is that of step 2"):
-            run(saves, workers=2, stages=2)
+            run(saves, captures=CAPTURES, workers=2, stages=2)
         assert marked in store.seen
         store.after = lambda verb, name: None
-        assert run(saves, workers=2, stages=1).losses == pytest.approx(alone[2:], rel=1e-6)
+        assert run(saves, captures=CAPTURES, workers=2, stages=1).losses == pytest.approx(alone[2:], rel=1e-6)
     else:
-        assert run(saves, workers=2, stages=2).losses == pytest.approx(alone, rel=1e-6)
+        assert run(saves, captures=CAPTURES, workers=2, stages=2).losses == pytest.approx(alone, rel=1e-6)
 
 
 def test_no_process_is_forked_among_the_workers_threads(
@@ -104,18 +106,18 @@ def test_no_process_is_forked_among_the_workers_threads(
         raise AssertionError("a fork would keep open what all workers have opened")
 
     monkeypatch.setattr("os.fork", fork)
-    assert run(script, workers=2, stages=2).losses == pytest.approx(alone, rel=1e-6)
+    assert run(script, captures=CAPTURES, workers=2, stages=2).losses == pytest.approx(alone, rel=1e-6)
 
 
 def test_what_a_script_raises_comes_out_with_its_cause() -> None:
     broken = RuntimeError("CUDA out of memory")
     with pytest.raises(WorkerError, match=r"the script of worker w\d raised RuntimeError: CUDA out of memory") as ended:
-        run(script, workers=2, stages=2, faults=[fail_at(rank=1, step=1, phase="F", error=broken)])
+        run(script, captures=CAPTURES, workers=2, stages=2, faults=[fail_at(rank=1, step=1, phase="F", error=broken)])
     assert ended.value.__cause__ is broken
 
 
 def test_a_fault_that_does_not_happen_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"fail_at\(rank=0, step=9, phase='F'\) did not happen in 4 steps .* 1x1"):
-        run(script, faults=[fail_at(rank=0, step=9)])
+        run(script, captures=CAPTURES, faults=[fail_at(rank=0, step=9)])
     with pytest.raises(UsageError, match="phase='forward' is not a phase of a step: use one of form, F, R, B"):
         fail_at(rank=0, step=0, phase="forward")  # type: ignore[arg-type]

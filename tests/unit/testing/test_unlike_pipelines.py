@@ -1,11 +1,10 @@
 """Pipelines of different depth: workers die in each of them, and the losses are those of one process."""
 
-from typing import Any
-
 import pytest
 
-import varuna
-from tests.unit.engine.ranks import Dropping, Tokens, adamw
+from tests.depth import nightly_rows
+from tests.unit.testing import work
+from tests.unit.testing.work import CAPTURES
 from varuna.core.errors import VarunaError
 from varuna.testing import fail_at, run
 from varuna.testing.faults import Phase
@@ -14,29 +13,22 @@ from varuna.testing.ranks import Stages
 STEPS, MICRO_BATCHES = 3, 12
 SHAPES: dict[int, Stages] = {5: (3, 2), 4: (3, 1), 3: (2, 1), 2: 1, 1: 1}
 
-CAPTURES: list[Any] = []
 
-
-def script() -> int:
-    trainer = varuna.Trainer(Dropping, Tokens(padded=True), adamw, MICRO_BATCHES, micro_batch=1, clip_grad_norm=1.0)
-    return len(list(trainer.steps(STEPS)))
+script = work.script(STEPS, MICRO_BATCHES)
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(script, captures=CAPTURES).losses
-
-
-@pytest.mark.timeout(200)
-def test_they_train_as_one_process(alone: tuple[float, ...]) -> None:
-    outcome = run(script, workers=6, stages=(3, 2, 1), captures=CAPTURES)
-    assert outcome.plans == ("3x1+2x1+1x1",)
-    assert outcome.losses == pytest.approx(alone, rel=1e-6)
+    return work.alone(STEPS, MICRO_BATCHES)
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("rank", "phase", "after"), [(1, "F", 3), (4, "B", 2), (2, "B", 2), (0, "sum", 0), (3, "vote", 0), (4, "apply", 0)]
+    ("rank", "phase", "after"),
+    [
+        (4, "B", 2),
+        *nightly_rows((1, "F", 3), (2, "B", 2), (0, "sum", 0), (3, "vote", 0), (4, "apply", 0)),
+    ],
 )
 def test_one_dies(alone: tuple[float, ...], rank: int, phase: Phase, after: int) -> None:
     """Its section is also in the other pipeline, cut otherwise: no step is lost, and what that one has added stays."""
@@ -54,6 +46,7 @@ def test_one_dies(alone: tuple[float, ...], rank: int, phase: Phase, after: int)
         assert outcome.kept[1] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_another_dies_while_the_first_ones_work_is_handed_over(alone: tuple[float, ...]) -> None:
     faults = [fail_at(rank=4, step=1, phase="B", after=2), fail_at(rank=3, step=1, phase="form")]

@@ -3,11 +3,15 @@
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import cache
 from typing import Any
 
+import varuna
+from tests.unit.engine.models import Dropping, Tokens, adamw
 from varuna.engine.base.spans import Span, subscribe
 from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault, Phase
+from varuna.testing.ranks import Stages
 
 Numbers = frozenset[int]
 
@@ -15,8 +19,35 @@ CAPTURES: list[Any] = []
 """Of all runs of these tests: most have the same model."""
 
 
+def script(steps: int, micro_batches: int, micro_batch: int = 1, **options: Any) -> Callable[[], list[int]]:
+    """Return a training script: a small model with dropout and tied embeddings; ``options`` are a trainer's."""
+
+    def trains() -> list[int]:
+        given = {
+            "model": Dropping,
+            "dataset": Tokens(padded=True),
+            "optimizer": adamw,
+            "clip_grad_norm": 1.0,
+            **options,
+        }
+        trainer = varuna.Trainer(**given, global_batch=micro_batch * micro_batches, micro_batch=micro_batch)
+        return [step.index for step in trainer.steps(steps)]
+
+    return trains
+
+
+@cache
+def alone(steps: int, micro_batches: int, micro_batch: int = 1) -> tuple[float, ...]:
+    """Return the losses of that script in one process."""
+    return run(script(steps, micro_batches, micro_batch), captures=CAPTURES).losses
+
+
+def went_back(outcome: RunResult) -> bool:
+    return any("ROLLBACK" in text for text in outcome.warnings)
+
+
 def disturbed(
-    script: Callable[[], Any], hear: Callable[[Span], None], shapes: Mapping[int, int], faults: Sequence[Fault]
+    script: Callable[[], Any], hear: Callable[[Span], None], shapes: Mapping[int, Stages], faults: Sequence[Fault]
 ) -> RunResult:
     """A run that loses workers, while ``hear`` is told what its ranks do.
 

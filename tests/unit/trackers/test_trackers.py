@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import varuna
-from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from varuna.core.errors import UsageError
 from varuna.store.opening import open_store
 from varuna.testing import FailingStore, fail_at, run
@@ -62,6 +62,7 @@ def logged(content: bytes) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_that_falls_back_has_each_step_once_in_tensorboard(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,6 +131,7 @@ def test_a_users_own_tracker_hears_a_redone_step_once_and_where_it_happened() ->
     ]
 
 
+@pytest.mark.nightly
 def test_weights_and_biases_gets_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.proto import wandb_internal_pb2
 

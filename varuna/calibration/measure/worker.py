@@ -64,11 +64,11 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
     memory_bytes = least_memory(usable_bytes(spec.device, peers.size), peers)
     windows = choose_windows(facts, kinds, memory_bytes=memory_bytes)
     whole = len(windows) == 1
-    sizes = sizes_to_measure(spec.global_batch, spec.micro_batch)
+    sizes = sizes_to_measure(spec.global_batch, spec.fixed_micro_batch)
     peers.meet()
     tell(f"timing {len(facts.sections)} sections, at micro-batches of {sizes[0]} to at most {sizes[-1]}")
     # One that was asked for is measured, however slow this machine is.
-    most_s = _SIZES_S if spec.micro_batch is None else math.inf
+    most_s = _SIZES_S if spec.fixed_micro_batch is None else math.inf
     effort = Thoroughness(_SIZE_S, deadline_s=time.monotonic() + most_s)
     computed = [
         measure_window(
@@ -95,7 +95,7 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
     rings = peers.rings(_gradient_bytes(facts), job.traffic.sums)
     pilots: list[PilotSamples] = []
     if whole:
-        micro_batch, times = rehearsed_size(sections, spec.micro_batch, peers.agree)
+        micro_batch, times = rehearsed_size(sections, spec.fixed_micro_batch, peers.agree)
 
         def rehearse(world: World, plan: Plan) -> PilotSamples | None:
             def open_steps(n: int, membership: StaticMembership) -> Session:
@@ -114,7 +114,7 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
         facts=facts,
         kinds=kinds,
         cache=str(cache_file(job_facts(spec, 1), device_class(spec.device))),
-        sized_for=spec.global_batch if spec.micro_batch is None else 0,
+        sized_for=spec.global_batch if spec.fixed_micro_batch is None else 0,
         sections=tuple(sections),
         updates=tuple(sample for each in computed for sample in each.updates),
         snapshots=tuple(sample for each in computed for sample in each.snapshots),

@@ -21,6 +21,7 @@ from varuna.checks.dependencies.tags import SuspectedDependency, Tag, TagLedger,
 from varuna.core.errors import VarunaError, WorkerError
 from varuna.core.plan import Plan
 from varuna.data.randomness import generator_lock
+from varuna.data.sizes import rows_in
 from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.section import Examples, Tape, backward
@@ -82,7 +83,7 @@ def _watched_step(
     job: Job, initial: Initial, batch: Mapping[str, Tensor], ledger: TagLedger
 ) -> tuple[Stage, dict[str, Tensor]]:
     """Forward, backward and the applied steps under the tagging mode; also the gradients, as they were."""
-    size = len(next(iter(batch.values())))
+    size = rows_in(batch)
     with _whole_stage(job, initial, size, ledger) as stage:
         for section, bucket in stage.buckets.items():
             ledger.tag(bucket.flat, Tag(frozenset({section}), bucket.names))

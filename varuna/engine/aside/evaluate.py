@@ -113,7 +113,7 @@ class EvaluationRun:
         ]
         layout = Layout(tuple(crossings), 1, digests=False)
         speaks = self.generation.replica == 0  # one writer for each byte: adding words is exact
-        own = {name: stage.buffers[name] for name in shared if speaks and name in stage.buffers}
+        own = {name: stage.buffers[name] for name in shared if speaks and owners[name] in stage.sections}
         table = layout.pack(own, copies=stage.job.traffic.links).whole()
         words = table.view(torch.int64)
         self.sum_all("buffers", words, "the running statistics of other stages, in an evaluation")
@@ -152,7 +152,7 @@ class EvaluationRun:
         if self._whole.counts:
             loader = Loader(work.source, deliver=deliver)
             wanted = [(micro_batch, list(self.plan.samples_of(micro_batch))) for micro_batch in self._mine]
-            loader.request(work.number, wanted, (*keys, *work.model.length_keys[:1]))
+            loader.request(work.number, wanted, (*keys, *work.model.telling_keys))
         try:
             what = "what the other ranks counted for an evaluation"
             self._whole.begin(work.number, lambda table: self.sum_all("counts", table, what))

@@ -45,6 +45,15 @@ class DeviceMessage(NamedTuple):
     """bytes in device memory: the tensors"""
 
 
+class There(NamedTuple):
+    """What is there of a micro-batch: collate may leave samples out, so that the plan does not tell."""
+
+    rows: int
+    """of its tensors"""
+    samples: int
+    """that it counts for"""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Offsets of a message's tensors for a given number of examples."""
@@ -52,18 +61,22 @@ class Layout:
     crossings: tuple[Crossing, ...]
     examples: int
     digests: bool
-    """whether one signed 64-bit digest per sample follows (activations only)"""
+    """whether what is there follows, and one signed 64-bit digest per sample (activations only)"""
     apart: bool = False
     """the tensors travel from device to device, after a header with what the host must see"""
+    rows: int | None = None
+    """of the tensors, if they are fewer than examples: the message is as long"""
+    sizes: tuple[int, ...] = ()
+    """open sizes of the micro-batch"""
 
     @cached_property
     def offsets_bytes(self) -> list[int]:
         """Start of each tensor, then the start of the digests, then the end."""
         offsets, alignment = [0], _DEVICE_ALIGNMENT_BYTES if self.apart else _ALIGNMENT_BYTES
         for crossing in self.crossings:
-            size = torch.Size(crossing.shape(self.examples)).numel() * crossing.dtype.itemsize
+            size = torch.Size(crossing.shape(self.examples, self.sizes)).numel() * crossing.dtype.itemsize
             offsets.append(-(-(offsets[-1] + size) // alignment) * alignment)
-        return [*offsets, offsets[-1] + _DIGEST_BYTES * self.examples * self.digests]
+        return [*offsets, offsets[-1] + _DIGEST_BYTES * (len(There._fields) + self.examples) * self.digests]
 
     @property
     def size_bytes(self) -> int:
@@ -77,9 +90,20 @@ class Layout:
         return max(self.offsets_bytes[-2], 1) if self.apart else 0
 
     def pack(
-        self, values: Mapping[str, Tensor], digests: Sequence[int] = (), copies: HostCopies = CPU_COPIES
+        self,
+        values: Mapping[str, Tensor],
+        digests: Sequence[int] = (),
+        copies: HostCopies = CPU_COPIES,
+        there: There | None = None,
     ) -> Packed:
-        """Copy ``values`` (by crossing name) into one buffer, by ``copies``; a missing one is sent as zeros."""
+        """Copy ``values`` (by crossing name) into one buffer, by ``copies``; a missing one is sent as zeros.
+
+        Args:
+            values: of the shapes of this layout.
+            digests: of the samples; none if they were not read.
+            copies: they go by.
+            there: what is there of the samples, in front of the digests. Default: all.
+        """
         body = copies.room(self.body_bytes or self.size_bytes)
         buffer = torch.empty(self.size_bytes, dtype=torch.uint8) if self.apart else body
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -95,7 +119,8 @@ class Layout:
                 )
                 pairs.append((value, target))
         if self.digests:
-            self._digest_view(buffer).copy_(torch.tensor(digests or [0] * self.examples, dtype=torch.int64))
+            told = (*(there or There(self.examples, self.examples)), *(digests or [0] * self.examples))
+            self._digest_view(buffer).copy_(torch.tensor(told, dtype=torch.int64))
         return Packed(buffer, copies.down(pairs), body if self.apart else None)
 
     def unpack(self, arrived: Tensor | DeviceMessage, copies: HostCopies = CPU_COPIES) -> dict[str, Tensor]:
@@ -110,12 +135,22 @@ class Layout:
 
     def digests_of(self, arrived: Tensor | DeviceMessage) -> list[int]:
         """The digests that ``pack`` was given; all 0 if the sender reads no inputs."""
+        return self._told(arrived)[len(There._fields) :]
+
+    def there(self, arrived: Tensor | DeviceMessage) -> There:
+        """What ``pack`` was told is there."""
+        return There(*self._told(arrived)[: len(There._fields)])
+
+    def _told(self, arrived: Tensor | DeviceMessage) -> list[int]:
         buffer = arrived.header if isinstance(arrived, DeviceMessage) else arrived
-        digests: list[int] = self._digest_view(buffer).tolist()
-        return digests
+        told: list[int] = self._digest_view(buffer).tolist()
+        return told
+
+    def _shape(self, crossing: Crossing) -> torch.Size:
+        return torch.Size(crossing.shape(self.examples if self.rows is None else self.rows, self.sizes))
 
     def _view(self, buffer: Tensor, crossing: Crossing, start: int) -> Tensor:
-        shape = torch.Size(crossing.shape(self.examples))
+        shape = self._shape(crossing)
         end = start + shape.numel() * crossing.dtype.itemsize
         return buffer[start:end].view(crossing.dtype).view(shape)
 

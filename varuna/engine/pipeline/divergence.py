@@ -7,6 +7,7 @@ from varuna.core.errors import DivergedError, UsageError
 from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals, VoteLayout
 from varuna.data.samples import SampleSource
+from varuna.engine.stage.parameter_groups import Written
 
 _NAMED = 3
 """Micro-batches whose samples a message lists."""
@@ -61,6 +62,40 @@ def check_measured(vector: Sequence[float], mark: float, *, layout: VoteLayout, 
             "learning rates would differ. Call it on every worker after the same steps, with what is the same on all "
             "of them: step.loss, or the loss of trainer.evaluate."
         )
+
+
+def check_written(
+    vector: Sequence[float], written: Written | None, *, layout: VoteLayout, plan: Plan, rank: int
+) -> None:
+    """Refuse a step if the loops of two ranks have written different options into the optimizer's groups.
+
+    Args:
+        vector: the summed vote.
+        written: by this rank's loop.
+        layout: of the vote.
+        plan: of the step.
+        rank: this one.
+
+    Raises:
+        UsageError: they have.
+    """
+    mark, ranks = 0.0 if written is None else written.mark, plan.workers
+    more = vector[layout.flag("written")] - mark * ranks
+    if not more:
+        return
+    numbered, rest = ranks * (ranks + 1) / 2, vector[layout.flag("written_by")]
+    odd = (rest - mark * numbered) / more - 1
+    if ranks > 2 and (rest - mark * numbered) * (ranks - 1) == more * (numbered - rank - 1):
+        differing = f"this worker, rank {rank}, differs from all others"
+    else:
+        named = f"rank {odd:.0f} differs" if odd.is_integer() and 0 <= odd < ranks else "several ranks differ"
+        differing = f"{named} from this worker, rank {rank}"
+    raise UsageError(
+        "the script wrote different options into its optimizer's param_groups on different workers, so their updates "
+        f"would differ: {differing}, which has {written or 'written none'}. The step was not applied. Compute them on "
+        "every worker from what is the same on all: step.index, step.loss, or what state= keeps; not from time, rank, "
+        "step.is_main or random numbers."
+    )
 
 
 def is_finite(totals: StepTotals) -> bool:

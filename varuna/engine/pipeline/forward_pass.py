@@ -14,13 +14,14 @@ from torch import Tensor
 from varuna.core.plan import Plan
 from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
+from varuna.data.sizes import of_samples, rows_in
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.gpu_links import Direct
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Expected, Receiver, Sender
-from varuna.engine.links.message import Layout
+from varuna.engine.links.message import Layout, There
 from varuna.engine.links.trips import Trips
 from varuna.engine.pipeline.length_variants import Variants
 from varuna.engine.pipeline.message_layouts import Layouts
@@ -30,6 +31,7 @@ from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Stage
 from varuna.partition.batch_layout import check_inputs
 from varuna.partition.batch_weight import WeightFunction
+from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.model import PartitionedModel
 from varuna.schedule.buffers import SAMPLES_AHEAD
@@ -109,7 +111,7 @@ class ForwardPass:
         self._most, self._stages, self._first_step = len(mine), cut.stages, steps.start
         self._graphs, self.variants = model.graphs, Variants(model, inbox)
         self._orders = purpose.trains and self.variants.several and plan.policy == "adaptive" and cut.stages > 1
-        self.whole = WholeBatch(model, buffers, plan, rank, inbox)
+        self.whole = WholeBatch(model, buffers, plan, rank, inbox, may_miss=source.may_miss)
         # The user's weight may want any input.
         last = cut.stages - 1
         keys = [
@@ -253,16 +255,20 @@ class ForwardPass:
         if self._loader is not None:
             batch = self._here(self._batch, "samples", step, micro_batch, ())
             self._loader.taken()
-        values, digests = dict[str, Tensor](), list[int]()
+        read = len(self._plan.samples_of(micro_batch))
+        values, digests, there = dict[str, Tensor](), list[int](), There(read, read)
+        if batch is not None:
+            there = There(rows_in(batch.tensors), self._model.samples_in(batch.tensors))
         if stage.index > 0:
             buffer = self._here(self._activation, "activation", step, micro_batch, (self._rank - 1,))
-            layout = self.layouts.activation_in(step, micro_batch)
+            there = self.layouts.activation_in(step, micro_batch).there(buffer)
+            layout = self.layouts.activation_in(step, micro_batch, there.rows)
             values, digests = layout.unpack(buffer, self.copies_of(layout)), layout.digests_of(buffer)
             if batch is not None and any(digests):
                 verify_digests(batch, digests, who=f"an earlier stage (below stage {stage.index})")
         if batch is not None:
             digests = list(batch.digests)
-        return Arrived(values, self._examples(step, micro_batch, batch), batch, digests)
+        return Arrived(values, self._examples(step, micro_batch, batch, there), batch, digests)
 
     def _here(self, key: str, what: str, step: int, micro_batch: int, on: tuple[int, ...]) -> Any:
         def describe() -> Awaited:
@@ -270,27 +276,30 @@ class ForwardPass:
 
         return self._inbox.take((key, step, micro_batch), describe)
 
-    def _examples(self, step: int, micro_batch: int, batch: MicroBatch | None) -> Examples:
-        variant, size = self.variants.of(step, micro_batch), len(self._plan.samples_of(micro_batch))
-        graph = self._graphs[variant]
+    def _examples(self, step: int, micro_batch: int, batch: MicroBatch | None, there: There) -> Examples:
+        told = self.variants.told(step, micro_batch)
+        graph = self._graphs[told.variant]
         if batch is not None and self._stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, self._buffers)
-        given = dict(self.whole.numbers(variant, size))
+        given = dict(self.whole.numbers(told.variant, there.samples))
         if batch is not None:
             check_inputs(graph.inputs, batch.tensors, batch.indices)
-            given.update(batch.tensors)
-        return Examples(self._copies.up(given) if given else {}, size, variant)
+            check_ranges(graph.ranges, batch.tensors, batch.indices)
+            given.update(of_samples(batch.tensors))
+        return Examples(self._copies.up(given) if given else {}, there.rows, told.variant, told.sizes, there.samples)
 
     def hand_on(self, step: int, micro_batch: int, values: Mapping[str, Tensor], arrived: Arrived) -> None:
         """Send what crosses into the next stage."""
         assert self.downstream is not None
-        layout = self.layouts.activation_out(step, micro_batch)
-        self.downstream.send(layout.pack(values, arrived.digests, self.copies_of(layout)))
+        there = There(arrived.examples.size, arrived.examples.samples)
+        layout = self.layouts.activation_out(step, micro_batch, there.rows)
+        self.downstream.send(layout.pack(values, arrived.digests, self.copies_of(layout), there))
 
     def sums(self, micro_batch: int, results: Sequence[Tensor], arrived: Arrived) -> list[float]:
         """[weighted loss, weight, metric sums...] of a micro-batch, from the results of the last stage."""
         examples, batch = arrived.examples, arrived.batch
-        return sums_of(self._model, self._weight, micro_batch, results, examples, batch, self._plan.global_batch)
+        read = len(self._plan.samples_of(micro_batch))
+        return sums_of(self._model, self._weight, micro_batch, results, examples, batch, read, self._plan.global_batch)
 
     def close(self) -> None:
         """Drop queued work; threads end when their queues are empty or their groups abandoned."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from varuna.core.errors import LinkError
+from varuna.core.errors import LinkError, VarunaError
 from varuna.core.plan import Plan
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
@@ -36,9 +36,8 @@ _GRADIENT_TAG = 2
 class Flight:
     """A micro-batch between its F and its B, or its W, on this stage."""
 
-    size: int
-    """examples"""
-    variant: int
+    examples: Examples
+    """without its samples"""
     weight: float = 0.0
     """the gradient of the global batch's sum with respect to the loss"""
     tapes: list[Tape] = field(default_factory=list)
@@ -297,6 +296,26 @@ class Runtime:
     def _act(self, step: int, action: Action, policy: Policy, flights: dict[int, Flight]) -> None:
         micro_batch = self._mine[action.micro_batch]
         split = micro_batch in self._split
+        try:
+            self._run(step, action, micro_batch, policy, flights, split=split)
+        except VarunaError:
+            raise
+        except Exception as error:
+            base = step * self._plan.global_batch
+            indices = self._source.indices([base + offset for offset in self._plan.samples_of(micro_batch)])
+            error.add_note(f"step {step}, the batch of dataset indices {list(indices)}; this step is not applied")
+            raise
+
+    def _run(
+        self,
+        step: int,
+        action: Action,
+        micro_batch: int,
+        policy: Policy,
+        flights: dict[int, Flight],
+        *,
+        split: bool,
+    ) -> None:
         is_final = action.micro_batch == policy.backward_order[-1]
         if action.kind is Kind.FORWARD:
             keep = len(self._stage.sections) if policy.keeps(action.micro_batch) else self._kept
@@ -315,7 +334,7 @@ class Runtime:
         self._stash.settle()
         arrived = forward_pass.take(step, micro_batch)
         examples = arrived.examples
-        flight = Flight(examples.size, examples.variant)
+        flight = Flight(examples._replace(inputs={}))
         self.lookahead.computing()
         out, results, flight.tapes, begin = stage.forward(
             arrived.values, examples, step, micro_batch, keep=keep, split=split
@@ -326,7 +345,8 @@ class Runtime:
         if stage.is_last:
             sums = forward_pass.sums(micro_batch, results, arrived)
             stage.work.losses.append((micro_batch, sums))
-            flight.weight = float(self._plan.global_batch) if self._whole.used else sums[1]
+            adds_up = self._whole.used and examples.samples > 0
+            flight.weight = float(self._plan.global_batch) if adds_up else sums[1] * (not self._whole.used)
         else:
             with self._sending(step, micro_batch):
                 forward_pass.hand_on(step, micro_batch, out, arrived)
@@ -338,7 +358,7 @@ class Runtime:
         self.lookahead.computing()
         recomputed = self._stage.record(
             waiting.values,
-            Examples(waiting.samples, flight.size, flight.variant),
+            flight.examples._replace(inputs=waiting.samples),
             step,
             micro_batch,
             keep=kept,
@@ -353,14 +373,14 @@ class Runtime:
         self.lookahead.computing()
         received = self._stage.backward(flight.tapes, gradients, self._done(step, is_final))
         self.lookahead.computed()
-        self._send_upstream(step, micro_batch, received)
+        self._send_upstream(step, micro_batch, flight.examples.size, received)
 
     def _input_backward(self, step: int, micro_batch: int, flight: Flight) -> None:
         gradients = self._gradients(step, micro_batch, flight)
         self.lookahead.computing()
         received, flight.left = self._stage.input_backward(flight.tapes, gradients)
         self.lookahead.computed()
-        self._send_upstream(step, micro_batch, received)
+        self._send_upstream(step, micro_batch, flight.examples.size, received)
 
     def _weight_backward(self, step: int, flight: Flight, *, is_final: bool) -> None:
         self.lookahead.computing()
@@ -377,7 +397,7 @@ class Runtime:
         if stage.is_last:
             if not flight.tapes:
                 return {}  # nothing in the whole model is trained
-            loss = self._graphs[flight.variant].sections[-1].makes[0]
+            loss = self._graphs[flight.examples.variant].sections[-1].makes[0]
             scaled = flight.weight * stage.gradient_scale
             seed = torch.full((), scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)
             return {loss: seed} if flight.weight else {}
@@ -385,12 +405,12 @@ class Runtime:
             ("gradient", step, micro_batch),
             lambda: Awaited(f"the gradient of micro-batch {micro_batch} (step {step})", (self._rank + 1,)),
         )
-        layout = self._layouts.gradient_in(step, micro_batch)
+        layout = self._layouts.gradient_in(step, micro_batch, flight.examples.size)
         return layout.unpack(buffer, self._forward_pass.copies_of(layout))
 
-    def _send_upstream(self, step: int, micro_batch: int, gradients: dict[str, Tensor]) -> None:
+    def _send_upstream(self, step: int, micro_batch: int, rows: int, gradients: dict[str, Tensor]) -> None:
         if self._upstream is not None:
-            layout = self._layouts.gradient_out(step, micro_batch)
+            layout = self._layouts.gradient_out(step, micro_batch, rows)
             with self._sending(step, micro_batch):
                 self._upstream.send(layout.pack(gradients, copies=self._forward_pass.copies_of(layout)))
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from varuna.core.plan import Plan
 from varuna.data.samples import MicroBatch
+from varuna.data.sizes import PREFIX
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.partition.batch_weight import known_to
 from varuna.partition.lengths import variant_of
-from varuna.partition.loss.whole_batch import PREFIX, SHARE
+from varuna.partition.loss.whole_batch import SHARE
 from varuna.partition.model import PartitionedModel
 
 AddUp = Callable[[Tensor], None]
@@ -27,7 +28,14 @@ class WholeBatch:
     """The numbers of one rank in one generation, or in one evaluation."""
 
     def __init__(
-        self, model: PartitionedModel, buffers: Mapping[str, Tensor], plan: Plan, rank: int, inbox: Inbox
+        self,
+        model: PartitionedModel,
+        buffers: Mapping[str, Tensor],
+        plan: Plan,
+        rank: int,
+        inbox: Inbox,
+        *,
+        may_miss: bool = False,
     ) -> None:
         """Begin with nothing counted.
 
@@ -37,6 +45,7 @@ class WholeBatch:
             plan: whose global batch is the whole batch.
             rank: this one.
             inbox: stirred when something has been counted.
+            may_miss: micro-batches may have fewer samples than the plan says.
         """
         self._model, self._plan, self._inbox = model, plan, inbox
         self.used = model.whole is not None
@@ -52,7 +61,7 @@ class WholeBatch:
         """sections of this rank are given numbers"""
         counters = [graph.whole.counter for graph in model.graphs if graph.whole is not None]
         self._counts_samples = self.used and (
-            len(model.graphs) > 1 or any(counter is not None and counter.inputs for counter in counters)
+            len(model.graphs) > 1 or may_miss or any(counter is not None and counter.inputs for counter in counters)
         )  # else all follows from how many examples a micro-batch has, which the plan says
         self.counts = self._counts_samples and place.stage == last
         """this rank counts the micro-batches of its replica"""
@@ -61,6 +70,7 @@ class WholeBatch:
         self._rows: dict[int, dict[int, list[float]]] = {}
         self._lock = threading.Lock()
         self._numbers: list[dict[str, Tensor]] = []
+        self._samples = 0.0
 
     def _reads(self, section: int) -> bool:
         return any(key.startswith(PREFIX) for graph in self._model.graphs for key in graph.sections[section].inputs)
@@ -84,7 +94,8 @@ class WholeBatch:
                 variant = variant_of(self._model, batch.tensors, batch.indices)
                 whole = self._model.graphs[variant].whole
                 assert whole is not None, "all lengths count alike"
-                row = whole.counts(batch.tensors, self._known[variant], len(batch.indices))
+                size = self._model.samples_in(batch.tensors)
+                row = [*whole.counts(batch.tensors, self._known[variant], size), float(size)]
         finally:
             with self._lock:
                 self._rows.setdefault(step, {})[micro_batch] = row
@@ -108,7 +119,7 @@ class WholeBatch:
             rows = self._rows.pop(step, {})
             for old in [each for each in self._rows if each < step]:
                 del self._rows[old]
-        self._table = torch.zeros(self._plan.micro_batches, self._model.whole.width, dtype=torch.float64)
+        self._table = torch.zeros(self._plan.micro_batches, self._model.whole.width + 1, dtype=torch.float64)
         for micro_batch, row in rows.items():
             if row:
                 self._table[micro_batch] = torch.tensor(row, dtype=torch.float64)
@@ -131,7 +142,7 @@ class WholeBatch:
             added_up()
         if not self._counts_samples:
             self._count_sizes(self._table)
-        totals = [math.fsum(column) for column in self._table.t().tolist()]
+        *totals, self._samples = (math.fsum(column) for column in self._table.t().tolist())
         self._table = None
         self._numbers = [
             {} if graph.whole is None else graph.whole.numbers(totals, known)
@@ -143,7 +154,7 @@ class WholeBatch:
         assert whole is not None
         for micro_batch in range(self._plan.micro_batches):
             size = len(self._plan.samples_of(micro_batch))
-            table[micro_batch] = torch.tensor(whole.counts({}, self._known[0], size))
+            table[micro_batch] = torch.tensor([*whole.counts({}, self._known[0], size), float(size)])
 
     def _is_counted(self, step: int) -> bool:
         with self._lock:
@@ -153,4 +164,4 @@ class WholeBatch:
         """Numbers that sections are given for a micro-batch of ``size`` examples."""
         if not self.reads:
             return {}
-        return {**self._numbers[variant], SHARE: torch.tensor(size / self._plan.global_batch)}
+        return {**self._numbers[variant], SHARE: torch.tensor(size / (self._samples or 1.0))}

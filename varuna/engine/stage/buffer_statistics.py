@@ -1,4 +1,4 @@
-"""What buffers that forward() writes are updated from, and the update itself (batch normalisation).
+"""What buffers that forward() writes are updated from, and the update itself.
 
 A section returns the statistics of each micro-batch next to its results. Those of the micro-batch's first run in
 a step count (F), never those of a recompute (R). When a section is through with a step, its replicas tell each other
@@ -16,7 +16,8 @@ from varuna.core.sums import Spans, numbers_of
 from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.message import Layout
 from varuna.engine.stage.sums import Begun
-from varuna.partition.cut.split import SectionGraph
+from varuna.partition.apply_updates import MicroBatchStatistics, apply_updates
+from varuna.partition.cut.split import Crossing, SectionGraph
 
 
 class Statistics:
@@ -51,7 +52,10 @@ class Statistics:
         """Keep what the first run of a micro-batch found; whatever runs it again is ignored."""
         if micro_batch in self._elsewhere.get(section, ()):
             return
-        self._noted.setdefault((section, micro_batch), tuple(value.detach() for value in found))
+        names = {each.name for each in self._kept(section, micro_batch)}
+        statistics = zip(self._sections[section].statistics, found, strict=True)
+        kept = tuple(value.detach() for each, value in statistics if each.name in names)
+        self._noted.setdefault((section, micro_batch), kept)
 
     def carried(self, section: int, micro_batches: Spans) -> Tensor | None:
         """Those that belong to a sum of gradients, as bytes, in the order of micro-batches; None: it has none."""
@@ -68,7 +72,7 @@ class Statistics:
         noted = self._noted.get((section, number))
         if noted is None:
             return self._complete[section][number]
-        return dict(zip(self._names(section), noted, strict=True))
+        return dict(zip(self._names(section, number), noted, strict=True))
 
     def _take(self, section: int, micro_batches: Sequence[int], rows: Tensor) -> None:
         layouts = [self._layout(section, number) for number in micro_batches]
@@ -76,7 +80,7 @@ class Statistics:
             micro_batches, layouts, torch.split(rows, [layout.size_bytes for layout in layouts]), strict=True
         ):
             found = layout.unpack(row.clone(), self._copies)
-            self._noted[section, number] = tuple(found[name] for name in self._names(section))
+            self._noted[section, number] = tuple(found[name] for name in self._names(section, number))
 
     @property
     def sections(self) -> Collection[int]:
@@ -89,21 +93,24 @@ class Statistics:
 
     def table(self, section: int) -> Tensor:
         """All micro-batches of the step as int64 words; only those that ran here are not zero: a sum is exact."""
-        layouts, names = self._layouts(section), self._names(section)
+        layouts = self._layouts(section)
         sizes_bytes = [layout.size_bytes for layout in layouts]
         table = torch.zeros(sum(sizes_bytes), dtype=torch.uint8)
         for micro_batch, (layout, row) in enumerate(zip(layouts, torch.split(table, sizes_bytes), strict=True)):
             found = self._noted.get((section, micro_batch))
             if found is not None:
-                row.copy_(layout.pack(dict(zip(names, found, strict=True)), copies=self._copies).whole())
+                named = dict(zip(self._names(section, micro_batch), found, strict=True))
+                row.copy_(layout.pack(named, copies=self._copies).whole())
         return table.view(torch.int64)
 
     def complete(self, section: int, table: Tensor | None = None) -> None:
         """Take the sum of all replicas' tables, instead of this one's own; None: it is the only one, and has all."""
-        numbers, names = range(self._plan.micro_batches), self._names(section)
+        numbers = range(self._plan.micro_batches)
         if table is None:
-            own = [self._noted[section, number] for number in numbers]
-            self._complete[section] = [dict(zip(names, each, strict=True)) for each in own]
+            own = {number: self._noted[section, number] for number in numbers}
+            self._complete[section] = [
+                dict(zip(self._names(section, number), each, strict=True)) for number, each in own.items()
+            ]
         else:
             self._complete[section] = self._in(section, table)
         for number in numbers:
@@ -115,27 +122,33 @@ class Statistics:
         rows = torch.split(table.view(torch.uint8), [layout.size_bytes for layout in layouts])
         return [layout.unpack(row, self._copies) for layout, row in zip(layouts, rows, strict=True)]
 
-    def apply(self, buffers: dict[str, Tensor]) -> None:
-        """Update ``buffers`` with every micro-batch of the sections that are complete."""
-        with torch.no_grad():
-            for section, found in self._complete.items():
-                for values in found:
-                    self._update(self._sections[section], buffers, values)
+    def apply(self, buffers: Mapping[str, Tensor]) -> None:
+        """Update ``buffers`` in place, with every micro-batch of the sections that are complete."""
+        for section, found in self._complete.items():
+            examples = (len(self._plan.samples_of(number)) for number in range(self._plan.micro_batches))
+            apply_updates(self._sections[section].updates, buffers, list(map(MicroBatchStatistics, examples, found)))
         self._inherited = False
         self.clear()
-
-    @staticmethod
-    def _update(section: SectionGraph, buffers: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
-        for update in section.updates:
-            given = [buffers[name] for name in update.buffers] + [found[name] for name in update.statistics]
-            buffers.update(zip(update.buffers, update.module(*given), strict=True))
 
     def _layouts(self, section: int) -> list[Layout]:
         return [self._layout(section, micro_batch) for micro_batch in range(self._plan.micro_batches)]
 
     def _layout(self, section: int, micro_batch: int) -> Layout:
-        statistics = self._sections[section].statistics
+        statistics = self._kept(section, micro_batch)
         return Layout(statistics, len(self._plan.samples_of(micro_batch)), digests=False)
 
-    def _names(self, section: int) -> tuple[str, ...]:
-        return tuple(statistic.name for statistic in self._sections[section].statistics)
+    def _names(self, section: int, micro_batch: int) -> tuple[str, ...]:
+        return tuple(statistic.name for statistic in self._kept(section, micro_batch))
+
+    def _kept(self, section: int, micro_batch: int) -> tuple[Crossing, ...]:
+        """Statistics that a micro-batch has to tell: what is the same in all, the first one tells."""
+        graph = self._sections[section]
+        if micro_batch == 0:
+            return graph.statistics
+        told = {
+            name
+            for update in graph.updates
+            for name, kind in zip(update.statistics, update.kinds or ("sum",) * len(update.statistics), strict=True)
+            if kind != "same"
+        }
+        return tuple(each for each in graph.statistics if each.name in told)

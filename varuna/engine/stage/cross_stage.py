@@ -9,7 +9,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 from pathlib import Path
 from types import FrameType
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import UsageError
+from varuna.data.randomness import present_turn
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -65,7 +66,11 @@ def all_reduce_shared(tensor: Tensor, op: str = "sum") -> Tensor:
     if op not in _COMBINE:
         raise UsageError(f'all_reduce_shared(op={op!r}): op must be one of "sum", "max" and "min"')
     exchange = _installed.exchange
-    return tensor if exchange is None else exchange.all_reduce(tensor, op)
+    if exchange is None:
+        return tensor
+    turn = present_turn()
+    with nullcontext() if turn is None else turn.paused():  # another stage may be a thread, which draws too
+        return exchange.all_reduce(tensor, op)
 
 
 def owned(parameter: Tensor) -> bool:

@@ -11,7 +11,9 @@ from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.graphs.split_backward_check import Halves
 from varuna.engine.links.traffic import Traffic
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.partition.after_step import AfterStep
 from varuna.partition.model import PartitionedModel
+from varuna.partition.parameter_marks import ParameterMarks
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,15 @@ class Job:
     """where optimizer state lives, and fp32 parameters too unless sections compute with them"""
     traffic: Traffic = field(default_factory=Traffic)
     """between the device and host memory"""
+    marks: ParameterMarks = field(default_factory=dict)
+    """attributes of parameters that the user's functions see"""
+    after_step: AfterStep | None = None
+    """runs after each step; ``model.following`` says on what"""
     stops_at_nan: bool = True
     """a step whose loss or gradients are not finite is not applied, and ends the run"""
+
+    is_steered: bool = False
+    """the training loop may write options of the optimizer's groups, so every rank has all groups"""
 
     @property
     def masters_away(self) -> bool:

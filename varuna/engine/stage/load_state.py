@@ -27,6 +27,7 @@ def parameters_of(
     device: torch.device,
     masters_at: torch.device,
     dtypes: Mapping[str, torch.dtype],
+    followed: Container[str] = (),
 ) -> dict[str, nn.Parameter]:
     """One parameter per name, in the order of sections; a tied one from the lowest section that is whole, or updated.
 
@@ -40,6 +41,7 @@ def parameters_of(
         device: of all other parameters.
         masters_at: of those that are updated here.
         dtypes: of those that a run in fp32 keeps in others.
+        followed: parameters that ``after_step`` writes: they are fp32, too.
     """
     lowest: dict[str, int] = {}
 
@@ -54,7 +56,7 @@ def parameters_of(
     for name in dict.fromkeys(name for graph in graphs for name in graph.parameters):
         trained = name in trainable
         is_updated = trained and lowest[name] in held
-        place, kept = (masters_at, torch.float32) if is_updated else (device, dtype)
+        place, kept = (masters_at, torch.float32) if is_updated or name in followed else (device, dtype)
         value = states[lowest[name]].tensors[f"parameters/{name}"]
         if dtype is torch.float32:
             kept = dtypes.get(name, kept)

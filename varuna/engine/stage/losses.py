@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from varuna.core.errors import DataError
+from varuna.data.nest import nested
 from varuna.data.samples import MicroBatch
 from varuna.engine.stage.section import Examples
 from varuna.partition.batch_weight import WeightFunction
@@ -18,6 +19,7 @@ def sums_of(
     results: Sequence[Tensor],
     examples: Examples,
     batch: MicroBatch | None,
+    read: int,
     global_batch: int,
 ) -> list[float]:
     """[weighted loss, weight, metric sums...] from what the last section made of a micro-batch.
@@ -31,19 +33,22 @@ def sums_of(
         results: loss (scalar), number of targets (scalar) if they are counted, metric sums (scalars).
         examples: of the micro-batch.
         batch: its samples, if this rank reads them.
+        read: samples that were read for it; not all of them may be there.
         global_batch: M, examples per step.
 
     Raises:
         DataError: the user's weight is negative or not finite.
     """
     loss, sums = results[0].detach(), results[1 + model.counts_targets :]
-    if weigh is not None and batch is not None:
-        weight = float(weigh(batch.tensors))
+    if not examples.samples:
+        weight = 0.0
+    elif weigh is not None and batch is not None:
+        weight = float(weigh(nested(batch.tensors)))
     else:
-        weight = float(results[1]) if model.counts_targets else float(examples.size)
+        weight = float(results[1]) if model.counts_targets else float(examples.samples)
     if not 0 <= weight < float("inf"):
         raise DataError(f"the weight of micro-batch {micro_batch} is {weight}: weight(batch) must be finite and >= 0")
     if model.whole is not None:
-        return [float(loss) * global_batch, weight, *(float(value) for value in sums)]
+        return [float(loss) * global_batch if examples.samples else 0.0, float(read), *(float(value) for value in sums)]
     weighted = float(loss) * weight if weight else 0.0  # a mean over no targets is NaN and counts nothing
     return [weighted, weight, *(float(value) for value in sums)]

@@ -6,6 +6,7 @@ stage of that section alone; so the numbers are those of any other plan, to the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -17,7 +18,7 @@ from varuna.engine.device.host_copies import DONE, HOST, HostCopies, Ready
 from varuna.engine.stage.cross_stage import no_exchange
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.optimizer import NamedParameters, StageOptimizer, Written
-from varuna.engine.stage.parameter_groups import ParameterGroup, whole_groups
+from varuna.engine.stage.parameter_groups import NO_STEERING, ParameterGroup, Steering, Writes, whole_groups
 from varuna.partition.cut.split import SectionGraph
 
 _NO_EXCHANGE = (
@@ -53,6 +54,7 @@ class OffloadedOptimizer:
         """
         self._copies = copies
         self._sections = [_Section(build, part, device, gradients, copies) for part in reversed(named) if part]
+        self._idle = None if self._sections else build(())
         self._arriving: tuple[list[Tensor], Ready] | None = None  # the first section's state, if its copy has begun
         self._left: Ready = DONE  # the newest copies into host memory
 
@@ -65,6 +67,15 @@ class OffloadedOptimizer:
     def lr(self) -> float | None:
         """Learning rate of the first section's first parameter group; None without an optimizer."""
         return self._sections[-1].optimizer.lr if self._sections else None
+
+    @property
+    def _optimizers(self) -> Sequence[StageOptimizer]:
+        return [section.optimizer for section in self._sections] if self._idle is None else [self._idle]
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether a step runs no code but torch's."""
+        return all(section.optimizer.is_torchs for section in self._sections)
 
     def prepare(self) -> None:
         """Begin to copy the first section's state, which need not wait for gradients."""
@@ -97,8 +108,8 @@ class OffloadedOptimizer:
     def advance(self) -> None:
         """Advance the schedulers; the step is over, skipped or not."""
         self._arriving = None
-        for section in self._sections:
-            section.optimizer.advance()
+        for optimizer in self._optimizers:
+            optimizer.advance()
 
     def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Like ``StageOptimizer.put``; nothing may have been fetched."""
@@ -107,8 +118,17 @@ class OffloadedOptimizer:
 
     def measure(self, value: float) -> None:
         """Like ``StageOptimizer.measure``, for each section's scheduler."""
-        for section in self._sections:
-            section.optimizer.measure(value)
+        for optimizer in self._optimizers:
+            optimizer.measure(value)
+
+    def options(self) -> Sequence[Mapping[str, Any]] | None:
+        """Like ``StageOptimizer.options``; all sections have the same."""
+        return self._optimizers[-1].options()
+
+    def write(self, values: Writes) -> None:
+        """Like ``StageOptimizer.write``, for each section."""
+        for optimizer in self._optimizers:
+            optimizer.write(values)
 
     def copies(self) -> Callable[[], None]:
         """Like ``StageOptimizer.copies``; the copy is in host memory."""
@@ -166,7 +186,7 @@ class _Section:
 
     def fetch(self, after: Ready) -> tuple[list[Tensor], Ready]:
         """Begin to copy masters and state to the device."""
-        state = [entries[key] for (_, key), entries in self.optimizer.slots().items()]
+        state = [entries[slot.key] for slot, entries in self.optimizer.slots().items()]
         return self._copies.fetch([*(master.detach() for master in self._masters.values()), *state], after)
 
     def update(self, fetched: list[Tensor], written: Written) -> list[tuple[Tensor, Tensor]]:
@@ -176,15 +196,15 @@ class _Section:
             self.held[name].grad = self._gradients[name]
         homes = {}
         for slot, entries in self.optimizer.slots().items():
-            homes[slot], entries[slot[1]] = entries[slot[1]], fetched.pop(0)
+            homes[slot], entries[slot.key] = entries[slot.key], fetched.pop(0)
         self.optimizer.update(written)
         pairs = [(self.held[name].detach(), master.detach()) for name, master in self._masters.items()]
         for slot, entries in self.optimizer.slots().items():
-            value, home = entries[slot[1]], homes.get(slot)
+            value, home = entries[slot.key], homes.get(slot)
             if home is None or (home.shape, home.dtype) != (value.shape, value.dtype):
                 home = self._copies.room_for(value)
             pairs.append((value, home))
-            entries[slot[1]] = home
+            entries[slot.key] = home
         self._empty()
         return pairs
 
@@ -203,8 +223,8 @@ class _Section:
         return restore
 
     def _rest(self) -> None:
-        for (_, key), entries in self.optimizer.slots().items():
-            entries[key] = self._copies.at_rest(entries[key])
+        for slot, entries in self.optimizer.slots().items():
+            entries[slot.key] = self._copies.at_rest(entries[slot.key])
 
     def _empty(self) -> None:
         for name in self._masters:
@@ -218,6 +238,7 @@ def optimizer_of(
     state: Mapping[str, Mapping[str, Any]],
     steps_done: int,
     gradients: Mapping[str, Tensor],
+    steering: Steering = NO_STEERING,
 ) -> StageOptimizer | OffloadedOptimizer:
     """The optimizer of a stage, in host memory if the job says so.
 
@@ -228,19 +249,32 @@ def optimizer_of(
         state: optimizer state by parameter name.
         steps_done: optimizer steps that the parameters contain.
         gradients: by parameter, on the device.
+        steering: what the training loop has told the optimizer and its scheduler.
 
     Raises:
         UsageError: as ``StageOptimizer``.
     """
     trainable, whole = job.model.trainable, tuple[ParameterGroup, ...]()
-    if job.scheduler is not None and (job.memory.offload_optimizer or len(named) < len(trainable)):
+    has_parts = job.memory.offload_optimizer or len(named) < len(trainable)
+    if has_parts and (job.scheduler is not None or job.is_steered):
         shapes = {name: shape for name, shape in job.model.shapes.items() if name in trainable}
         whole = whole_groups(job.optimizer, shapes)
+    home = HOST if job.memory.offload_optimizer else None
+    build = partial(
+        StageOptimizer,
+        job.optimizer,
+        job.scheduler,
+        state=state,
+        steps_done=steps_done,
+        home=home,
+        whole=whole,
+        steering=steering,
+    )
     if not job.memory.offload_optimizer:
-        return StageOptimizer(job.optimizer, job.scheduler, named, state, steps_done, whole=whole)
+        return build(named)
     first = {name: graph.index for graph in reversed(graphs) for name in graph.parameters}
     return OffloadedOptimizer(
-        lambda part: StageOptimizer(job.optimizer, job.scheduler, part, state, steps_done, home=HOST, whole=whole),
+        build,
         [[pair for pair in named if first[pair[0]] == graph.index] for graph in graphs],
         device=job.device,
         copies=job.traffic.optimizer,

@@ -8,7 +8,7 @@ undisturbed run has, and nothing of it needs to be stored.
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,26 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import UsageError
-from varuna.engine.stage.parameter_groups import ParameterGroup, complete
+from varuna.data.randomness import Keyed
+from varuna.engine.stage.parameter_groups import NO_STEERING, ParameterGroup, Steering, Writes, complete, options_alone
+from varuna.partition.optimizer_state import OptimizerState, parts_in
 from varuna.partition.optimizers import NamedParameters as NamedParameters
 from varuna.partition.optimizers import OptimizerFactory as OptimizerFactory
-from varuna.partition.optimizers import build_optimizer, parts_of
+from varuna.partition.optimizers import build_optimizer, is_torchs
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 Written = Callable[[Mapping[str, Tensor]], None]
 """Called with parameters, by name, that have just been updated."""
 
-_PLAIN = (bool, int, float, str, type(None))
+
+class TensorSlot(NamedTuple):
+    """A tensor of an optimizer's state."""
+
+    name: str
+    """of the parameter"""
+    path: str
+    """of the optimizer inside of the user's; empty: it is that itself"""
+    key: str
 
 
 class StageOptimizer:
@@ -41,6 +51,7 @@ class StageOptimizer:
         *,
         home: torch.device | None = None,
         whole: Sequence[ParameterGroup] = (),
+        steering: Steering = NO_STEERING,
     ) -> None:
         """Build both and bring them to where the run is.
 
@@ -52,6 +63,7 @@ class StageOptimizer:
             steps_done: optimizer steps that the parameters contain.
             home: where state lives between steps; with its parameter if None.
             whole: parameter groups of the whole model, if they are known: the scheduler finds them all.
+            steering: what the training loop has told both so far.
 
         Raises:
             UsageError: a factory returns something else than an optimizer or a scheduler, or the scheduler needs
@@ -61,22 +73,33 @@ class StageOptimizer:
         self._home = home
         self._optimizer = build_optimizer(optimizer, named) if named else None
         self._scheduler: LRScheduler | None = None
-        if self._optimizer is None:
+        if self._optimizer is not None:
+            complete(self._optimizer, named, whole)
+            self._state = OptimizerState(self._optimizer, named)
+            if not self.is_torchs:
+                names = {parameter: name for name, parameter in named}
+                for group in (group for _, part in parts_in(self._optimizer) for group in part.param_groups):
+                    group["params"] = Keyed(group["params"], [names[each] for each in group["params"]], "optimizer")
+        self._options = options_alone(whole) if self._optimizer is None and whole else self._optimizer
+        if self._options is None:
             return
-        complete(self._optimizer, named, whole)
-        self.put(state)
         if scheduler is not None:
-            self._scheduler = _replayed(scheduler, self._optimizer, steps_done)
+            self._scheduler = _scheduled(scheduler, self._options)
+        self._replay(steps_done, steering)
+        self.put(state)  # last: what a step has changed, it has changed after the schedule
 
     def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over state by parameter name, of those parameters that are here."""
+        """Take over state by parameter name, of those parameters that are here, and what was kept beside it.
+
+        Raises:
+            UsageError: parameters that come together do not agree on what their optimizer kept beside them.
+        """
         if self._optimizer is None:
             return
-        for name, parameter in self._named.items():
-            if state.get(name):
-                self._optimizer.state[parameter] = dict(state[name])
-        for (name, key), entries in self.slots().items():
-            entries[key] = entries[key].to(self._home or self._named[name].device)
+        self._state.put(state)
+        self._state.put_beside(state)
+        for slot, entries in self.slots().items():
+            entries[slot.key] = entries[slot.key].to(self._home or self._named[slot.name].device)
 
     @property
     def lr(self) -> float | None:
@@ -89,17 +112,22 @@ class StageOptimizer:
         """The parameters that the user's optimizer holds, by name."""
         return self._named
 
+    @property
+    def is_torchs(self) -> bool:
+        """Whether a step runs no code but torch's."""
+        return self._optimizer is None or is_torchs(self._optimizer)
+
     def prepare(self) -> None:
         """Get ready to apply a step: nothing to do, since all state is on the device."""
 
     def update(self, written: Written) -> None:
         """Apply the gradients, and show the new parameters to ``written``."""
         if self._optimizer is not None:
-            self._optimizer.step()
+            self._state.step()
             written(self._named)
 
-    def slots(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """State that torch keeps with the parameter, by parameter and key; the value is ``entries[key]``.
+    def slots(self) -> dict[TensorSlot, dict[str, Any]]:
+        """State that torch keeps with the parameter; the value is ``entries[slot.key]``.
 
         All tensors but the counter of steps, which stays on the host unless a fused or capturable optimizer reads it.
         """
@@ -107,13 +135,14 @@ class StageOptimizer:
             return {}
         found = {}
         names = {parameter: name for name, parameter in self._named.items()}
-        for group in self._optimizer.param_groups:
-            is_counted_there = group.get("capturable") or group.get("fused")
-            for parameter in group["params"]:
-                entries = self._optimizer.state.get(parameter, {})
-                for key, value in entries.items():
-                    if isinstance(value, Tensor) and (key != "step" or is_counted_there):
-                        found[names[parameter], key] = entries
+        for path, part in parts_in(self._optimizer):
+            for group in part.param_groups:
+                is_counted_there = group.get("capturable") or group.get("fused")
+                for parameter in group["params"]:
+                    entries = part.state.get(parameter, {})
+                    for key, value in entries.items():
+                        if isinstance(value, Tensor) and (key != "step" or is_counted_there):
+                            found[TensorSlot(names[parameter], path, key)] = entries
         return found
 
     def advance(self) -> None:
@@ -129,55 +158,74 @@ class StageOptimizer:
         """
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(value)
-        elif self._optimizer is not None:
+        elif self._options is not None:
             raise UsageError(
                 "trainer.step_scheduler(value) is for lr_scheduler=lambda optimizer: ReduceLROnPlateau(optimizer). "
                 "Every other scheduler advances by itself, once per step."
             )
 
+    def options(self) -> Sequence[Mapping[str, Any]] | None:
+        """The parameter groups with their options, as they are now; None where the groups are not known."""
+        return None if self._options is None else self._options.param_groups
+
+    def write(self, values: Writes) -> None:
+        """Give options of groups other values."""
+        if self._options is not None:
+            for (group, key), value in values.items():
+                self._options.param_groups[group][key] = copy.deepcopy(value)
+
+    def _replay(self, steps: int, steering: Steering) -> None:
+        """Tell optimizer and scheduler once more what they have been told, in the same order."""
+        written, told = steering.written, steering.measured
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "step() before optimizer.step()": this is a replay
+            if written is not None:
+                self._follow(written.steps, told[: written.measured])
+                self.write(written.values)
+                steps, told = steps - written.steps, told[written.measured :]
+            self._follow(steps, told)
+
+    def _follow(self, steps: int, told: Sequence[float]) -> None:
+        for _ in range(0 if self._scheduler is None else steps):
+            self.advance()
+        for value in told:
+            self.measure(value)
+
     def copies(self) -> Callable[[], None]:
         """Copy parameters and optimizer state; the returned function puts them back, bit for bit.
 
-        Not of it: the scheduler, which advances only with a committed step, and whatever else the optimizer
-        keeps beside numbers, texts, ``state`` and ``param_groups``.
+        Not of it: the scheduler, which advances only with a committed step.
         """
-        optimizer = self._optimizer
-        if optimizer is None:
+        if self._optimizer is None:
             return lambda: None
         values = [(p, p.detach().to(self._home or p.device, copy=True)) for p in self._named.values()]
-        state = {key: copy.deepcopy(entries) for key, entries in optimizer.state.items()}
-        groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        plain = [
-            (part, {name: value for name, value in vars(part).items() if isinstance(value, _PLAIN)})
-            for part in parts_of(optimizer)
-        ]
+        undo = self._state.copies()
 
         def restore() -> None:
             with torch.no_grad():
                 for parameter, value in values:
                     parameter.copy_(value)
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                group.update(saved)
-            for part, attributes in plain:
-                vars(part).update(attributes)
+            undo.restore()
 
         return restore
 
     def state_of(self, name: str) -> tuple[dict[str, Tensor], dict[str, JSON]]:
-        """Return the optimizer state of a parameter: tensors, and values that are not tensors."""
-        parameter = self._named.get(name)
-        entries = (
-            self._optimizer.state.get(parameter, {}) if self._optimizer is not None and parameter is not None else {}
-        )
-        tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
-        scalars = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
-        return tensors, scalars
+        """Return the optimizer state of a parameter: tensors, and values that are not tensors.
+
+        Raises:
+            UsageError: some of it is of a kind that cannot be saved.
+        """
+        return ({}, {}) if self._optimizer is None else self._state.of(name)
 
 
-def _replayed(factory: SchedulerFactory, optimizer: torch.optim.Optimizer, steps_done: int) -> LRScheduler:
-    """The user's scheduler after some steps; one that waits for measurements has had none."""
+def call_before_step(function: Callable[[NamedParameters], None] | None, named: NamedParameters) -> None:
+    """Call ``before_step=``, if there is one; what it draws for a parameter does not depend on the others."""
+    if function is not None:
+        function(Keyed(named, [name for name, _ in named], "before_step"))
+
+
+def _scheduled(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The user's scheduler, before step 0."""
     try:
         scheduler = factory(optimizer)
     except (ValueError, IndexError) as error:
@@ -191,10 +239,4 @@ def _replayed(factory: SchedulerFactory, optimizer: torch.optim.Optimizer, steps
             f"lr_scheduler= must return a torch scheduler, but returned {type(scheduler).__name__}. "
             "LambdaLR can express any function of the step."
         )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        return scheduler
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "step() before optimizer.step()": this is a replay
-        for _ in range(steps_done):
-            scheduler.step()
     return scheduler

@@ -1,17 +1,78 @@
 """The parameter groups of the whole model, so that a stage's optimizer has them all.
 
 An optimizer's factory may leave out groups that are empty on a stage. A scheduler with a value for each group would
-then fail there, or take one group for another.
+then fail there, or take one group for another. The training loop may write options of groups between steps; what it has
+told the optimizer and its scheduler is told again to those of a new plan.
 """
 
 import copy
+import json
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import nn
 
+from varuna.checkpoint.io.section_state import JSON
+from varuna.checkpoint.io.user_values import as_json, from_json
 from varuna.partition.optimizers import OptimizerFactory, build_optimizer
+
+Writes = Mapping[tuple[int, str], Any]
+"""By number of a parameter group and name of an option: its value."""
+
+
+class Written:
+    """Options of parameter groups that the loop has written, with all values as they were after the newest write.
+
+    A scheduler may change them with each step that follows, as it would in a plain loop.
+    """
+
+    def __init__(self, steps: int, measured: int, values: Writes) -> None:
+        """Remember ``values``.
+
+        Args:
+            steps: optimizer steps that were made before.
+            measured: how many values the scheduler had been told before.
+            values: by group and option.
+        """
+        self.steps, self.measured, self.values = steps, measured, dict(values)
+
+    @cached_property
+    def mark(self) -> float:
+        """A number that tells one such value from another; a thousand ranks' add up exactly."""
+        return float(zlib.crc32(json.dumps(self.as_json(), sort_keys=True).encode()))
+
+    def as_json(self) -> JSON:
+        """For checkpoints, and for workers that join."""
+        listed = [[group, key, value] for (group, key), value in sorted(self.values.items())]
+        return [self.steps, self.measured, as_json(listed, "an option of the optimizer")]
+
+    @classmethod
+    def from_json(cls, value: JSON) -> Self:
+        """Inverse of ``as_json``."""
+        steps, measured, listed = cast(list[Any], value)
+        return cls(steps, measured, {(group, key): found for group, key, found in from_json(listed)})
+
+    def __str__(self) -> str:
+        return ", ".join(f"group {group}: {key}={value}" for (group, key), value in sorted(self.values.items()))
+
+
+class Steering(NamedTuple):
+    """Everything that the loop has told."""
+
+    measured: tuple[float, ...] = ()
+    """to a scheduler that waits for measurements"""
+    written: Written | None = None
+
+    @property
+    def is_none(self) -> bool:
+        """Whether it has told nothing."""
+        return not self.measured and self.written is None
+
+
+NO_STEERING = Steering()
 
 
 class ParameterGroup(NamedTuple):
@@ -64,3 +125,10 @@ def complete(
     optimizer.param_groups[:] = [
         own[i] if i in own else {"params": [], **copy.deepcopy(dict(each.options))} for i, each in enumerate(whole)
     ]
+
+
+def options_alone(whole: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
+    """An optimizer with the groups of the whole model and no parameters, where a stage has nothing to train."""
+    made = torch.optim.Optimizer([{"params": [], **copy.deepcopy(dict(each.options))} for each in whole], {})
+    vars(made)["_opt_called"] = True  # it makes no steps, and a scheduler would warn that it comes before them
+    return made

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from varuna.data.randomness import derive_key, generator_lock
 from varuna.engine.graphs.gradient_kernels import without_graph
 from varuna.engine.graphs.run_once import Run, Seeded
+from varuna.engine.graphs.user_place import note_place
 from varuna.partition.cut.split import Crossing, SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
@@ -38,8 +39,18 @@ class Examples(NamedTuple):
 
     inputs: Mapping[str, Tensor]
     size: int
+    """rows of its tensors"""
     variant: int = 0
     """which of the model's graphs it is for: one for each declared length"""
+    sizes: tuple[int, ...] = ()
+    """its open sizes, if the model has such"""
+    there: int | None = None
+    """samples that it counts for, if they are not its rows"""
+
+    @property
+    def samples(self) -> int:
+        """Samples that it counts for."""
+        return self.size if self.there is None else self.there
 
 
 class Tape(NamedTuple):
@@ -87,8 +98,8 @@ class SectionRunner:
         self._seed = seed
         self._compiled = compiled
         self._plain: GraphModule | None = None
-        # by examples: all else that decides on kernels is fixed here
-        self._runs: dict[int, Run] = {}  # compiled
+        # by examples and open sizes: all else that decides on kernels is fixed here
+        self._runs: dict[tuple[int, tuple[int, ...]], Run] = {}  # compiled
         self._halves: dict[int, Run | None] = {}
 
     def forward(
@@ -107,7 +118,7 @@ class SectionRunner:
             arguments = self._arguments(self._taken(values), examples)
             run = self._run(arguments, examples, seeded) if self._compiled else self._without_graph(arguments)
             with seeded():
-                made = self._noted(run(*arguments), micro_batch)
+                made = self._noted(self._called(run, arguments), micro_batch)
             return crossing(made)
 
     def record(
@@ -118,15 +129,22 @@ class SectionRunner:
         arguments = self._arguments(taken, examples)
         seeded = partial(self._seeded, step, micro_batch)
         run, pending = self._run(arguments, examples, seeded), None
-        if split and self._halved is not None:
+        if split and self._halved is not None and not examples.sizes:  # a proof for each size would cost too much
             if examples.size not in self._halves:
                 self._halves[examples.size] = self._halved(self.section, arguments, seeded)
             if (halved := self._halves[examples.size]) is not None:
                 pending = PendingWeights()
                 run, arguments = halved, [pending, *arguments]
         with _QUIET if torch.is_grad_enabled() else torch.enable_grad(), seeded():
-            made = self._noted(run(*arguments), micro_batch)
+            made = self._noted(self._called(run, arguments), micro_batch)
         return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made, pending, micro_batch)
+
+    def _called(self, run: Run, arguments: list[Any]) -> tuple[Tensor, ...]:
+        try:
+            return run(*arguments)
+        except Exception as error:
+            note_place(error, self.section, getattr(run, "__self__", None))
+            raise
 
     def _without_graph(self, arguments: list[Any]) -> Run:
         """The section's graph for F."""
@@ -140,9 +158,10 @@ class SectionRunner:
         if self._compiled is None:
             graph: Run = self.section.module.forward
             return graph
-        if examples.size not in self._runs:
-            self._runs[examples.size] = self._compiled(self.section, arguments, seeded)
-        return self._runs[examples.size]
+        key = examples.size, examples.sizes
+        if key not in self._runs:
+            self._runs[key] = self._compiled(self.section, arguments, seeded)
+        return self._runs[key]
 
     def _taken(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         """The values that the section takes, as leaves of its own; F and R get the same kind."""
@@ -217,7 +236,11 @@ def backward(tape: Tape, gradients: dict[str, Tensor]) -> None:
         if (gradient := gradients.pop(name, None)) is not None and made.requires_grad
     ]
     if pairs:
-        _run_backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
+        try:
+            _run_backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
+        except Exception as error:
+            note_place(error, tape.section)
+            raise
     for name, taken in tape.taken.items():
         if taken.grad is not None:
             known = gradients.get(name)

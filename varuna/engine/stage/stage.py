@@ -1,6 +1,7 @@
 """A stage on one rank: its sections' parameters, gradient buffers, optimizer and computations."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -10,22 +11,27 @@ from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums
+from varuna.data.randomness import SeededTurn
 from varuna.engine.base.still import Still
 from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
-from varuna.engine.stage import averages, load_state
+from varuna.engine.stage import following, load_state
 from varuna.engine.stage.buffer_statistics import Statistics
 from varuna.engine.stage.cross_stage import Exchange, LateExchange, LocalExchange, StageExchange, installed
 from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
 from varuna.engine.stage.guards import Truths
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.offload import optimizer_of
+from varuna.engine.stage.optimizer import call_before_step
+from varuna.engine.stage.parameter_groups import NO_STEERING, Steering
 from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import Begun, StepShare, Sums, TiedTotals
 from varuna.partition.cut.split_backward import PendingWeights
+from varuna.partition.held_names import owned_elsewhere
 from varuna.partition.model import PartitionedModel
+from varuna.partition.parameter_marks import put_marks
 
 Results = tuple[Tensor, ...]
 Left = tuple[int, int, PendingWeights | None]
@@ -46,6 +52,7 @@ class Stage:
         replica: int = 0,
         begun: Begun | None = None,
         missing: frozenset[int] = frozenset(),
+        steering: Steering = NO_STEERING,
     ) -> None:
         """Take over the state of every section of the stage.
 
@@ -58,6 +65,7 @@ class Stage:
             replica: which replica of the stage; decides what of shared optimizer state is here.
             begun: the first step, if another generation has begun it.
             missing: sections whose optimizer state comes later: see ``complete``.
+            steering: what the training loop has told the optimizer and its scheduler.
         """
         self.job = job
         self.plan, self.index, self.sections = plan, stage, plan.cut_of(replica).sections_of(stage)
@@ -77,7 +85,9 @@ class Stage:
             device=job.device,
             masters_at=HOST if job.masters_away else job.device,
             dtypes=job.model.dtypes,
+            followed=() if job.model.following is None else job.model.following.written,
         )
+        put_marks(self.parameters.items(), job.marks)
         self.buffers = load_state.buffers_of(graphs, states, job.dtype, job.device)
         self.statistics = Statistics(graphs, plan, job.traffic.sums, begun)
         self.truths, self.buckets = Truths(), dict[int, Bucket]()
@@ -108,7 +118,7 @@ class Stage:
         self._halves = HalfGradients(self.parameters, self._gradients if job.dtype is torch.float32 else {})
         updated = [(name, value) for name, value in self.named_parameters() if name in self.sharding.updated]
         known = load_state.optimizer_state_of(states, self.sharding.whole)
-        self.optimizer = optimizer_of(job, graphs, updated, known, next_step, self._gradients)
+        self.optimizer = optimizer_of(job, graphs, updated, known, next_step, self._gradients, steering)
         self._show(self._gradients)
         foreign = {p.name for p in self.tied if p.owner not in self.sections}
         named = (*self.parameters.items(), *self.optimizer.parameters.items())
@@ -133,9 +143,9 @@ class Stage:
             buffers: those that training has no use for, or that other stages update.
             averaged: over averages of the parameters, where the optimizer keeps any.
         """
-        known = {**self.job.buffers, **buffers, **self.buffers}
+        known = {**self.job.buffers, **buffers}
         held = {name: self._compute[name] for name in self.parameters}
-        held = averages.averaged(held, self.optimizer) if averaged else held
+        held = following.averaged(held, self.optimizer) if averaged else held
         return [self._runner(model, section, held, known, None) for section in self.sections]
 
     def _runner(
@@ -147,7 +157,8 @@ class Stage:
         compiler: Compiler | None,
     ) -> SectionRunner:
         job, graph = self.job, model.sections[section]
-        fixed = [buffers[name] for name in graph.buffers]
+        known = {**buffers, **self.buffers}
+        fixed = [known[name] for name in graph.buffers]
         fixed += [model.constants[name].to(job.device) for name in graph.constants]
         tensors = Tensors(tuple(held[name] for name in graph.parameters), tuple(fixed))
         crossings = {c.name: c for into in model.split.crossings for c in into}
@@ -315,7 +326,9 @@ class Stage:
         self._undo = None
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(overflowed)
+        self.job.traffic.saves.follow(self.copied)
         self.statistics.apply(self.buffers)
+        following.follow(self.job, self.parameters, self.buffers, self._compute, step)
         self.optimizer.advance()
         self.sharding.applied(overflowed=overflowed)
         self.sums.discard()
@@ -354,10 +367,11 @@ class Stage:
             bucket.flat.mul_(scale)
         self._show(self.totals.views)
         self._halves.show()
-        if self.job.before_step is not None:
-            self.job.before_step(self.named_parameters())
-        with self.sharding.without_exchange():
-            self.optimizer.update(self._compute.refresh)
+        is_torchs = self.job.before_step is None and self.optimizer.is_torchs
+        with nullcontext() if is_torchs else SeededTurn(self.job.seed, "update", self.next_step):
+            call_before_step(self.job.before_step, self.named_parameters())
+            with self.sharding.without_exchange():
+                self.optimizer.update(self._compute.refresh)
 
     def _show(self, gradients: Mapping[str, Tensor]) -> None:
         """Gradients where the user's code looks for them; not where a parameter is a copy, or in another memory."""
@@ -387,14 +401,18 @@ class Stage:
     def state_of(self, section: int, *, owned_only: bool = False) -> SectionState:
         """A section's state as references (not copies); without optimizer state where other replicas have it.
 
-        ``owned_only`` leaves out tied copies of another section.
+        ``owned_only`` leaves out copies of what another section owns.
         """
-        graph, tied = self.job.model.sections[section], self.job.model.facts.tied if owned_only else ()
-        foreign = {parameter.name for parameter in tied if parameter.owner != section}
+        sections, tied = self.job.model.sections, self.job.model.facts.tied
+        foreign = owned_elsewhere(sections, tied, section) if owned_only else frozenset[str]()
         return load_state.state_in(
             section,
-            {name: self.parameters[name] for name in dict.fromkeys(graph.parameters) if name not in foreign},
-            {name: self.buffers[name] for name in graph.updated},
+            {
+                name: self.parameters[name]
+                for name in dict.fromkeys(sections[section].parameters)
+                if name not in foreign
+            },
+            {name: self.buffers[name] for name in sections[section].updated if name not in foreign},
             self.optimizer.state_of if section in self.sharding.whole else None,
             self.loss_scale,
         )

@@ -26,6 +26,7 @@ from varuna.engine.copies.sending import CopiedStage, CopySender
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Courier
 from varuna.engine.pipeline.reduce import Reducer
+from varuna.engine.pipeline.replicas import ReplicaComparison
 from varuna.engine.pipeline.runtime import Runtime
 from varuna.engine.pipeline.timeline import StepPhase
 from varuna.engine.stage.job import Job
@@ -89,6 +90,11 @@ class Generation:
         """Whether its state is still that of a checkpoint, or of the beginning of the run."""
         begins = self.assignment.fresh or self.assignment.checkpoint is not None
         return begins and self.stage.next_step == self.assignment.next_step
+
+    @cached_property
+    def comparison(self) -> ReplicaComparison:
+        """Compares replicas."""
+        return ReplicaComparison(self.stage, self.reducer, self.assignment.rank)
 
     @cached_property
     def reports_lr(self) -> bool:
@@ -245,7 +251,7 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
             {each: state.tensors[STATISTICS] for each, state in states.items() if STATISTICS in state.tensors},
         )
     missing = frozenset(each.section for each in received_later(assignment))
-    stage = Stage(
+    return Stage(
         setting.job,
         plan,
         place.stage,
@@ -254,10 +260,8 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
         replica=place.replica,
         begun=begun,
         missing=missing,
+        steering=setting.loop.steering,
     )
-    for value in setting.loop.measured:
-        stage.optimizer.measure(value)
-    return stage
 
 
 def send_rest(
@@ -337,7 +341,7 @@ def _open_copies(
         stage if stage.sums.outlast and not stage.statistics.sections else None,
         setting.job.traffic.state,
         assignment.plan.step_s,
-        repeats=lambda: not setting.loop.measured,
+        repeats=lambda: setting.loop.steering.is_none,
     )
     return CopySender(groups.world, assignment.copy_to, copied, inbox=inbox, steps=setting.steps, **where)
 

@@ -1,4 +1,4 @@
-"""What the training loop keeps of its own beside the model: the user's state, and what a scheduler has measured.
+"""What the training loop keeps of its own: the user's state, what a scheduler has measured, options it has written.
 
 The loop runs on every worker, so each has the same. A worker that joins, returns or resumes gets that of a worker whose
 loop is farthest, or the checkpoint's. If it lacks the loop's turn after the newest step, the loop gets that step again.
@@ -18,6 +18,7 @@ from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals
 from varuna.engine.base.transport import Group
+from varuna.engine.stage.parameter_groups import Steering, Writes, Written
 from varuna.process.console import say_once, warn
 
 LOOP = "run/loop"
@@ -62,19 +63,25 @@ class Turn(NamedTuple):
 
 
 class LoopState:
-    """The user's state on this worker, what a scheduler has measured, and how many turns of the loop are in them."""
+    """The user's state on this worker, what steers the optimizer, and how many turns of the loop are in them."""
 
-    def __init__(self, kept: Mapping[str, Kept] | None = None) -> None:
+    def __init__(self, kept: Mapping[str, Kept] | None = None, *, writes: bool = False) -> None:
         """Remember what the script begins with, to which the run may fall back.
+
+        Args:
+            kept: the user's ``state=``.
+            writes: the loop may write the optimizer's options, so a checkpoint owes it the newest step's turn.
 
         Raises:
             UsageError: a state cannot be saved, or is too large.
         """
-        self._kept = dict(kept or {})
+        self._kept, self._writes = dict(kept or {}), writes
         self.measured: list[float] = []
         """what ``step_scheduler`` was called with"""
         self.mark = 0.0
         """a number that tells one list of measurements from another; sums of a million ranks' are exact"""
+        self.written: Written | None = None
+        """options of the optimizer's groups that the loop has written"""
         self.turns = 0
         """steps whose turn of the loop is contained"""
         self.owed: tuple[Turn, ...] = ()
@@ -93,6 +100,7 @@ class LoopState:
         owed = newest is not None and newest.step >= self.turns
         found: JSON = {
             "measured": as_json(torch.tensor(self.measured, dtype=torch.float64), "measured"),
+            "written": None if self.written is None else self.written.as_json(),
             "owed": cast(JSON, [[newest.step, newest.totals.model_dump(), newest.step_s]] if owed and newest else []),
             "state": {name: as_json(_state_of(each), f"state={{{name!r}: ...}}") for name, each in self._kept.items()},
         }
@@ -105,7 +113,8 @@ class LoopState:
 
     def saved(self, newest: Turn | None) -> JSON:
         """What a checkpoint keeps; None if nothing but the model has a state."""
-        return self.value(newest) if self._kept or self.measured else None
+        is_none = self.steering.is_none and not self._kept and not self._writes
+        return None if is_none else self.value(newest)
 
     def restart(self) -> None:
         """The run begins anew."""
@@ -126,6 +135,7 @@ class LoopState:
         self.measured, self.mark = [], 0.0
         for value in from_json(parts["measured"]).tolist():
             self.measure(value)
+        self.written = None if parts["written"] is None else Written.from_json(parts["written"])
         for name, state in parts["state"].items():
             mine = self._kept[name]
             if _digest(state) != _digest(as_json(_state_of(mine), name)):
@@ -143,6 +153,15 @@ class LoopState:
         """Remember what was measured."""
         self.measured.append(value)
         self.mark = float(zlib.crc32(repr(value).encode(), int(self.mark)))
+
+    @property
+    def steering(self) -> Steering:
+        """What the loop has told the optimizer and its scheduler."""
+        return Steering(tuple(self.measured), self.written)
+
+    def write(self, steps: int, values: Writes) -> None:
+        """Remember options of the optimizer's groups as the loop leaves them after so many steps."""
+        self.written = Written(steps, len(self.measured), values)
 
     def told(self, turn: int) -> None:
         """The loop has had ``turn`` to its end."""

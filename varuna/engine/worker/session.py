@@ -22,9 +22,10 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.copies.keeping import KeptCopy
 from varuna.engine.pipeline.apply import layout_of, overflowed
-from varuna.engine.pipeline.divergence import check_finite, check_measured, is_finite
+from varuna.engine.pipeline.divergence import check_finite, check_measured, check_written, is_finite
 from varuna.engine.shown.shown_steps import ShownSteps
 from varuna.engine.stage.job import Job
+from varuna.engine.stage.parameter_groups import Writes
 from varuna.engine.worker.generation import (
     Generation,
     Setting,
@@ -69,6 +70,7 @@ class Session:
         left_out: LeftOut | None = None,
         patience: Patience | None = None,
         device_class: str = "",
+        cut_check: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare; nothing runs before ``steps``.
 
@@ -86,6 +88,7 @@ class Session:
             left_out: parameters that a morph reads from files; the others move between workers.
             patience: of waits for other ranks.
             device_class: of the device that this worker computes on; empty: unknown.
+            cut_check: refuses several stages, if the user's update cannot be divided.
         """
         self._loop = loop or LoopState()
         self._setting = Setting(
@@ -96,7 +99,7 @@ class Session:
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
         self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
-        self._shown = ShownSteps(membership.shown, job.device)
+        self._shown, self._cut_check = ShownSteps(membership.shown, job.device), cut_check
         self.heartbeat = Heartbeat(self.standing, job.compiler, self._shown.recent)
         self._is_sound, self._patience = True, patience  # the newest step was finite
         self.current: Generation | None = None
@@ -133,6 +136,25 @@ class Session:
         if self.current is not None:
             self.current.stage.optimizer.measure(value)
         self._loop.measure(value)
+
+    @property
+    def newest_step(self) -> int:
+        """Number of the newest step that the state contains; 0 before any."""
+        return max(0, (self.standing.next_step or 0) - 1)
+
+    def options(self) -> Sequence[Mapping[str, Any]] | None:
+        """Options of the optimizer's groups, as the next step will use them; None where they are not known."""
+        return None if self.current is None else self.current.stage.optimizer.options()
+
+    def write(self, values: Writes) -> None:
+        """Give options of the optimizer's groups other values, from the next step on; all ranks call this alike."""
+        if values and self.current is not None:
+            stage, before = self.current.stage, self._loop.written
+            stage.optimizer.write(values)
+            now = {**({} if before is None else before.values), **values}
+            if (options := stage.optimizer.options()) is not None:
+                now = {(group, key): options[group][key] for group, key in now}
+            self._loop.write(stage.next_step, now)
 
     def aside(self, run: Callable[[Generation], Found], doing: str) -> Found | None:
         """Use the present generation between two steps; all ranks call this at the same step.
@@ -243,6 +265,8 @@ class Session:
         heart.at(f"forms generation {assignment.generation}", WorkerPhase.FORMS)
         heart.inbox = inbox
         try:
+            if plan.is_cut:
+                self._cut_check()
             held, newest = standing.in_hand(assignment)
             formed = form(self._setting, assignment, inbox, held, newest, self._combines, heart.doing, heart.give_up)
         except BaseException:
@@ -339,6 +363,7 @@ class Session:
     def _check(self, generation: Generation, step: int, totals: StepTotals, vector: Sequence[float]) -> None:
         stage, layout = generation.stage, layout_of(generation.stage)
         check_measured(vector, self._loop.mark, layout=layout, plan=stage.plan)
+        check_written(vector, self._loop.written, layout=layout, plan=stage.plan, rank=generation.assignment.rank)
         if stage.job.stops_at_nan and not overflowed(stage.job.dtype, totals):  # the loss scale has an answer to that
             check_finite(totals, vector, layout=layout, source=self._setting.source, plan=stage.plan, step=step)
 
@@ -346,7 +371,10 @@ class Session:
         """What this rank says in the vote besides norms and losses."""
         flags = {"stop": float(self._stopping), "checkpoint": float(self._saves_next)}
         flags["measured"] = self._loop.mark
+        flags["written"] = 0.0 if self._loop.written is None else self._loop.written.mark
+        flags["written_by"] = flags["written"] * (generation.assignment.rank + 1)
         if generation.assignment.rank == 0:
+            flags["compare"] = float(generation.comparison.is_due)
             flags["regroup"] = float(self.standing.asked("regroup"))
             flags["stop"] = float(self._stopping or self.standing.asked("stop"))
             due = self._saver is not None and self._saver.is_due(step, self._outliving(generation.plan))

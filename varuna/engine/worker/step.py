@@ -42,6 +42,7 @@ def run_step(
     Raises:
         GenerationEnded: the manager ended the generation.
         LinkError: a link broke, or nothing came within the bound.
+        WorkerError: replicas hold different states.
         DataError: stages disagree on a sample, or it is not what the model was captured with.
     """
     stage, plan = generation.stage, generation.plan
@@ -75,6 +76,9 @@ def run_step(
     if stage.sharding.sends and not overflowed(stage.job.dtype, totals):
         with generation.phase("gather", step):
             generation.reducer.gather(step)
+    if totals.compare:
+        with generation.phase("compare", step):
+            generation.comparison.run(step)
     _report(generation, reporter, recent, begin_s)
     return vote, totals
 

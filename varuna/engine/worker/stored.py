@@ -1,5 +1,6 @@
 """State of sections that no worker holds: first values, or what a store has of a checkpoint and the step after it."""
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ from varuna.core.errors import DamagedCheckpoint
 from varuna.core.messages import Assignment
 from varuna.core.sums import SumAt
 from varuna.engine.stage.load_state import SUMS, is_lent_along
+from varuna.partition.held_names import shared_buffers
 from varuna.partition.model import PartitionedModel
 from varuna.store.opening import open_store
 
@@ -47,7 +49,7 @@ def stored_states(
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
     lent: Collection[int] = (),
 ) -> dict[int, SectionState]:
-    """State of ``sections`` from a checkpoint; tied parameters come from their owner's shards.
+    """State of ``sections`` from a checkpoint; what several sections hold comes from its owner's shards.
 
     Of ``lent`` ones optimizer state is left out.
 
@@ -65,20 +67,23 @@ def stored_states(
     """
     directory, step = split_place(place)
     store = open_store(directory)
-    borrowed: dict[int, list[str]] = {}  # owner -> tied parameters that our sections use
-    for tied in model.facts.tied:
-        if any(section in sections for section in tied.sections):
-            borrowed.setdefault(tied.owner, []).append(tied.name)
+    shared: list[tuple[Wanted, Sequence[int]]] = [
+        *((_of_parameter(tied.name), tied.sections) for tied in model.facts.tied),
+        *(
+            (partial(operator.eq, f"buffers/{name}"), holders)
+            for name, holders in shared_buffers(model.sections).items()
+        ),
+    ]
     wanted: dict[int, Wanted] = {section: is_lent_along if section in lent else everything for section in sections}
-    for section, tied_names in borrowed.items():
-        wanted[section] = partial(_either, wanted.get(section), partial(_belongs, tuple(tied_names)))
+    for belongs, (owner, *others) in shared:
+        if owner in sections or not frozenset(others).isdisjoint(sections):
+            wanted[owner] = partial(_either, wanted.get(owner), belongs)
     read = read_states(store, read_manifest(store, step), wanted)
-    for tied in model.facts.tied:
-        for section in tied.sections:
-            if section in sections and section != tied.owner:
-                owner, names = read[tied.owner], (tied.name,)
-                read[section].tensors.update({k: v for k, v in owner.tensors.items() if _belongs(names, k)})
-                read[section].scalars.update({k: v for k, v in owner.scalars.items() if _belongs(names, k)})
+    for belongs, (owner, *others) in shared:
+        for section in others:
+            if section in sections:
+                read[section].tensors.update({k: v for k, v in read[owner].tensors.items() if belongs(k)})
+                read[section].scalars.update({k: v for k, v in read[owner].scalars.items() if belongs(k)})
     put_back(read, {section: model.sections[section].parameters for section in sections}, initial, place)
     return {section: read[section] for section in sections}
 
@@ -87,9 +92,10 @@ def _either(one: Wanted | None, other: Wanted, name: str) -> bool:
     return (one is not None and one(name)) or other(name)
 
 
-def _belongs(parameters: tuple[str, ...], name: str) -> bool:
-    """Whether an entry of a section's state belongs to one of ``parameters``."""
-    return any(name in (f"parameters/{p}", f"{FROZEN}{p}") or name.startswith(f"optimizer/{p}/") for p in parameters)
+def _of_parameter(parameter: str) -> Wanted:
+    """Whether an entry of a section's state belongs to a parameter."""
+    exactly, begin = (f"parameters/{parameter}", f"{FROZEN}{parameter}"), f"optimizer/{parameter}/"
+    return lambda name: name in exactly or name.startswith(begin)
 
 
 def stored_sums(

@@ -32,6 +32,8 @@ class Ordered:
         """
         self._dataset, self._sampler, self._seed, self._kept = dataset, sampler, seed, kept
         self._per_epoch = per_epoch
+        self.order_length = len(dataset)
+        """on which the order depends, as on the length of other datasets"""
         self._lock = threading.Lock()
         self._order = lru_cache(maxsize=3)(self._ordered)
 

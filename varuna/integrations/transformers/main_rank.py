@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -97,12 +98,17 @@ class OnMainRank(_Base):
 
     def _on_device(self, work: Callable[[], Found]) -> Found:
         self._is_alone = True
-        try:
-            self.model.to(self.args.device)
-            return work()
-        finally:
-            self._is_alone = False
-            self.model.to("cpu").train()
+        with self._writes_model():
+            try:
+                self.model.to(self.args.device)
+                return work()
+            finally:
+                self._is_alone = False
+                self.model.to("cpu").train()
+
+    def _writes_model(self) -> AbstractContextManager[None]:
+        """In this block the model gets values or another place from here, not from the script."""
+        return nullcontext() if self._job is None else self._job._handed.aside()
 
     def _gather(self) -> None:
         """Give the main rank's model the run's values, unless it has them."""
@@ -114,7 +120,8 @@ class OnMainRank(_Base):
             return
         found = session.aside(partial(_gathered, model=job._spec.partitioned), "gathers the model")
         if found is not None:
-            fill(self.model, found)
+            with self._writes_model():
+                fill(self.model, found)
         self._at = now
 
     def _tell(self, value: Any, what: str) -> Any:

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,11 @@ from varuna.integrations.transformers.arguments import (
 from varuna.integrations.transformers.data import Ordered, one_length
 from varuna.integrations.transformers.main_rank import IS_LAUNCHED, OnMainRank
 from varuna.integrations.transformers.model import ReturningLoss, check_optimizer
-from varuna.job.built import GivenModel, fill, optimizer_like, scheduler_like
+from varuna.integrations.transformers.overrides import check_overrides
+from varuna.job.built import GivenModel, SchedulerLike, fill
+from varuna.job.given_optimizer import OptimizerLike
+from varuna.job.handed_functions import functions_of
+from varuna.job.handed_over.watching import LOSS, HandedOver
 from varuna.process.console import say_once
 from varuna.results import Step
 
@@ -94,10 +99,12 @@ class _OverVaruna(OnMainRank):
         if trial is not None:
             raise UsageError("hyperparameter_search is not supported: start one run for each set of hyper-parameters")
         check_callbacks(self.callback_handler.callbacks)
+        check_overrides(self)
         if self.model_init is not None:
             transformers.set_seed(self.args.seed)
             self.model = self.call_model_init()
             self.optimizer = self.lr_scheduler = None
+        self.model.train()  # as the library does before each step
         texts = transformers.PreTrainedTokenizerBase | transformers.ProcessorMixin
         if isinstance(self.processing_class, texts) and hasattr(self.model, "config"):
             align_special_tokens(self.model, self.processing_class)
@@ -109,12 +116,13 @@ class _OverVaruna(OnMainRank):
         self.is_in_train, losses, began_s, first = True, dict[int, float](), time.time(), None
         for step in steps:
             self._session = self._job._session
-            if first is None:
-                first = step.index
-                self._begin(step, schedule)
-            self._agree(step, losses)
-            losses[step.index] = step.loss
-            self._after(step, schedule, losses, ignore_keys_for_eval)
+            with self._job._handed.aside():
+                if first is None:
+                    first = step.index
+                    self._begin(step, schedule)
+                self._agree(step, losses)
+                losses[step.index] = step.loss
+                self._after(step, schedule, losses, ignore_keys_for_eval)
             if self.control.should_training_stop and self._session is not None:
                 self._session.stop()  # all ranks leave together, after one more step if there are several
         return self._end(losses, first, schedule, began_s)
@@ -171,13 +179,25 @@ class _OverVaruna(OnMainRank):
             "checkpoints": self._checkpoints(schedule),
             **self._options,
         }
-        return varuna.Trainer(
+        made = varuna.Trainer(
             ReturningLoss(self.model, self._loss) if computes else GivenModel(self.model),
             schedule.dataset,
-            optimizer_like(whole, list(self.model.named_parameters())),
+            OptimizerLike(
+                whole, list(self.model.named_parameters()), is_scheduled=True, in_loop=self._has_own_callbacks
+            ),
             args.per_device_train_batch_size * args.gradient_accumulation_steps,
             **options,
         )
+        given = [(LOSS, self.compute_loss)] if own else []
+        given += [(LOSS, self.compute_loss_func)] if self.compute_loss_func is not None else []
+        made._handed = HandedOver([*given, *functions_of(made._spec)], model=self.model, optimizer=whole)
+        return made
+
+    @property
+    def _has_own_callbacks(self) -> bool:
+        """Whether a callback is not the library's: it may write the optimizer's options."""
+        kinds = {type(each) for each in self.callback_handler.callbacks}
+        return any(not kind.__module__.startswith("transformers.") for kind in kinds)
 
     def _loss(self, module: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """What ``compute_loss`` returns for a micro-batch, whose targets are counted from its own labels."""
@@ -189,7 +209,7 @@ class _OverVaruna(OnMainRank):
         given = self.lr_scheduler
         if given is None:
             return lambda optimizer: self._fresh_scheduler(steps, optimizer)
-        return scheduler_like(given)
+        return SchedulerLike(given)
 
     def _fresh_scheduler(self, steps: int, optimizer: torch.optim.Optimizer) -> Any:
         made = self.create_scheduler(steps, optimizer)
@@ -229,8 +249,10 @@ class _OverVaruna(OnMainRank):
         self._is_main = step.is_main
         stateful: list[Any] = [each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)]
         self.state = transformers.TrainerState(stateful_callbacks=[*stateful, self.control])
-        saved = Path(self.args.output_dir) / f"checkpoint-{step.index}" / _STATE
-        if step.index and saved.exists():
+        # the first step may be one that the run had before: its turn of the loop was not over when it was saved
+        folders = (Path(self.args.output_dir) / f"checkpoint-{at}" / _STATE for at in (step.index, step.index + 1))
+        saved = next((each for each in folders if each.exists()), None) if step.index else None
+        if saved is not None:
             self.state = transformers.TrainerState.load_from_json(str(saved))
         self.state.compute_steps(self.args, schedule.steps)
         self.state.train_batch_size = self.args.per_device_train_batch_size
@@ -344,7 +366,13 @@ class _OverVaruna(OnMainRank):
             self.state = transformers.TrainerState.load_from_json(str(folder / _STATE))
 
     def _call(self, event: str) -> None:
-        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+        """Give the callbacks control; what they do to the model and the optimizer is taken over or refused."""
+        handed = None if self._job is None else self._job._handed
+        is_new = self._is_main and self._at == (self._generation, self.state.global_step)
+        with nullcontext() if handed is None else handed.callbacks(may_read=is_new):
+            self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+        if handed is not None:
+            handed.check(None, f"a callback's {event}()")
 
 
 _Theirs: Any = transformers.Trainer

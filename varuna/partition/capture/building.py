@@ -70,7 +70,7 @@ class BuiltModel(NamedTuple):
 
 
 def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> BuiltModel:
-    """The module in training mode, its parameters and buffers fakes of ``mode``.
+    """The module in the modes that it was given, its parameters and buffers fakes of ``mode``.
 
     Raises:
         ModelError: ``build`` returned something else than a module.
@@ -94,7 +94,7 @@ def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> 
         _to_fakes(model, mode)
     _fill_attributes(model, build)
     with mode:
-        return BuiltModel(model.train(), buffers)
+        return BuiltModel(model, buffers)
 
 
 def cast_fakes(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:

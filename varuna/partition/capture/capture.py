@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from varuna.core.errors import ModelError, VarunaError
-from varuna.partition.capture.building import build_without_data, cast_fakes
+from varuna.data.nest import nested, root
+from varuna.data.sizes import OpenSizes, Place, of_samples, told_apart
+from varuna.partition.capture.building import BuiltModel, build_without_data, cast_fakes
 from varuna.partition.capture.construction import Construction, construct
 from varuna.partition.capture.dtypes import HALVES, check_dtypes
 from varuna.partition.capture.export import ExportedGraph, export
@@ -27,8 +29,17 @@ from varuna.partition.capture.outputs import OutputsFunction, rows_of
 from varuna.partition.capture.parameter_limits import limits_of
 from varuna.partition.capture.real_values import Grade, RealValues
 from varuna.partition.graph.captured import Capture as Capture
+from varuna.partition.graph.captured import TensorKind
 from varuna.partition.graph.inline import inline_no_grad
+from varuna.partition.graph.ranges import ranges_of
+from varuna.partition.graph.size_nodes import SizeNodes
+from varuna.partition.graph.squeezes import name_squeezed
 from varuna.partition.opaque.eager_modules import Pieces
+from varuna.partition.originals.modes import in_evaluation, into_training
+from varuna.partition.originals.outside import check_outside
+from varuna.partition.originals.stand_ins import in_place_of
+from varuna.partition.originals.with_loss import ModelAndLoss
+from varuna.partition.watching.cumulative_norms import count_with_tensors
 from varuna.partition.watching.explaining import (
     BUILDING,
     ForwardFindings,
@@ -41,6 +52,7 @@ from varuna.partition.watching.explaining import (
     without_value,
 )
 from varuna.partition.watching.fake_mode import FakeMode
+from varuna.partition.watching.reassigned import buffers_written_in_place
 from varuna.partition.watching.sources import source_digest
 from varuna.process.console import say, say_once
 
@@ -48,6 +60,7 @@ Batch = Mapping[str, Tensor]
 LossFunction = Callable[[Any, Batch], Tensor]
 MetricsFunction = Callable[[Any, Batch], Mapping[str, Tensor]]
 
+_NAMED = 3
 EXPORT_EXAMPLES = 3
 """Examples in the batch that is exported: 1 would be specialised (0/1 rule), 2 is a common head count."""
 
@@ -63,10 +76,16 @@ class Recipe:
     """anything else: parameters, floating buffers and floating inputs are cast to it, as ``model.to(dtype)`` does"""
     training: bool = True
     """False: as ``model.eval()`` makes it"""
+    own: nn.Module | None = None
+    """the script's own model or loss, if ``build`` copies it: code that refers to it gets the copy that runs"""
+    trains_nothing_else: bool = False
+    """the script's optimizer is built, so that nobody trains a parameter that is no part of the model"""
     eager: tuple[str, ...] = ()
     """paths of modules that run as written, as one operation each, if that is known already"""
     outputs: OutputsFunction | None = None
     """for predictions, instead of loss and metrics: tensors with a row for each example"""
+    sizes: OpenSizes | None = None
+    """sizes of a batch that its samples tell; None: one, the number of samples"""
 
 
 class LossModule(nn.Module):
@@ -80,16 +99,27 @@ class LossModule(nn.Module):
         self.outputs = recipe.outputs
         self.dtype = recipe.dtype
         self.takes = accepted_keys(model)
+        self.__dict__["own"] = recipe.own  # no part of this module
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, and the metric sums (detached, float32); of a prediction any number, and its rows."""
-        keys = batch.keys() if self.takes is None else [key for key in batch if key in self.takes]
-        output = self.model(**{key: self._cast(batch[key]) for key in keys})
+        own: nn.Module | None = self.__dict__["own"]
+        copied: nn.Module = self.model
+        if isinstance(copied, ModelAndLoss) and not isinstance(own, ModelAndLoss):  # the script has built the loss only
+            copied = copied.loss_itself
+        with in_place_of(own, copied):
+            return self._run(batch)
+
+    def _run(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        whole = nested(batch)
+        keys = whole.keys() if self.takes is None else [key for key in whole if key in self.takes]
+        with buffers_written_in_place(self.model):
+            output = self.model(**{key: tree_map_only(Tensor, self._cast, whole[key]) for key in keys})
         if self.outputs is not None:
-            rows = rows_of(self.outputs(output, batch), batch)
+            rows = rows_of(self.outputs(output, whole), batch)
             return torch.stack([value.sum().to(torch.float32) for value in rows.values()]).sum(), rows
-        loss = self.loss(output, batch) if self.loss is not None else loss_of(output)
-        sums = dict(self.metrics(output, batch)) if self.metrics is not None else {}
+        loss = self.loss(output, whole) if self.loss is not None else loss_of(output)
+        sums = dict(self.metrics(output, whole)) if self.metrics is not None else {}
         for name, value in sums.items():
             _check_sum(name, value)
         return loss, {name: value.detach().to(torch.float32) for name, value in sums.items()}
@@ -153,22 +183,20 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
 
     Args:
         recipe: the model and how its loss is found.
-        batch: a collated batch; only shapes and dtypes matter. The first dimension is the batch.
+        batch: a collated batch; only shapes and dtypes matter. The first dimension is the batch, unless the recipe has
+            open sizes.
 
     Raises:
         ModelError: the model cannot be built or exported; names the user's file and line.
     """
+    batch, sizes = of_samples(batch), recipe.sizes
+    samples = {key: value.detach().cpu() for key, value in batch.items()}
+    samples = _rows(samples, EXPORT_EXAMPLES) if sizes is None else told_apart(samples, sizes)
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     try:
-        model, buffers = build_without_data(recipe.build, mode)
-        check_dtypes(model, recipe.dtype)
-        if recipe.dtype is not torch.float32:
-            cast_fakes(model, mode, recipe.dtype)
-        model.train(recipe.training)
+        model, buffers = _built(recipe, mode)
         with mode:
-            fake = {
-                key: torch.zeros((EXPORT_EXAMPLES, *value.shape[1:]), dtype=value.dtype) for key, value in batch.items()
-            }
+            fake = {key: torch.zeros(tuple(value.shape), dtype=value.dtype) for key, value in samples.items()}
     except ModelError:
         raise
     except Exception as error:
@@ -176,9 +204,6 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     _check_keys(model, batch)
     _name_others(model, recipe, batch)
     module = LossModule(model, recipe)
-    rows = torch.arange(EXPORT_EXAMPLES) % len(next(iter(batch.values())))
-    samples = {key: value.detach().cpu()[rows] for key, value in batch.items()}
-
     givens = Givens(recipe.build, model, fake, samples, buffers)
     taken = Taken(None, ())
 
@@ -202,7 +227,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
 
     try:
         with givens.open():
-            exported = export(module, fake, givens.of, accept, _pieces(module, recipe))
+            exported = export(module, fake, givens.of, accept, _pieces(module, recipe), sizes)
     except VarunaError:
         raise
     except NotExportedError as refused:
@@ -215,7 +240,28 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
         said = explain("cannot be captured", error)
         raise ModelError(of_model(said, model, error, is_small=givens.is_small)) from error
     sources = source_digest(model, recipe.build, recipe.loss, recipe.metrics, recipe.outputs)
-    return _describe(exported, model, list(fake), taken, sources)
+    found = _describe(exported, model, list(fake), taken, sources, sizes)
+    check_outside(found.graph, found.constants, exported.noticed, trains_nothing_else=recipe.trains_nothing_else)
+    return found
+
+
+def _built(recipe: Recipe, mode: FakeMode) -> BuiltModel:
+    """Build the model on fake tensors, in the modes and the dtype that it is captured in."""
+    built = build_without_data(recipe.build, mode)
+    check_dtypes(built.module, recipe.dtype)
+    if recipe.dtype is not torch.float32:
+        cast_fakes(built.module, mode, recipe.dtype)
+    if recipe.training:
+        _name_evaluated(into_training(built.module))
+    else:
+        built.module.eval()
+    count_with_tensors(built.module)
+    return built
+
+
+def _rows(samples: Batch, count: int) -> dict[str, Tensor]:
+    rows = torch.arange(count) % len(next(iter(samples.values())))
+    return {key: value[rows] for key, value in samples.items()}
 
 
 def _pieces(module: LossModule, recipe: Recipe) -> Pieces:
@@ -239,7 +285,7 @@ def _pieces(module: LossModule, recipe: Recipe) -> Pieces:
             return None
 
     known = dict.fromkeys(recipe.eager, "it does so in training")
-    return Pieces(module, module.model, recipe.build, initial, known)
+    return Pieces(module, module.model, recipe.build, initial, known, has_rows=recipe.sizes is None)
 
 
 def _check_keys(model: nn.Module, batch: Batch) -> None:
@@ -250,11 +296,12 @@ def _check_keys(model: nn.Module, batch: Batch) -> None:
         if parameter.default is inspect.Parameter.empty
         and parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     ]
-    missing = [name for name in needed if name not in batch]
-    if missing or (takes is not None and not takes.intersection(batch)):
+    has = dict.fromkeys(map(root, batch))
+    missing = [name for name in needed if name not in has]
+    if missing or (takes is not None and not takes.intersection(has)):
         raise ModelError(
             f"{type(model).__name__}.forward needs {', '.join(missing or sorted(takes or ()))}, but a sample has "
-            f"{', '.join(batch)}. Name the keys of dataset[i] after the arguments of forward."
+            f"{', '.join(has)}. Name the keys of dataset[i] after the arguments of forward."
         )
 
 
@@ -263,9 +310,19 @@ def _name_others(model: nn.Module, recipe: Recipe, batch: Batch) -> None:
     takes = accepted_keys(model)
     if takes is None or recipe.loss is not None or recipe.metrics is not None:
         return
-    others = ", ".join(repr(key) for key in batch if key not in takes)
+    others = ", ".join(repr(key) for key in dict.fromkeys(map(root, batch)) if key not in takes)
     if others:
         say_once(f"samples also have {others}, which {type(model).__name__}.forward() does not take: not used")
+
+
+def _name_evaluated(model: nn.Module) -> None:
+    """Say which modules stay in evaluation mode: a loop that calls ``model.train()`` would not leave them there."""
+    if found := in_evaluation(model):
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        say_once(
+            f"in evaluation mode stay, as model= gives them: {', '.join(found[:_NAMED])}{more}; with model.train() "
+            "before Trainer(...), all of the model is in training mode"
+        )
 
 
 def _inputs(program: torch.export.ExportedProgram, keys: list[str]) -> dict[str, str]:
@@ -286,18 +343,35 @@ def _constants(program: torch.export.ExportedProgram, noticed: ForwardFindings) 
     Raises:
         ModelError: a placeholder has no value.
     """
+    for placeholder in program.graph_signature.inputs_to_lifted_custom_objs:
+        where = next((line for node in _users(program, placeholder) if (line := line_of(node)) is not None), None)
+        raise ModelError(
+            f"forward() computes{f' at {where}' if where else ''} with an object of torch's that is no tensor "
+            f"({placeholder}), which a graph cannot hold. Compute with tensors, or move this code into a submodule "
+            "that takes and returns tensors."
+        )
     found: dict[str, Tensor] = {}
     for placeholder, name in program.graph_signature.inputs_to_lifted_tensor_constants.items():
         value = program.constants[name]
         if not isinstance(value, Tensor) or isinstance(value, torch._subclasses.FakeTensor):
-            users = next(node for node in program.graph.nodes if node.name == placeholder).users
-            lines = [line for node in users if (line := line_of(node)) is not None]
+            lines = [line for node in _users(program, placeholder) if (line := line_of(node)) is not None]
             raise ModelError(without_value(name, lines[0] if lines else None, noticed))
         found[placeholder] = value
     return found
 
 
-def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken: Taken, sources: str) -> Capture:
+def _users(program: torch.export.ExportedProgram, placeholder: str) -> list[torch.fx.Node]:
+    return list(next(node for node in program.graph.nodes if node.name == placeholder).users)
+
+
+def _describe(
+    exported: ExportedGraph,
+    model: nn.Module,
+    keys: list[str],
+    taken: Taken,
+    sources: str,
+    sizes: OpenSizes | None,
+) -> Capture:
     program = exported.program
     first_name = _first_names(model)
     parameters = {
@@ -308,11 +382,16 @@ def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken:
     named = dict(model.named_parameters())
     graph, buffers = program.graph, _buffers(program, first_name)
     inline_no_grad(graph, program.graph_module, buffers)
-    limits = limits_of(graph)
+    name_squeezed(graph)
+    limits, constants = limits_of(graph), _constants(program, exported.noticed)
     if len(limits) < exported.limits:  # some are in a region of the graph, out of which nothing can be returned
         raise ModelError(without_value("lifted_tensor_0", None, exported.noticed))
     if taken.unseen:
         say(f"forward() asserts something at {', '.join(taken.unseen)} that a captured graph cannot: it is left out")
+    symbols: dict[Any, tuple[str, int]] = {}
+    if sizes is not None:
+        sizes, symbols = _open_symbols(graph, inputs, sizes)
+        SizeNodes(graph, symbols).read_from_inputs()
     return Capture(
         graph=graph,
         owner=program.graph_module,
@@ -320,20 +399,28 @@ def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken:
         trainable=frozenset(name for name, value in named.items() if value.requires_grad),
         aliases={name: first for name, first in first_name.items() if name != first},
         buffers=buffers,
-        constants=_constants(program, exported.noticed),
+        constants=constants,
         inputs=inputs,
-        batch_symbol=_batch_symbol(graph, inputs, exported.noticed),
+        batch_symbol=_batch_symbol(graph, inputs, exported.noticed) if sizes is None else None,
+        sizes=sizes,
+        open_symbols=symbols,
         metrics=_metric_names(program),
         shapes={name: tuple(value.shape) for name, value in named.items()},
+        kinds=(_kinds(named), _kinds(dict(model.named_buffers()))),
         pairs=frozenset(name for name, value in named.items() if value.is_complex()),
         dtypes={name: value.dtype for name, value in named.items() if value.dtype in HALVES},
         packed={name: v.dtype for name, v in named.items() if not v.is_floating_point() and not v.is_complex()},
         visits_all=exported.visits_all,
         conditions=taken.conditions,
+        ranges=ranges_of(graph, program.graph_module, inputs, constants),
         truths=(*taken.truths, *limits),
         eager=exported.eager,
         sources=sources,
     )
+
+
+def _kinds(named: Mapping[str, Tensor]) -> dict[str, TensorKind]:
+    return {name: TensorKind(tuple(value.shape), value.dtype, value.requires_grad) for name, value in named.items()}
 
 
 def _metric_names(program: torch.export.ExportedProgram) -> tuple[str, ...]:
@@ -347,6 +434,35 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(value), name) for name, value in named}
+
+
+def _open_symbols(
+    graph: torch.fx.Graph, inputs: Mapping[Any, str], sizes: OpenSizes
+) -> tuple[OpenSizes, dict[Any, tuple[str, int]]]:
+    """The open sizes that the graph reads, and for the symbol of each a placeholder and a dimension that have it.
+
+    Raises:
+        ModelError: forward() works for one value of a size only.
+    """
+    nodes = {inputs[node.name]: node for node in graph.find_nodes(op="placeholder") if node.name in inputs}
+    places: dict[Any, list[Place]] = {}
+    per_sample: dict[Any, float] = {}
+    for group, each in zip(sizes.places, sizes.per_sample, strict=True):
+        for key, dim in group:
+            size = nodes[key].meta["val"].shape[dim]
+            if not nodes[key].users:
+                continue
+            if not isinstance(size, torch.SymInt) or not size.node.expr.is_Symbol:
+                raise ModelError(
+                    f"forward() works for one size of dimension {dim} of {key!r} only ({size}), but it differs between "
+                    "batches that collate= makes. Look for numbers that are made of it, as in int(x.shape[0]), "
+                    "[0] * len(x) or x.tolist(), or for loops over it."
+                )
+            places.setdefault(size.node.expr, []).append((key, dim))
+            per_sample.setdefault(size.node.expr, each)
+    read = {symbol: (nodes[key].name, dim) for symbol, [(key, dim), *_] in places.items()}
+    found = OpenSizes(tuple(map(tuple, places.values())), tuple(per_sample.values()), sizes.samples)
+    return found, read
 
 
 def _batch_symbol(graph: torch.fx.Graph, inputs: Mapping[Any, str], noticed: ForwardFindings) -> Any:

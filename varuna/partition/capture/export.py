@@ -11,7 +11,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch.fx import proxy as _torch_proxy
 from torch.fx.proxy import TracerBase
 
 from varuna.core.errors import ModelError
+from varuna.data.sizes import OpenSizes
 from varuna.partition.capture.branches import Comparing, general_sizes
 from varuna.partition.capture.construction import idle_moves
 from varuna.partition.capture.loops import EveryPlace
@@ -34,6 +35,7 @@ from varuna.partition.opaque.autograd_functions import kept_functions
 from varuna.partition.opaque.calls import WritesError
 from varuna.partition.opaque.ctc_loss import Alignments
 from varuna.partition.opaque.eager_modules import AgainError, Pieces, check_followed
+from varuna.partition.opaque.own_draws import OwnDrawsError
 from varuna.partition.watching.explaining import ASKS_FOR_DATA, ForwardFindings, NotExportedError
 from varuna.partition.watching.noticing import Noticing
 from varuna.partition.watching.own_code import OWN
@@ -62,8 +64,9 @@ def export(
     given: Callable[[Grade], Given | None],
     accept: Callable[[torch.export.ExportedProgram, RealValues, ForwardFindings], bool],
     pieces: Pieces,
+    sizes: OpenSizes | None = None,
 ) -> ExportedGraph:
-    """Export for any batch size.
+    """Export for any batch size, or for any open sizes.
 
     Args:
         module: called with one dict of tensors.
@@ -71,6 +74,7 @@ def export(
         given: values of what the module is given, up to a grade; None if there are none of that grade.
         accept: looks at what a program asserts; whether the branches of one that followed values can be checked.
         pieces: of the model; those found already run as written in any case.
+        sizes: of the batch, that its samples tell. Modules cannot run as written then.
 
     Raises:
         WritesError: what would have to run as written keeps something between calls.
@@ -80,17 +84,21 @@ def export(
     failure: Exception | None = None
     if not pieces.found:
         try:
-            return _some_way(module, fake, given, accept, pieces)
-        except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+            return _some_way(module, fake, given, accept, pieces, sizes)
+        except OwnDrawsError:
+            raise
+        except Exception as error:
             failure = error
+            if sizes is not None:
+                raise
     values = RealValues(Grade.SAMPLES, given(Grade.SAMPLES) or {})
     helped = (values.watch(), EveryPlace(), Alignments(), Limits(), Comparing(), idle_moves())
     try:
         with _as_eager(), _all(helped), _silent():
             found = pieces.find(lambda: _with_lists(module, fake, values.real), values.real)
         if found or failure is None:
-            return _some_way(module, fake, given, accept, pieces)
-    except WritesError:
+            return _some_way(module, fake, given, accept, pieces, sizes)
+    except (WritesError, OwnDrawsError):
         raise
     except Exception:
         if failure is None or pieces.found:  # what stands in the way of all else
@@ -104,6 +112,7 @@ def _some_way(
     given: Callable[[Grade], Given | None],
     accept: Callable[[torch.export.ExportedProgram, RealValues, ForwardFindings], bool],
     pieces: Pieces,
+    sizes: OpenSizes | None,
 ) -> ExportedGraph:
     last: Exception | None = None
     noticed = ForwardFindings()
@@ -119,7 +128,7 @@ def _some_way(
             way = _Way(RealValues(most, known), EveryPlace(), Limits(), Noticing())
             try:
                 with compiling, pieces.in_place():
-                    program = way.attempt(module, fake)
+                    program = way.attempt(module, fake, sizes)
             except ModelError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
@@ -139,23 +148,29 @@ class _Way(NamedTuple):
     limits: Limits
     noticing: Noticing
 
-    def attempt(self, module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
+    def attempt(
+        self, module: nn.Module, fake: Mapping[str, Tensor], sizes: OpenSizes | None
+    ) -> torch.export.ExportedProgram:
         """Export, with lists of the samples where they are put together again."""
         listed = ListedSamples(self.values.real)
         try:
-            return self._attempt(module, fake, listed)
+            return self._attempt(module, fake, listed, sizes)
         except Exception as error:
             if not listed.used or isinstance(error, ASKS_FOR_DATA):  # which it would, too, without what stands for all
                 raise
             self.limits.count = 0
-            return self._attempt(module, fake, nullcontext())  # what stands for all was not enough
+            return self._attempt(module, fake, nullcontext(), sizes)  # what stands for all was not enough
 
     def _attempt(
-        self, module: nn.Module, fake: Mapping[str, Tensor], listed: AbstractContextManager[Any]
+        self,
+        module: nn.Module,
+        fake: Mapping[str, Tensor],
+        listed: AbstractContextManager[Any],
+        sizes: OpenSizes | None,
     ) -> torch.export.ExportedProgram:
         modes = (self.noticing.watch(), self.places, Alignments(), self.limits, listed, Comparing())
         with _all((self.values.watch(), *modes, idle_moves())), _silent():
-            program = _attempt(module, fake)
+            program = _attempt(module, fake, sizes)
             self.values.fill(program.constants)
             check_followed(program)
             return program
@@ -177,20 +192,31 @@ def _with_lists(
         return _attempt(module, fake)
 
 
-def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
-    def attempt(batch: Any) -> torch.export.ExportedProgram:
-        dynamic = ({key: {0: batch} for key in fake},)
+def _attempt(
+    module: nn.Module, fake: Mapping[str, Tensor], sizes: OpenSizes | None = None
+) -> torch.export.ExportedProgram:
+    def attempt(batch: Any, *more: Any) -> torch.export.ExportedProgram:
+        dynamic = ({key: {0: batch} for key in fake} if sizes is None else _open_dims(fake, sizes, (batch, *more)),)
         helped = kept_functions(), general_sizes(), general_lengths(), hashed_sizes(), _lines_of_functions()
         with without_fakes(), _all(helped):
             return torch.export.export(module, (dict(fake),), strict=False, dynamic_shapes=dynamic)
 
+    count = 1 if sizes is None else len(sizes.places)
     try:
-        return attempt(torch.export.Dim("batch", min=1))
+        return attempt(*(torch.export.Dim(f"batch{number or ''}", min=1) for number in range(count)))
     except UserError as error:
         if not _is_for_some_sizes(error):
             raise
         # true for any batch size, but more than export can prove (min(32, 512 * batch) == 32): let it not ask
-        return attempt(torch.export.Dim.DYNAMIC)
+        return attempt(*[torch.export.Dim.DYNAMIC] * count)
+
+
+def _open_dims(fake: Mapping[str, Tensor], sizes: OpenSizes, names: Sequence[Any]) -> dict[str, dict[int, Any]]:
+    found: dict[str, dict[int, Any]] = {key: {} for key in fake}
+    for name, places in zip(names, sizes.places, strict=True):
+        for key, dim in places:
+            found[key][dim] = name
+    return found
 
 
 def _is_for_some_sizes(error: Exception) -> bool:
@@ -219,6 +245,9 @@ def _silent() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"(?s)The tensor attributes? .*_flat_weights")  # every LSTM's own list
+            warnings.filterwarnings(
+                "ignore", r"(?s)The tensor attributes? .* during export"
+            )  # the check sees what matters
             warnings.filterwarnings(
                 "ignore", r"The \.grad attribute of a Tensor that is not a leaf"
             )  # export's own look

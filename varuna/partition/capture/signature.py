@@ -43,6 +43,7 @@ def input_names(recipe: Recipe, *, is_weighed: bool) -> InputNames:
         model=name,
         order=tuple(each.name for each in parameters if each.kind in _BY_POSITION),
         named=frozenset(each.name for each in parameters if each.kind in _BY_NAME),
+        required=frozenset(each.name for each in parameters if each.kind in _BY_NAME and each.default is each.empty),
         takes_any=any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters),
         read_apart=recipe.loss is not None or recipe.metrics is not None or is_weighed,
         needed=None if recipe.loss is None else needed,

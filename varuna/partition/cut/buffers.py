@@ -7,6 +7,7 @@ D: every micro-batch's statistics come from its F alone, and one order applies t
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +22,14 @@ from varuna.partition.watching.explaining import line_of
 aten = torch.ops.aten
 
 
+Kind = Literal["sum", "mean", "rows", "same"]
+"""How a statistic of the whole batch is made: micro-batches' are added up, averaged by their numbers of examples, or
+joined in their order, or are all the same."""
+
+
 @dataclass(frozen=True)
 class BufferWrite:
-    """How one micro-batch changes some buffers."""
+    """How a micro-batch, or the whole batch, changes some buffers."""
 
     buffers: tuple[str, ...]
     """the model's own names"""
@@ -31,22 +37,57 @@ class BufferWrite:
     """nodes of the captured graph that it is computed from"""
     module: GraphModule
     """``(*buffers, *statistics) -> new buffers``; writes nothing that it is given"""
+    kinds: tuple[Kind, ...] | None = None
+    """how each statistic of a batch is made of those of its micro-batches, for one update a step; None: an update for
+    each micro-batch, in their order"""
+    read: tuple[Node, ...] = ()
+    """placeholders of buffers that forward() reads as they were before the step"""
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Buffers that forward() writes, by their placeholders."""
+
+    read: frozenset[Node]
+    """it also computes with them"""
+    counted: tuple[Node, ...]
+    """nothing but updates reads them"""
+    normalised: frozenset[Node]
+    """running statistics of normalisations"""
+
+
+def find_writes(capture: Capture, results: Sequence[Node]) -> Writes:
+    """Find what forward() writes, after bringing ``capture.graph`` into a form in which only buffers are written.
+
+    Raises:
+        ModelError: forward() writes a parameter or a constant.
+    """
+    _name_once(capture)
+    _copy_results(capture)
+    normalised = _take_statistics(capture)
+    _copy_written_inputs(capture)
+    found = _written(capture)
+    inside = _sources([*results, *(truth.node for truth in capture.truths)])
+    read = frozenset(node for node in found if not inside.isdisjoint(_dependent(capture, [node])))
+    counted = tuple(node for node in found if node not in read and node not in normalised)
+    return Writes(read - normalised, counted, normalised)
+
+
+def _written(capture: Capture) -> list[Node]:
+    memory = SharedMemory(capture.graph)
+    found = [node for node in capture.graph.find_nodes(op="placeholder") if memory.is_written(node)]
+    for node in found:
+        _check_writers(capture, node, memory.writers(node))
+    return [node for node in found if node.users]
 
 
 def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[BufferWrite, ...]:
-    """Take every write to a buffer out of ``capture.graph``.
+    """Take every write to a buffer that is left out of ``capture.graph``, for an update with each micro-batch.
 
     Raises:
-        ModelError: forward() writes a parameter or a constant, or its result depends on a buffer that it writes.
+        ModelError: a result depends on a buffer that forward() writes.
     """
-    _name_once(capture)
-    _take_statistics(capture)
-    _copy_written_inputs(capture)
-    memory = SharedMemory(capture.graph)
-    placeholders = [node for node in capture.graph.find_nodes(op="placeholder") if memory.is_written(node)]
-    for node in placeholders:
-        _check_writers(capture, node, memory.writers(node))
-    placeholders = [node for node in placeholders if node.users]
+    placeholders = _written(capture)
     dependent = _dependent(capture, placeholders)
     _check_apart(capture, dependent, placeholders, results)
     updates = tuple(_update(capture, part, placeholders) for part in _components(dependent, placeholders))
@@ -64,12 +105,44 @@ def _name_once(capture: Capture) -> None:
             node.replace_all_uses_with(same)
 
 
+def _copy_results(capture: Capture) -> None:
+    """Let operations with ``out=``, through which no gradient goes, make a result of their own, which is copied."""
+    graph = capture.graph
+    for node in list(graph.nodes):
+        out = node.kwargs.get("out")
+        functional = _without_out(node.target) if isinstance(out, Node) else None
+        if functional is None:
+            continue
+        given = {name: value for name, value in node.kwargs.items() if name != "out"}
+        with graph.inserting_before(node):
+            made = graph.call_function(functional, node.args, given)
+            copied = graph.call_function(aten.copy_.default, (out, made))
+        made.meta = {**node.meta, "val": torch.clone(node.meta["val"])}
+        copied.meta = dict(node.meta)
+        node.replace_all_uses_with(copied)
+        graph.erase_node(node)
+
+
+def _without_out(target: object) -> torch._ops.OpOverload | None:
+    """The overload that makes what another writes to ``out``."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    wanted = [(each.name, str(each.type)) for each in target._schema.arguments if each.name != "out"]
+    packet = target.overloadpacket
+    for name in packet.overloads():
+        found: torch._ops.OpOverload = getattr(packet, name)
+        if [(each.name, str(each.type)) for each in found._schema.arguments] == wanted:
+            return found
+    return None
+
+
 def _check_writers(capture: Capture, node: Node, writers: Sequence[Node]) -> None:
     place = f" at {line}" if (line := _line_of_write(writers[0])) else ""
     if node.name in capture.parameters:
         raise ModelError(
             f"forward() writes the parameter {capture.parameters[node.name]} in place{place}. Let the optimizer's step "
-            "or before_step= write it, as for the moving average of a teacher, or write to a clone."
+            "write it; or Trainer(after_step=...), which runs after it and sees all parameters, frozen ones too, as "
+            "for the moving average of a teacher; or write to a clone."
         )
     if node.name not in capture.buffers:
         raise ModelError(
@@ -95,12 +168,13 @@ def batch_statistics(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if op_name(node) == "aten::batch_norm" and node.args[5] is True]
 
 
-def _take_statistics(capture: Capture) -> None:
+def _take_statistics(capture: Capture) -> frozenset[Node]:
     """Let each normalisation write its batch's own statistics (momentum 1), and update the buffers apart."""
-    graph = capture.graph
+    graph, buffers = capture.graph, set[Node]()
     for node in list(graph.nodes):
         written = written_arguments(node) if op_name(node) in NORMS_WITH_STATISTICS else []
         momentum = node.args[6] if written else 0.0
+        buffers.update(written)
         for position, buffer in zip((3, 4), written, strict=False):
             value = buffer.meta["val"]
             with graph.inserting_before(node):
@@ -116,6 +190,7 @@ def _take_statistics(capture: Capture) -> None:
             kept.meta = added.meta = {"val": value}
         if written:
             node.update_arg(6, 1.0)
+    return frozenset(buffers)
 
 
 def _copy_written_inputs(capture: Capture) -> None:
@@ -169,8 +244,9 @@ def _check_apart(
         if outside or used or sizes or node in results:
             name = next(capture.buffers[each.name] for each in _ancestors(node) if each in placeholders)
             raise ModelError(
-                f"forward() updates {name} and also computes with it. Varuna can keep updates independent of P and "
-                "D only if the loss does not depend on them, as in batch normalisation in training mode."
+                f"forward() updates {name} and also computes with it, in a way that Varuna cannot take apart. Write to "
+                "a buffer of its own, which nothing else reads, and compute with it in Trainer(after_step=...), which "
+                "runs once per step."
             )
 
 
@@ -182,6 +258,11 @@ def _ancestors(node: Node) -> Iterable[Node]:
         new = [source for source in current.all_input_nodes if source not in seen]
         seen.update(new)
         stack.extend(new)
+
+
+def _sources(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes, and all that they are computed from, as they name it."""
+    return {each for node in nodes for each in _ancestors(node)}
 
 
 def _components(dependent: Sequence[Node], placeholders: Sequence[Node]) -> list[list[Node]]:

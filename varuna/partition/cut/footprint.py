@@ -75,13 +75,20 @@ def footprints(sections: Sequence[SectionGraph], flow: Flow) -> list[Footprint |
 def _of(section: SectionGraph, arguments: list[_Argument | None] | None, flow: Flow) -> Footprint | None:
     if arguments is None:
         return None
-    key = hashlib.sha256(repr((shape_of(section.module), arguments)).encode()).hexdigest()
+    examples = _examples(flow)
+    key = hashlib.sha256(repr((shape_of(section.module), arguments, examples)).encode()).hexdigest()
     if key not in _known:
         while len(_known) >= _REMEMBERED:
             _known.pop(next(iter(_known)))
         halved = retarget(section, flow.capture.trainable, flow.capture.shapes)
-        _known[key] = _footprint(section.module, halved, arguments)
+        _known[key] = _footprint(section.module, halved, arguments, examples)
     return _known[key]
+
+
+def _examples(flow: Flow) -> tuple[int, int]:
+    """Examples of the two micro-batches; all have the same number where a list has an entry for each."""
+    opened = flow.capture.sizes
+    return _SIZES if opened is None or opened.samples is None else (opened.samples, opened.samples)
 
 
 def _arguments(section: SectionGraph, nodes: Mapping[str, Node], flow: Flow) -> list[_Argument | None] | None:
@@ -107,33 +114,38 @@ def _arguments(section: SectionGraph, nodes: Mapping[str, Node], flow: Flow) -> 
 
 
 def _footprint(
-    whole: GraphModule, halved: GraphModule | None, arguments: Sequence[_Argument | None]
+    whole: GraphModule,
+    halved: GraphModule | None,
+    arguments: Sequence[_Argument | None],
+    examples: tuple[int, int],
 ) -> Footprint | None:
     try:
         small, large = (_run(whole, halved, arguments, index) for index in range(len(_SIZES)))
     except Exception:  # noqa: BLE001 - any op may refuse fake tensors; only an estimate is at stake
         return None
-    backward_bytes, fixed_bytes = _line(small.backward, large.backward)
-    split_bytes, split_fixed_bytes = _line(small.split, large.split)
+    backward_bytes, fixed_bytes = _line(small.backward, large.backward, examples)
+    split_bytes, split_fixed_bytes = _line(small.split, large.split, examples)
     return Footprint(
-        activation_bytes=_each(large.activation),
-        forward_bytes=_each(large.forward),
+        activation_bytes=_each(large.activation, examples),
+        forward_bytes=_each(large.forward, examples),
         backward_bytes=backward_bytes,
         fixed_bytes=fixed_bytes,
         split_bytes=split_bytes,
         split_fixed_bytes=split_fixed_bytes,
-        queued_bytes=_each(large.queued),
+        queued_bytes=_each(large.queued, examples),
     )
 
 
-def _each(large_bytes: int) -> int:
+def _each(large_bytes: int, examples: tuple[int, int]) -> int:
     """Bytes per example, from those at the larger size."""
-    return -(-large_bytes // _SIZES[1])
+    return -(-large_bytes // examples[1])
 
 
-def _line(small_bytes: int, large_bytes: int) -> tuple[int, int]:
+def _line(small_bytes: int, large_bytes: int, examples: tuple[int, int]) -> tuple[int, int]:
     """Bytes per example, and bytes that do not depend on their number."""
-    low, high = _SIZES
+    low, high = examples
+    if low == high:
+        return _each(large_bytes, examples), 0
     each_bytes = max(0, large_bytes - small_bytes) // (high - low)
     return each_bytes, max(0, large_bytes - each_bytes * high)
 

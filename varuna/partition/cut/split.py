@@ -6,14 +6,15 @@ it, and is relayed through sections that do not use it.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from varuna.core.errors import ModelError
-from varuna.partition.cut.buffers import BufferWrite
+from varuna.partition.cut.buffers import BufferWrite, Kind
 from varuna.partition.graph.flow import Flow, is_random, linear_shape
 
 BATCH_SIZE = "varuna_batch_size"
@@ -30,20 +31,33 @@ class Crossing:
     """shape at 0 examples: each dimension is ``fixed + per_example * batch``"""
     per_example: tuple[int, ...]
     differentiable: bool
+    per_size: tuple[tuple[int, ...], ...] = ()
+    """with open sizes: of each dimension, how much one more of each adds; ``per_example`` is about the shape of one"""
 
-    def shape(self, batch: int) -> tuple[int, ...]:
-        """Shape for ``batch`` examples."""
+    def shape(self, batch: int, sizes: Sequence[int] = ()) -> tuple[int, ...]:
+        """Shape for ``batch`` examples, or for open sizes; without those an estimate."""
+        if self.per_size and sizes:
+            slopes = (sum(map(operator.mul, each, sizes)) for each in self.per_size)
+            return tuple(map(operator.add, self.fixed, slopes))
+        if self.per_size:
+            return tuple(
+                each * batch if any(slopes) else each
+                for each, slopes in zip(self.per_example, self.per_size, strict=True)
+            )
         return tuple(base + slope * batch for base, slope in zip(self.fixed, self.per_example, strict=True))
 
 
 @dataclass(frozen=True)
 class BufferUpdate:
-    """How the statistics of one micro-batch change buffers; applied in micro-batch order at commit."""
+    """How the statistics of one micro-batch, or of the whole batch, change buffers; applied at commit."""
 
     buffers: tuple[str, ...]
     statistics: tuple[str, ...]
     module: GraphModule
-    """``(*buffers, *statistics) -> new buffers``; writes nothing that it is given"""
+    """``(*buffers, *statistics) -> new buffers``; writes nothing that it is given. With ``kinds`` it is also given the
+    number of examples of the batch"""
+    kinds: tuple[Kind, ...] | None = None
+    """how each statistic of the batch is made of those of its micro-batches; None: an update for each micro-batch"""
 
 
 @dataclass(frozen=True)
@@ -69,13 +83,15 @@ class SectionGraph:
     """what updates of buffers are computed from: further results, after what it makes; F's count, never R's"""
     updates: tuple[BufferUpdate, ...] = ()
     """updates whose statistics are complete here"""
+    kept: tuple[str, ...] = ()
+    """buffers beside these that steps change, or that ``after_step`` computes with"""
     truths: tuple[str, ...] = ()
     """file and line of branches that went as they were captured if the last results, after statistics, are true"""
 
     @property
     def updated(self) -> tuple[str, ...]:
-        """Names of buffers that the section's updates change, which are part of its state."""
-        return tuple(name for update in self.updates for name in update.buffers)
+        """Names of buffers that are part of the section's state, above all those that its updates change."""
+        return tuple(dict.fromkeys((*(name for update in self.updates for name in update.buffers), *self.kept)))
 
 
 @dataclass(frozen=True)
@@ -86,8 +102,22 @@ class Split:
     crossings: tuple[tuple[Crossing, ...], ...]
 
 
-def split(flow: Flow, cuts: Sequence[int], results: Sequence[Node], updates: Sequence[BufferWrite] = ()) -> Split:
-    """Cut ``flow.ops`` after the positions ``cuts``; the last section returns ``results``."""
+def split(
+    flow: Flow,
+    cuts: Sequence[int],
+    results: Sequence[Node],
+    updates: Sequence[BufferWrite] = (),
+    held: Mapping[int, Collection[str]] = MappingProxyType({}),
+) -> Split:
+    """Cut ``flow.ops`` after the positions ``cuts``; the last section returns ``results``.
+
+    Args:
+        flow: of the graph.
+        cuts: ascending.
+        results: of the graph.
+        updates: of buffers.
+        held: by section, names of parameters and buffers that are in its state besides those that it trains or updates.
+    """
     ends = [*cuts, len(flow.ops) - 1]
     section_of: dict[Node, int] = {}
     start = 0
@@ -97,7 +127,8 @@ def split(flow: Flow, cuts: Sequence[int], results: Sequence[Node], updates: Seq
     last_section = _last_sections(flow, section_of, results, len(ends) - 1)
     updates_of: dict[int, list[BufferWrite]] = {}
     for update in updates:
-        owner = max((section_of.get(node, 0) for node in update.statistics), default=0)
+        reading = flow.reading(update.read)
+        owner = max((section_of.get(node, 0) for node in (*update.statistics, *reading)), default=0)
         updates_of.setdefault(owner, []).append(update)
         for node in update.statistics:
             if node in section_of:
@@ -113,7 +144,7 @@ def split(flow: Flow, cuts: Sequence[int], results: Sequence[Node], updates: Seq
         own = [node for node in flow.ops if section_of[node] == index]
         made = [node for node in own if last_section[node] > index]
         made = made if index < len(ends) - 1 else list(results)
-        graphs.append(section_graph(flow, index, own, made, updates_of.get(index, ())))
+        graphs.append(section_graph(flow, index, own, made, updates_of.get(index, ()), held.get(index, ())))
     assert sum(len(graph.truths) for graph in graphs) == len(flow.capture.truths), "every branch is looked at"
     return Split(tuple(graphs), crossing_into)
 
@@ -138,7 +169,8 @@ def _crossing(node: Node, flow: Flow) -> Crossing:
         raise ModelError(
             f"{node} would have to be passed on, but its shape {list(value.shape)} is not linear in the batch"
         )
-    return Crossing(node.name, value.dtype, *layout, differentiable=node in flow.differentiable)
+    fixed, per_example, per_size = layout
+    return Crossing(node.name, value.dtype, fixed, per_example, node in flow.differentiable, per_size)
 
 
 def _closure(own: Sequence[Node], results: Sequence[Node], flow: Flow) -> set[Node]:
@@ -174,10 +206,10 @@ class _Builder:
                 return kind
         return "takes"
 
-    def declare(self, order: Sequence[Node], results: Sequence[Node]) -> None:
-        """Placeholders first: takes, inputs, batch size, then parameters, buffers and constants."""
+    def declare(self, order: Sequence[Node], results: Sequence[Node], held: Sequence[Node]) -> None:
+        """Placeholders first: takes, inputs, batch size, then parameters (also those only held), buffers, constants."""
         sources = [s for node in order if self.flow.size_of(node) is None for s in node.all_input_nodes]
-        outside = dict.fromkeys(node for node in (*sources, *results) if node not in self.members)
+        outside = dict.fromkeys(node for node in (*sources, *results, *held) if node not in self.members)
         for node in outside:
             self.arguments[self.kind_of(node)].append(node)
         wants_batch_size = any(self.flow.size_of(node) is not None for node in order)
@@ -198,7 +230,12 @@ class _Builder:
 
 
 def section_graph(
-    flow: Flow, index: int, own: Sequence[Node], made: Sequence[Node], updates: Sequence[BufferWrite] = ()
+    flow: Flow,
+    index: int,
+    own: Sequence[Node],
+    made: Sequence[Node],
+    updates: Sequence[BufferWrite] = (),
+    held: Collection[str] = (),
 ) -> SectionGraph:
     """The section that runs ``own`` and rebuilds what it needs; returns ``made``, then statistics, then truths."""
     statistics = list(dict.fromkeys(node for update in updates for node in update.statistics))
@@ -212,7 +249,8 @@ def section_graph(
     members = mine | _closure(own, results, flow)
     order = [node for node in flow.capture.graph.nodes if node in members]
     builder = _Builder(flow, members)
-    builder.declare(order, results)
+    placeholders = {flow.capture.parameters.get(n.name): n for n in flow.capture.graph.find_nodes(op="placeholder")}
+    builder.declare(order, results, [placeholders[name] for name in sorted(held) if name in placeholders])
     for node in order:
         builder.copy(node)
     builder.graph.output(tuple(builder.copies[node] for node in results))
@@ -235,7 +273,8 @@ def section_graph(
         makes=tuple(node.name for node in made),
         random=any(is_random(node) for node in own),
         statistics=tuple(_crossing(node, flow) for node in statistics),
-        updates=tuple(BufferUpdate(u.buffers, tuple(node.name for node in u.statistics), u.module) for u in updates),
+        updates=tuple(BufferUpdate(u.buffers, tuple(n.name for n in u.statistics), u.module, u.kinds) for u in updates),
+        kept=tuple(name for name in sorted(held) if name not in placeholders),
         truths=tuple(truth.place for truth in truths),
     )
 

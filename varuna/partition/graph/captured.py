@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from varuna.data.sizes import OpenSizes
+from varuna.partition.graph.ranges import Range
 from varuna.partition.graph.sample_guards import Conditions
 
 
@@ -17,6 +19,15 @@ class Truth(NamedTuple):
     """true where it goes as it was captured: a tensor of one element, which no other node uses"""
     place: str
     """file and line of the branch"""
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """A parameter or buffer without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,10 +50,16 @@ class Capture:
     inputs: dict[str, str]
     """placeholder -> key of the batch"""
     batch_symbol: Any
-    """sympy symbol of the batch dimension"""
+    """sympy symbol of the batch dimension; None where the sizes of a batch are open"""
+    sizes: OpenSizes | None
+    """those of a batch that are open"""
+    open_symbols: Mapping[Any, tuple[str, int]]
+    """sympy symbol of each of them, in their order -> placeholder of an input, and its dimension that has the size"""
     metrics: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     """parameter -> shape"""
+    kinds: tuple[Mapping[str, TensorKind], Mapping[str, TensorKind]]
+    """of all parameters and all buffers of the model, by first name"""
     pairs: frozenset[str]
     """complex parameters"""
     dtypes: dict[str, torch.dtype]
@@ -53,6 +70,8 @@ class Capture:
     """loops over the places where a mask is true were captured for every place"""
     conditions: Conditions | None
     """what the branches of forward() on samples took for granted"""
+    ranges: tuple[Range, ...]
+    """what whole numbers of the samples its embeddings and losses can take"""
     truths: tuple[Truth, ...]
     """what those on activations did"""
     eager: Mapping[str, str]

@@ -5,7 +5,7 @@ Sections must never differ between machines or runs, so nothing here is measured
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -35,21 +35,33 @@ class Cost:
 class Sizes:
     """Evaluates symbolic shapes at a given batch size."""
 
-    def __init__(self, batch_symbol: Any) -> None:
-        self._symbol = batch_symbol
+    def __init__(
+        self, batch_symbol: Any, per_sample: Mapping[Any, float] | None = None, samples: int | None = None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            batch_symbol: of the batch dimension, if there is one.
+            per_sample: open sizes, and how much of each a sample adds: shapes of a batch are then estimates.
+            samples: of every batch, where that is fixed.
+        """
+        self._symbol, self._samples = batch_symbol, samples
+        self._per_sample = dict(per_sample or {})
+        self.open_symbols = tuple(self._per_sample)
         self._at = lru_cache(maxsize=None)(self._evaluate)
 
     def _evaluate(self, expression: Any, batch: int) -> int:
         known = expression.subs({self._symbol: batch}) if self._symbol is not None else expression
+        samples = batch if self._samples is None else self._samples
+        known = known.subs({symbol: max(1, round(each * samples)) for symbol, each in self._per_sample.items()})
         # a size that depends on data (tokens of an expert) is unknown: one per example is a guess for costs alone
         return int(known.subs(dict.fromkeys(known.free_symbols, batch)))
 
     def depends_on_data(self, value: Tensor) -> bool:
         """Whether a dimension depends on data."""
         sizes: tuple[object, ...] = tuple(value.shape)
-        return any(
-            not size.node.expr.free_symbols <= {self._symbol} for size in sizes if isinstance(size, torch.SymInt)
-        )
+        known = {self._symbol, *self._per_sample}
+        return any(not size.node.expr.free_symbols <= known for size in sizes if isinstance(size, torch.SymInt))
 
     def dimension(self, size: object, batch: int) -> int:
         """One dimension, an int or a ``SymInt``."""

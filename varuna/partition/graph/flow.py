@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +16,32 @@ from varuna.partition.opaque.autograd_functions import NAMESPACE as FUNCTIONS
 from varuna.partition.opaque.calls import NAMESPACE as MODULES
 
 
+class Together(NamedTuple):
+    """What no cut may come between: the first of some ops, and the last of these and others."""
+
+    first: tuple[Node, ...]
+    """operations; a placeholder stands for all that read it"""
+    last: tuple[Node, ...]
+    """operations"""
+
+
+class ShapeLines(NamedTuple):
+    """A shape, linear in the number of examples, or in open sizes."""
+
+    fixed: tuple[int, ...]
+    per_example: tuple[int, ...]
+    """with open sizes: about the shape for one"""
+    per_size: tuple[tuple[int, ...], ...] = ()
+    """of each dimension, for each open size"""
+
+
 @dataclass
 class Flow:
     """The graph's ops in order and what depends on what: shared by the choice of cuts and by the split."""
 
     capture: Capture
     sizes: Sizes
+    together: Sequence[Together] = ()
     ops: list[Node] = field(default_factory=list)
     """ops that belong to exactly one section"""
     rebuilt: set[Node] = field(default_factory=set)
@@ -135,10 +156,32 @@ class Flow:
             else:
                 forbidden[i] += 1
                 forbidden[last[node]] -= 1
-        for start, end in self._spans_in_memory():
+        for start, end in (*self._spans_in_memory(), *self._spans_together()):
             forbidden[start] += 1
             forbidden[end] -= 1
         return _curve(change[:-1], forbidden[:-1])
+
+    def reading(self, nodes: Iterable[Node]) -> list[Node]:
+        """Ops that read placeholders, themselves or through others that are rebuilt in every section."""
+        found, seen = dict[Node, None](), set[Node]()
+        stack = [node for node in nodes if node.op == "placeholder"]
+        while stack:
+            node = stack.pop()
+            for user in node.users:
+                if user in self.rebuilt and user not in seen:
+                    seen.add(user)
+                    stack.append(user)
+                elif user not in self.rebuilt and user.op != "output":
+                    found[user] = None
+        return list(found)
+
+    def _spans_together(self) -> Iterable[tuple[int, int]]:
+        """Spans of ops that must be in one section."""
+        position = {node: i for i, node in enumerate(self.ops)}
+        for first, last in self.together:
+            places = [position[node] for node in (*first, *self.reading(first)) if node in position]
+            if places:
+                yield min(places), max((*places, *(position[node] for node in last if node in position)))
 
     def _spans_in_memory(self) -> Iterable[tuple[int, int]]:
         """Spans of ops within which a tensor's memory itself is used: written in place, or viewed by its strides."""
@@ -186,12 +229,35 @@ def linear(size: object, sizes: Sizes) -> tuple[int, int] | None:
     return (2 * one - two, two - one) if four - two == 2 * (two - one) else None
 
 
-def linear_shape(value: Tensor, sizes: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """``(fixed, per_example)`` of each dimension; None if a dimension is not linear in the batch."""
+def linear_shape(value: Tensor, sizes: Sizes) -> ShapeLines | None:
+    """``(fixed, per_example)`` of each dimension; None if a dimension is not linear in the batch.
+
+    Where sizes are open: linear in them, and ``per_example`` has the slopes of each dimension in turn.
+    """
     if sizes.depends_on_data(value):
         return None
+    if sizes.open_symbols:
+        return _affine(value, sizes)
     found = [linear(size, sizes) for size in value.shape]
     known = [each for each in found if each is not None]
     if len(known) < len(found):
         return None
-    return tuple(fixed for fixed, _ in known), tuple(slope for _, slope in known)
+    return ShapeLines(tuple(fixed for fixed, _ in known), tuple(slope for _, slope in known))
+
+
+def _affine(value: Tensor, sizes: Sizes) -> ShapeLines | None:
+    fixed, slopes = list[int](), list[tuple[int, ...]]()
+    for size in value.shape:
+        if not isinstance(size, torch.SymInt):
+            fixed.append(size)
+            slopes.append((0,) * len(sizes.open_symbols))
+            continue
+        expression = size.node.expr
+        mine = [expression.diff(symbol) for symbol in sizes.open_symbols]
+        steps = (slope * symbol for slope, symbol in zip(mine, sizes.open_symbols, strict=True))
+        rest = (expression - sum(steps)).expand()
+        if not all(each.is_Integer for each in (*mine, rest)):
+            return None
+        fixed.append(int(rest))
+        slopes.append(tuple(map(int, mine)))
+    return ShapeLines(tuple(fixed), tuple(sizes.shape(value, 1)), tuple(slopes))

@@ -68,7 +68,8 @@ class Count(NamedTuple):
     """The divisor of a sum over the batch."""
 
     kind: str
-    """``"one"``: nothing does; ``"examples"``; ``"targets"``; ``"picked"``; ``"other"``"""
+    """``"one"``: nothing does; ``"examples"``; ``"targets"``; ``"picked"``; ``"elements"`` of a value with open sizes;
+    ``"other"``"""
     nodes: tuple[object, ...] = ()
     """that it is made of: equal ones count the same"""
 
@@ -110,8 +111,8 @@ def symbols_of(size: object) -> frozenset[Any]:
 
 
 def multiple_of(size: object, symbol: Any) -> int | None:
-    """K where a dimension is k times a symbol; None if it is anything else."""
-    if not isinstance(size, torch.SymInt):
+    """K where a dimension is k times a symbol; None if it is anything else, or there is no symbol."""
+    if symbol is None or not isinstance(size, torch.SymInt):
         return None
     ratio = size.node.expr / symbol
     return int(ratio) if ratio.is_Integer else None

@@ -6,7 +6,7 @@ of parts gives. An operation that is not known may mix: what it makes is doubted
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,9 @@ UNKNOWN = "may mix the examples of a batch"
 
 
 class Tracking:
-    """States of all values that a result of the graph follows from."""
+    """States of all values that results of the graph follow from."""
 
-    def __init__(self, capture: Capture, result: Node, rules: dict[str, Rule]) -> None:
+    def __init__(self, capture: Capture, results: Sequence[Node], rules: dict[str, Rule]) -> None:
         self.batch = capture.batch_symbol
         self._capture, self._rules = capture, rules
         self._memory = SharedMemory(capture.graph)
@@ -66,7 +66,7 @@ class Tracking:
         """drawn at random"""
         self.undecided: set[Blame] = set()
         """no value for each example comes after them, which could tell whether examples have been mixed"""
-        needed = needed_by(capture.graph, [result])
+        needed = needed_by(capture.graph, results)
         for node in capture.graph.nodes:
             if node in needed:
                 self.states[node] = self._follow(node)
@@ -212,7 +212,7 @@ def pointwise(t: Tracking, node: Node) -> Found:
     if any(isinstance(state, Rows) for state in states):
         return meet(t, node, sources)
     if any(isinstance(state, Total | Level) for state in states):
-        return _linear(t, node, states)
+        return combined(t, node, states)
     if any(isinstance(state, Fact) for state in states):
         given = all(isinstance(state, Fact) or (isinstance(state, Fixed) and state.given) for state in states)
         return Fact() if given else Level(t.blame(node, NO_SUM))
@@ -224,7 +224,7 @@ PRODUCTS = ("aten::mul", "aten::mul_")
 QUOTIENTS = ("aten::div", "aten::div_", "aten::true_divide")
 
 
-def _linear(t: Tracking, node: Node, states: list[State]) -> State:
+def combined(t: Tracking, node: Node, states: list[State]) -> State:
     """State of sums over the batch after an operation that keeps sums, or does not."""
     name, totals = op_name(node), [state for state in states if isinstance(state, Total)]
     counts = frozenset[Count]().union(*(total.counts for total in totals))

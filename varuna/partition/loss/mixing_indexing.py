@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from varuna.partition.graph.operations import flat, op_name
 from varuna.partition.graph.shared_memory import written_arguments
-from varuna.partition.loss.batch_dimension import IN_TURN, ONE, Fact, Fixed, Order, Rows, carriers
+from varuna.partition.loss.batch_dimension import ONE, Fact, Fixed, Order, Rows, carriers
 from varuna.partition.loss.mixing import (
     COMPARES,
     PLACES,
@@ -54,7 +54,7 @@ def index(t: Tracking, node: Node) -> Found:
     if own in found and len(picks) == 1:
         return _along_picks(t, node, next(iter(picks)), moving, dims[0])
     number = found.get(own)
-    if isinstance(number, Rows) and number.number and state.order in (IN_TURN, None):  # type: ignore[union-attr]
+    if isinstance(number, Rows) and number.number and state.order in (number.order, None):  # type: ignore[union-attr]
         others = [each for place, each in indices if place != own]
         return meet(t, node, [source, *others], dim=dims[0])
     return doubted(t, node, PLACES if own in found else COMPARES, certain=False)

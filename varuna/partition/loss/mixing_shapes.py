@@ -107,7 +107,10 @@ def uniform(t: Tracking, node: Node) -> Found:
 def numbers(t: Tracking, node: Node) -> Found:
     """0, 1, 2...: the examples' numbers, where there are as many."""
     dims = carriers(value_of(node))
-    return Rows(dims[0], IN_TURN, True, (), False, number=True) if dims else Fixed(given=True)
+    if not dims:
+        return Fixed(given=True)
+    copies = multiple_of(value_of(node).shape[dims[0]], t.batch) or 1  # as many as a batch that was put together
+    return Rows(dims[0], Order(copies, 1), True, (), False, number=True)
 
 
 def random(t: Tracking, node: Node) -> Found:
@@ -333,8 +336,8 @@ SHAPES = {
     **dict.fromkeys(("copy", "fill"), written),
     **dict.fromkeys(("hardswish", "prelu", "rsub", "subtract", "multiply", "divide", "negative", "absolute", "fix",
                      "less", "less_equal", "greater", "greater_equal", "not_equal", "arccos", "arcsin", "arctan",
-                     "arctan2", "arccosh", "arcsinh", "arctanh", "complex", "polar", "conj", "special_ndtr"),
-                    pointwise),
+                     "arctan2", "arccosh", "arcsinh", "arctanh", "complex", "polar", "conj", "special_ndtr",
+                     "log_sigmoid"), pointwise),
     **dict.fromkeys(("__and__", "__or__", "__xor__", "floor_divide", "true_divide", "masked_fill", "clamp_min",
                      "clamp_max"), pointwise),
     "unfold": windows,
@@ -345,7 +348,7 @@ SHAPES = {
     **dict.fromkeys(("bucketize", "searchsorted", "isin"), looked_up),
     "randperm": permutation,
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort",
-                     "argsort", "flip", "roll", "glu", "renorm", "cummax", "cummin"), along),
+                     "argsort", "flip", "roll", "glu", "renorm", "cummax", "cummin", "diff"), along),
     **dict.fromkeys(("slice", "select", "narrow"), part),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split",
                      "unsafe_split_with_sizes", "unsafe_chunk"), parts),

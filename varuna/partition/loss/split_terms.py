@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from varuna.data.sizes import PREFIX
 from varuna.partition.cut.split import section_graph
 from varuna.partition.graph.captured import Capture
 from varuna.partition.graph.flow import Flow
@@ -15,9 +16,9 @@ from varuna.partition.loss.batch_dimension import Count, Fact, Fixed, Rows, Tota
 from varuna.partition.loss.mixing import ADDITIONS, QUOTIENTS, argument
 from varuna.partition.loss.mixing_indexing import ADDING
 from varuna.partition.loss.mixing_sums import FOUND, LOSSES, MEAN, NONE, TARGETS, over_examples
-from varuna.partition.loss.target_count import call, count_targets
+from varuna.partition.loss.target_count import CannotCountError, call, count_elements, count_targets, fake_mode_of
 from varuna.partition.loss.terms import Terms
-from varuna.partition.loss.whole_batch import PREFIX, SHARE, Leaf, Whole
+from varuna.partition.loss.whole_batch import SHARE, Leaf, Whole
 
 aten = torch.ops.aten
 _WIDEST = 4096
@@ -31,14 +32,6 @@ _OUT_OF_PLACE: dict[Any, Any] = {
     aten.mul_.Scalar: aten.mul.Scalar,
     aten.div_.Scalar: aten.div.Scalar,
 }
-
-
-class CannotCountError(Exception):
-    """A number of the whole batch does not follow from counts; ``node`` makes it."""
-
-    def __init__(self, node: Node) -> None:
-        super().__init__(str(node))
-        self.node = node
 
 
 class Splitting:
@@ -172,6 +165,8 @@ class Splitting:
     def _elements(self, source: Node, dims: Any, state: Rows) -> Node:
         """How many elements of a value a mean is over, in the whole batch."""
         value: Tensor = source.meta["val"]
+        if self._capture.sizes is not None:
+            return self._counted_number(count_elements(self._capture, source, dims), (source, str(dims)))
         many = range(value.dim()) if dims is None else [int(d) for d in (dims if isinstance(dims, list) else [dims])]
         each = 1
         for dim in {dim % value.dim() - value.dim() for dim in many} - {state.dim}:
@@ -221,9 +216,7 @@ class Splitting:
         return self._numbers[key]
 
     def _placeholder(self, key: str, like: Tensor) -> Node:
-        fakes = (node.meta.get("val") for node in self._graph.nodes)
-        mode = next(value.fake_mode for value in fakes if isinstance(value, torch._subclasses.FakeTensor))
-        with mode, self._graph.inserting_before(self._first):
+        with fake_mode_of(self._graph), self._graph.inserting_before(self._first):
             node = self._graph.placeholder(key.replace(".", "_"))
             node.meta["val"] = torch.empty(tuple(like.shape), dtype=like.dtype)
         self._capture.inputs[node.name] = key
@@ -237,6 +230,9 @@ class Splitting:
 
     def _built(self, fact: Node) -> Any:
         state, value, name = self._t.of(fact), fact.meta.get("val"), op_name(fact)
+        if isinstance(value, torch.SymInt) and self._capture.sizes is not None:
+            with self._graph.inserting_before(fact.next):
+                return self._leaf_of(call(self._graph, aten.scalar_tensor.default, (fact,), {"dtype": torch.int64}))
         if isinstance(value, torch.SymInt):
             times = multiple_of(value, self._t.batch)
             if times is None:

@@ -11,7 +11,9 @@ import torch
 from torch.fx import Graph, Node
 
 from varuna.partition.graph.captured import Capture
+from varuna.partition.graph.size_nodes import SizeNodes
 from varuna.partition.loss.batch_dimension import Count
+from varuna.partition.loss.open_terms import sizes_along
 
 aten = torch.ops.aten
 
@@ -24,7 +26,35 @@ def add_count(capture: Capture, count: Count) -> Node | None:
     with capture.graph.inserting_before(output):
         if count.kind == "picked":
             return call(capture.graph, aten.sum.default, (count.nodes[0],))
+        if count.kind == "elements":
+            value, dims = count.nodes
+            assert isinstance(value, Node)
+            return count_elements(capture, value, dims)
         return count_targets(capture.graph, *count.nodes)
+
+
+def count_elements(capture: Capture, value: Node, dims: Any = None) -> Node:
+    """The number of elements along dimensions of a value whose sizes are open.
+
+    Raises:
+        CannotCountError: a size does not follow from the inputs' sizes.
+    """
+    sizes = SizeNodes(capture.graph, capture.open_symbols)
+    number: Any = 1
+    for size in sizes_along(value.meta["val"], dims):
+        each = sizes.of(size)
+        if each is None:
+            raise CannotCountError(value)
+        number = each if number == 1 else sizes.times(number, each)
+    return call(capture.graph, aten.scalar_tensor.default, (number,), {"dtype": torch.int64})
+
+
+class CannotCountError(Exception):
+    """A number of the whole batch does not follow from counts; ``node`` makes it."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(str(node))
+        self.node = node
 
 
 def count_targets(graph: Graph, target: Any, ignored: Any, class_weight: Any) -> Node:
@@ -46,5 +76,12 @@ def call(graph: Graph, op: Any, args: tuple[object, ...], kwargs: Mapping[str, o
             return [value(each) for each in argument]
         return argument.meta["val"] if isinstance(argument, Node) else argument
 
-    node.meta["val"] = op(*map(value, args), **{name: value(each) for name, each in node.kwargs.items()})
+    with fake_mode_of(graph):
+        node.meta["val"] = op(*map(value, args), **{name: value(each) for name, each in node.kwargs.items()})
     return node
+
+
+def fake_mode_of(graph: Graph) -> Any:
+    """The mode of the graph's captured values."""
+    fakes = (node.meta.get("val") for node in graph.nodes)
+    return next(value.fake_mode for value in fakes if isinstance(value, torch._subclasses.FakeTensor))

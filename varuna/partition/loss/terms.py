@@ -12,11 +12,12 @@ from varuna.partition.loss.mixing import Rule, Tracking
 from varuna.partition.loss.mixing_indexing import INDEXING
 from varuna.partition.loss.mixing_shapes import SHAPES
 from varuna.partition.loss.mixing_sums import SUMS
+from varuna.partition.loss.open_terms import OpenTracking
 from varuna.partition.watching.own_code import OWN
 
 _SHOWN = 80
 """Most characters of a line of code in a message."""
-_RULES: dict[str, Rule] = {**SHAPES, **INDEXING, **SUMS}
+RULES: dict[str, Rule] = {**SHAPES, **INDEXING, **SUMS}
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class Terms:
         if len(self.counts) != 1:
             return None if self.counts else EXAMPLES
         (count,) = self.counts
-        return count if count.kind in ("examples", "targets", "picked") else None
+        return count if count.kind in ("examples", "targets", "picked", "elements") else None
 
 
 def terms_of(capture: Capture) -> Terms:
     """Follow the examples from the inputs to the loss."""
     output = next(node for node in capture.graph.nodes if node.op == "output")
     loss: Node = output.args[0][0]
-    tracking = Tracking(capture, loss, _RULES)
+    tracking = Tracking(capture, [loss], RULES) if capture.sizes is None else OpenTracking(capture, loss)
     state = tracking.of(loss)
     counts = state.counts if isinstance(state, Total) else frozenset[Count]()
     blames: Blames = getattr(state, "blames", ())
@@ -49,6 +50,8 @@ def terms_of(capture: Capture) -> Terms:
     if any(blame.certain for blame in blames):
         undecided = set()  # these are told already
     found = tuple(dict.fromkeys(b._replace(certain=True) if b in undecided else b for b in blames))
+    if capture.sizes is not None:
+        found = ()  # examples lie along no dimension: samples decide (``open_terms``)
     return Terms(tracking, counts, found)
 
 

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from varuna.data.sizes import PREFIX
 from varuna.partition.cut.split import SectionGraph
-
-PREFIX = "varuna."
-"""Prefix of the keys under which sections get numbers of the whole batch; no sample has such keys."""
 
 SHARE = f"{PREFIX}share"
 """Key of the micro-batch's part of the batch's examples, which scales what does not depend on the micro-batch."""
@@ -60,13 +58,15 @@ class Whole:
         return sum(leaf.width for leaf in self.leaves)
 
     def counts(self, batch: Mapping[str, Tensor], known: Mapping[str, Tensor], size: int) -> list[float]:
-        """Count one micro-batch.
+        """Count one micro-batch; of no examples, nothing.
 
         Args:
             batch: its samples.
             known: buffers and constants, in host memory.
             size: examples.
         """
+        if not size:
+            return [0.0] * self.width
         counted: list[Tensor] = []
         if self.counter is not None:
             sizes = [size] if self.counter.needs_batch_size else []

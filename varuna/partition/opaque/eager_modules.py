@@ -24,6 +24,7 @@ from varuna.partition.opaque import calls
 from varuna.partition.opaque.calls import Call, Given, GrowingSize, WritesError
 from varuna.partition.opaque.each_sample import gathered
 from varuna.partition.opaque.learning import SIZES, Arguments, engine_of_torch, plainly, with_learned
+from varuna.partition.opaque.own_draws import OwnDrawsError, refused_seeds
 from varuna.partition.opaque.template import UnfitError, same_attributes, state_of, template_of
 from varuna.partition.watching.explaining import user_frame, user_line
 
@@ -67,6 +68,8 @@ class Pieces:
     initial: InitialValues
     found: dict[str, str]
     """path of a module -> why it runs eagerly"""
+    has_rows: bool = True
+    """each input has a row for each sample"""
     _values: Callable[[Tensor], Tensor | None] | None = None
     """of a tensor in capture, if it is known; None: no more are looked for"""
     _inputs: Mapping[str, Tensor] = field(default_factory=dict)
@@ -113,7 +116,8 @@ class Pieces:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # stand-ins of export share their __dict__
             if module.__dict__ is self.loss.__dict__:
                 self._inputs = args[0]
-                self._unify()
+                if self.has_rows:
+                    self._unify()
             path = paths.get(id(module.__dict__))
             is_run = path is None and _proxies.get_proxy_mode() is None  # by an operation, and as written
             if path == "" or is_run or module.__dict__ is self.loss.__dict__:
@@ -122,7 +126,7 @@ class Pieces:
 
         nn.Module._call_impl = call  # type: ignore[method-assign,assignment]
         try:
-            with _own_gradients():
+            with _own_gradients(), refused_seeds():
                 yield
         finally:
             nn.Module._call_impl = _call_impl  # type: ignore[method-assign]
@@ -136,7 +140,7 @@ class Pieces:
         any_number, calls_before = self._takes_any_number, len(_module_stack())
         try:
             result = _call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
-        except (WritesError, AgainError):
+        except (WritesError, AgainError, OwnDrawsError):
             raise
         except Exception as error:
             if self._values is None:
@@ -169,10 +173,9 @@ class Pieces:
             raise AgainError
 
     def _unify(self) -> None:
-        """Let all inputs have one symbol for the number of samples, where an operation may hide that they have."""
-        if self.found or self._values is not None:
-            for value in self._inputs.values():
-                torch._check(value.shape[0] == self._batch_size)  # type: ignore[no-untyped-call]
+        """Let all inputs have one symbol for the number of samples: an operation may join them, or hide it."""
+        for value in self._inputs.values():
+            torch._check(value.shape[0] == self._batch_size)  # type: ignore[no-untyped-call]
 
     @property
     def _batch_size(self) -> Any:
@@ -261,7 +264,9 @@ class Pieces:
                 f"{path} can only run eagerly as one operation, and its constructor draws the random numbers in the "
                 f"plain attribute {odd}, which would differ between workers. Register it as a buffer."
             )
-        return built[0].train(self.model.get_submodule(path).training)
+        for mine, captured in zip(built[0].modules(), self.model.get_submodule(path).modules(), strict=True):
+            mine.training = captured.training
+        return built[0]
 
 
 def _module_stack() -> Any:

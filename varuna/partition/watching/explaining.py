@@ -4,8 +4,9 @@ import contextlib
 import re
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from varuna.partition.watching.own_code import OWN
 _SKIPPED = (*OWN, contextlib.__file__, "<")
 
 _WAYS_OUT = (
-    "Two ways out: replace the branch by tensor operations (torch.where, torch.cond) or switch that feature off "
+    "Two ways out: replace the branch by tensor operations (torch.where) or switch that feature off "
     "in the model's configuration; or wrap the code into one operator with torch.library.custom_op. cut=[...] does "
     "not help: it names cuts of a model that can be captured. See docs/partitioning.md, section Refusals."
 )
@@ -38,6 +39,16 @@ _SCRIPTED = (
     "{path} is a TorchScript module (torch.jit.script or trace) that holds parameters, which no graph of tensors with "
     "shapes alone can be made of. Give the model the module as it was before torch.jit.script; to compile it, pass "
     "compile=True to Trainer."
+)
+_COND = (
+    "torch.cond, or another control flow operator, calls functions there that torch cannot capture, such as those that "
+    "use modules from outside. Compute both branches and choose with torch.where(condition, one, other); or move the "
+    "decision into a small module of its own that takes and returns tensors, with a Python if: it runs as written."
+)
+_UNREGISTERED = (
+    "the model cannot be captured: {path} is a {kind} of modules, whose parameters PyTorch does not see: no optimizer "
+    "trains them, no state_dict saves them, and they have no values in capture. Use torch.nn.ModuleList (or "
+    "ModuleDict), and they train; with requires_grad_(False) on them as well, they stay as they begin."
 )
 BUILDING = (
     "Varuna calls model= first in a mode in which tensors have shapes but no data, then for real, on the CPU. It "
@@ -58,6 +69,15 @@ ASKS_FOR_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException)
 _PLAIN = (NameError, AttributeError, TypeError, LookupError, ImportError)
 
 
+class Outside(NamedTuple):
+    """A tensor that requires a gradient, and is no part of the model."""
+
+    is_leaf: bool
+    shape: tuple[int, ...]
+    where: str | None
+    """the user's line that computes with it"""
+
+
 @dataclass
 class ForwardFindings:
     """What ``forward`` did, by the line of the user's code; None where it did not."""
@@ -66,6 +86,8 @@ class ForwardFindings:
     """took a parameter's ``.data``"""
     fixed_at: str | None = None
     """made a Python number of the number of samples"""
+    outside: dict[int, Outside] = field(default_factory=dict)
+    """computed with, though they are no part of the model, by the address of their memory"""
 
 
 class NotExportedError(Exception):
@@ -90,6 +112,8 @@ def explain(what: str, error: BaseException, remedy: str = _ANY_OTHER, noticed: 
         return f"the model {what}{place}: the size of a tensor there follows from data.\n{_DATA_DEPENDENT}"
     if "numpy() is not supported" in str(error):
         return f"the model {what}{place}: values leave the graph for NumPy there.\n{_DATA_DEPENDENT}"
+    if type(error).__name__ == "UncapturedHigherOrderOpError":
+        return f"the model {what}{place}: {_COND}"
     first_line = in_plain_words((str(error).strip() or type(error).__name__).splitlines()[0])
     if remedy is _ANY_OTHER and isinstance(error, _PLAIN) and _is_raised_by_user(error):
         function = traceback.extract_tb(error.__traceback__)[-1].name
@@ -109,10 +133,26 @@ def of_model(said: str, model: nn.Module, error: BaseException, *, is_small: boo
     for path, each in model.named_modules():
         if isinstance(each, torch.jit.ScriptModule) and any(True for _ in each.parameters()):
             return f"the model cannot be captured: {_SCRIPTED.format(path=path or type(each).__name__)}"
+    if "meta" in str(error) and (unseen := _unregistered(model)) is not None:
+        return _UNREGISTERED.format(path=unseen[0], kind=unseen[1])
     if not is_small and isinstance(error, ASKS_FOR_DATA):
         size = format_bytes(sum(4 * value.numel() for value in model.parameters()))
         return f"{said}\n{_TOO_LARGE.format(size=size)}"
     return said
+
+
+def _unregistered(model: nn.Module) -> tuple[str, str] | None:
+    """The first plain container of modules with parameters that are not the model's: its path and kind."""
+    own = {id(each) for each in model.modules()}
+    for path, each in model.named_modules():
+        for name, value in vars(each).items():
+            parts = list(value.values()) if isinstance(value, dict) else value
+            if name == "_modules" or not isinstance(parts, list | tuple):
+                continue
+            modules = [part for part in parts if isinstance(part, nn.Module) and id(part) not in own]
+            if any(True for part in modules for _ in part.parameters()):
+                return f"{path}.{name}".strip("."), type(value).__name__
+    return None
 
 
 def one_number(noticed: ForwardFindings) -> str:
@@ -120,9 +160,9 @@ def one_number(noticed: ForwardFindings) -> str:
     place = f", at {noticed.fixed_at}" if noticed.fixed_at else ""
     return (
         "forward() works for one number of samples only, because it turns that number into a Python "
-        f"number{place}: int(x.shape[0]), [0] * len(x), x.tolist() and most loops over the samples (for one in x) do "
-        "this; x.shape[0] and len(x) do not. Micro-batches may be short: write it for any number of samples, with "
-        "operations on the whole batch."
+        f"number{place}: int(x.shape[0]), [0] * len(x), x.tolist(), int(batch.max()) + 1 and most loops over the "
+        "samples (for one in x) do this; x.shape[0] and len(x) do not (global_mean_pool(x, batch, size=y.shape[0])). "
+        "Micro-batches may be short: write it for any number of samples, with operations on the whole batch."
     )
 
 
@@ -143,8 +183,10 @@ def without_value(name: str, line: str | None, noticed: ForwardFindings) -> str:
     if noticed.data_at:
         return (
             f"forward() takes .data of a parameter at {noticed.data_at}, which autograd does not see: a write to "
-            "it would be lost. Clamp what is computed from the parameter (scale.clamp(max=4.6)) instead of its "
-            "data, or change the parameter in the optimizer's step."
+            "it would be lost. Clamp what is computed from the parameter (scale.clamp(max=4.6)) instead of its data, "
+            "or change the parameter in Trainer(after_step=...), which runs once per step. For a layer that takes its "
+            "first values from the first batch (ActNorm): build the model, let it run once on samples (with "
+            "torch.no_grad(): model(**batch)), and pass it built: Trainer(model, ...)."
         )
     place = f" at {line}" if line else ""
     return (

@@ -4,11 +4,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from varuna.partition.watching.explaining import ForwardFindings, user_line
+from varuna.partition.watching.explaining import ForwardFindings, Outside, user_line
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
@@ -26,7 +28,16 @@ class Noticing(TorchFunctionMode):
         """One call of torch."""
         if func == _DATA and args[0].is_leaf and args[0].requires_grad:
             self.noticed.data_at = user_line()
+        if torch.is_grad_enabled():
+            for value in tree_leaves((args, kwargs)):
+                if type(value) in (Tensor, nn.Parameter) and value.requires_grad:  # neither a fake nor without data
+                    self._note(value)
         return func(*args, **(kwargs or {}))
+
+    def _note(self, value: Tensor) -> None:
+        address = value.untyped_storage().data_ptr()
+        if address not in self.noticed.outside:
+            self.noticed.outside[address] = Outside(value.is_leaf, tuple(value.shape), user_line())
 
     @contextmanager
     def watch(self) -> Iterator[None]:

@@ -40,6 +40,11 @@ def source_digest(model: nn.Module, *functions: object) -> str:
     return digest.hexdigest()
 
 
+def function_digest(*functions: object) -> str:
+    """Hash of the files that hold the user's functions."""
+    return source_digest(nn.Module(), *functions)
+
+
 def loaded_digest() -> str:
     """Hash of the user's own modules that are loaded now: of all that is in no library."""
     digest = hashlib.sha256()

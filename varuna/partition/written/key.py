@@ -26,7 +26,7 @@ def recipe_digest(recipe: Recipe, *functions: object) -> str | None:
         structure = _structure(model)
     except Exception:  # noqa: BLE001 - whatever the user's constructor raises
         return None
-    told = recipe.dtype, recipe.training, recipe.eager, recipe.metrics is None, recipe.loss is None
+    told = (*(recipe.dtype, recipe.training, recipe.eager, recipe.metrics is None, recipe.loss is None), recipe.sizes)
     return hashlib.sha256(f"{sources} {loaded_digest()} {structure} {told}".encode()).hexdigest()
 
 
@@ -52,4 +52,5 @@ def _structure(model: nn.Module) -> str:
         for name, value in named
     ]
     config: Any = getattr(model, "config", None)
-    return f"{model} {tensors} {config.to_json_string() if hasattr(config, 'to_json_string') else ''}"
+    modes = [each.training for each in model.modules()]
+    return f"{model} {modes} {tensors} {config.to_json_string() if hasattr(config, 'to_json_string') else ''}"

@@ -7,8 +7,12 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from varuna.data.sizes import OpenSizes
+from varuna.partition.after_step import Following
 from varuna.partition.batch_layout import InputLayout
 from varuna.partition.cut.split import BufferUpdate, Crossing, SectionGraph, Split
+from varuna.partition.graph.captured import TensorKind
+from varuna.partition.graph.ranges import Range
 from varuna.partition.graph.sample_guards import Conditions
 from varuna.partition.loss.terms import Mixing
 from varuna.partition.loss.unknown_operations import Trial, TrialValues
@@ -19,7 +23,7 @@ from varuna.partition.written.values import ValueReader, ValueWriter
 
 _TYPES = (
     *(PartitionedModel, Split, SectionGraph, Crossing, BufferUpdate, Whole, Leaf, Mixing, Trial, TrialValues),
-    *(InputLayout, Conditions),
+    *(InputLayout, Conditions, Range, Following, TensorKind, OpenSizes),
 )
 _LENGTH_BYTES = 8
 _UNREADABLE = (

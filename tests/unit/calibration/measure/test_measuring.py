@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.engine.late import LateStream, LateStreams
-from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded
+from tests.unit.engine.models import SmallLanguage
+from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.calibration.measure.network import Peers, Repeats
 from varuna.calibration.measure.pilot import PilotTimes, pilot_plan, pilot_steps
 from varuna.calibration.measure.worker import least_memory, rehearsed_size
@@ -28,6 +29,7 @@ from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.links import Sender
 from varuna.engine.links.message import Packed
 from varuna.engine.links.traffic import Traffic, traffic_over
+from varuna.testing.threads import run_all
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +49,7 @@ class TwoHalves(SmallLanguage):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.nightly
 def test_sections_with_the_same_graph_are_one_kind() -> None:
     model = Setup(TwoHalves).model
     kinds = section_kinds(model)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.engine.ranks import Dropping, Setup, single_threaded
+from tests.unit.engine.models import Dropping
+from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.calibration.file import check_matches
 from varuna.calibration.timing.compute import Thoroughness, measure_window
 from varuna.calibration.timing.quick import quick_calibration

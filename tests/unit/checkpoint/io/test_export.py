@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tests.unit.checkpoint.saves import make_job, make_plan, save, save_parts
-from tests.unit.engine.ranks import tiny_gpt2, tiny_llama
+from tests.unit.engine.models import tiny_gpt2, tiny_llama
 from varuna.checkpoint.collector import Collector
 from varuna.checkpoint.io.export import export_checkpoint
 from varuna.checkpoint.io.section_state import AVERAGE, SectionState

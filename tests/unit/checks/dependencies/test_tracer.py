@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, single_threaded
+from tests.unit.engine.models import SmallLanguage
+from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.partition import hidden
 from tests.unit.partition.hidden import over
 from varuna.checks.dependencies.findings import Dependency

@@ -3,7 +3,6 @@
 import math
 import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adamw, run_all, single_threaded
-from tests.unit.engine.stage.test_batch_norm import Normalised, Points, buffers_of, sgd
+from tests.depth import by_depth
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw
+from tests.unit.engine.ranks import Setup
+from tests.unit.engine.stage.test_batch_norm import Normalised, Points, sgd
 from varuna.core.errors import ModelError, UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -28,17 +29,12 @@ from varuna.partition.evaluation import for_evaluation
 from varuna.partition.initial.constructor import needed_buffers
 from varuna.partition.model import PartitionedModel
 from varuna.planner.choose import plan_run
+from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
-
-
+STEPS = by_depth(2, 3)
 _evaluations: dict[int, tuple[PartitionedModel, PartitionedModel]] = {}
 """By the identity of a model, which is kept: it and its evaluation, captured once."""
 
@@ -53,7 +49,7 @@ def evaluation_of(setup: Setup) -> PartitionedModel:
 def train(
     setup: Setup, stages: int, replicas: int, validation: Any, examples: int, speeds: tuple[float, ...] = ()
 ) -> tuple[list[float], list[EvaluationSums]]:
-    """Three steps, an evaluation after each: losses of the steps, and of the evaluations."""
+    """Take two steps, with an evaluation after each: losses of the steps, and of the evaluations."""
     evaluated = evaluation_of(setup)
     buffers = setup.beginning.buffers(needed_buffers(evaluated) - needed_buffers(setup.model))
     store = local_store()
@@ -76,7 +72,7 @@ def train(
             found[rank].append(sums)
 
     sessions = [
-        setup.session(StaticMembership(World(rank, len(curves), store, "127.0.0.1", 0), plan), store, 3)
+        setup.session(StaticMembership(World(rank, len(curves), store, "127.0.0.1", 0), plan), store, STEPS)
         for rank in range(len(curves))
     ]
     run_all([partial(loop, rank, session) for rank, session in enumerate(sessions)])
@@ -106,7 +102,7 @@ class Validation(Tokens):
 def test_dropout_is_off_every_plan_agrees_and_training_does_not_notice() -> None:
     setup = Setup(build=Dropping, dataset=Tokens(padded=True))
     validation = Validation(padded=True, size=37)
-    undisturbed = [loss for loss, _ in setup.losses(1, 1, steps=3)]
+    undisturbed = [loss for loss, _ in setup.losses(1, 1, STEPS)]
     curve, alone = train(setup, 1, 1, validation, 37)
     assert curve == undisturbed
     assert alone[-1].loss == pytest.approx(eager_loss(setup, validation, 37), rel=1e-6)
@@ -122,7 +118,7 @@ def test_batch_normalisation_uses_its_running_statistics() -> None:
     _, alone = train(setup, 1, 1, Points(), 20)
     # one of its norms keeps no statistics, and normalises over each micro-batch even here
     model = Normalised().eval()
-    model.load_state_dict({**setup.parameters(), **buffers_of(setup)}, strict=False)
+    model.load_state_dict({**setup.parameters(), **setup.buffers()}, strict=False)
     order = [sample_index(position, size=50, seed=0) for position in range(20)]
     parts = [[Points()[index] for index in order[first : first + 3]] for first in range(0, 20, 3)]
     with torch.no_grad():
@@ -190,6 +186,7 @@ class Pictures(Tokens):
         return {"pixel_values": pixels, "labels": torch.tensor(index % 2)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("build", "data"),
     [(bert, Sentences(size=12)), (t5, Tokens(size=12)), (vit, Pictures(size=12)), (resnet, Pictures(size=12))],
@@ -198,7 +195,7 @@ def test_public_models_with_dropout_or_batch_normalisation_evaluate_as_in_plain_
     setup = Setup(build=build, dataset=data)
     _, deep = train(setup, 2, 1, data, data.size)
     model = build().eval()
-    model.load_state_dict({**setup.parameters(), **buffers_of(setup)}, strict=False)
+    model.load_state_dict({**setup.parameters(), **setup.buffers()}, strict=False)
     samples = [data[index] for index in range(data.size)]
     with torch.no_grad():
         output = model(**{key: torch.stack([sample[key] for sample in samples]) for key in samples[0]})

@@ -1,7 +1,7 @@
 """trainer.generate: texts as transformers' own generate continues them, in any plan."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -9,16 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import (
-    Setup,
-    SmallLanguage,
-    Tokens,
-    adamw,
-    run_all,
-    single_threaded,
-    tiny_gpt2,
-    tiny_llama,
-)
+from tests.depth import by_depth
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2, tiny_llama
+from tests.unit.engine.ranks import Setup
 from varuna.core.errors import DivergedError, ModelError, UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -31,19 +24,15 @@ from varuna.partition.evaluation import for_generation
 from varuna.partition.initial.constructor import needed_buffers
 from varuna.partition.model import PartitionedModel
 from varuna.planner.choose import plan_run
+from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 PROMPTS = [[5, 9, 2], [7], [11, 3, 40, 41, 1, 8], [60, 2]]
 NEW = 6
 GREEDY = Choice()
 DRAWN, OTHERWISE = (Choice(temperature=1.5, top_k=20, seed=seed) for seed in (3, 4))
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
 
 
 class Causal(SmallLanguage):
@@ -173,6 +162,7 @@ def short_llama() -> nn.Module:
     return tiny_llama(layers=1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("build", "plan"), [(short_gpt2, (2, 2)), (short_llama, (3, 1))])
 def test_texts_are_continued_as_transformers_does(build: Callable[[], nn.Module], plan: tuple[int, int]) -> None:
     setup = Setup(build=build)
@@ -182,8 +172,8 @@ def test_texts_are_continued_as_transformers_does(build: Callable[[], nn.Module]
 
 def test_greedy_and_drawn_texts_are_the_same_in_every_plan() -> None:
     setup = Setup(build=Causal)
-    alone, *others = texts(setup, [(1, 1), (2, 2), (3, 1)], GREEDY, DRAWN, OTHERWISE)
-    assert others == [alone, alone]
+    alone, *others = texts(setup, by_depth([(1, 1), (2, 2)], [(1, 1), (2, 2), (3, 1)]), GREEDY, DRAWN, OTHERWISE)
+    assert others == [alone] * len(others)
     model = trained(Causal(), setup.parameters())
     assert alone[0] == as_a_loop_does(lambda tokens: model(tokens)["logits"])
     assert len({str(each) for each in alone}) == len(alone)  # drawn texts depend on the seed
@@ -215,6 +205,7 @@ def test_words_that_a_model_excludes_hide_no_look_ahead() -> None:
     assert said.differs(again + torch.tensor([0.0, 0.0, 0.1]))
 
 
+@pytest.mark.nightly
 def test_a_script_generates_with_a_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     trainer = Trainer(HandWritten, Pairs(), adamw, 4, loss=second, device="cpu", checkpoints=None)

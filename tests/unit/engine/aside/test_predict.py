@@ -1,7 +1,6 @@
 """trainer.predict: what the model says of other data, in the data's order, in any plan."""
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, Tokens, adamw, run_all, single_threaded
+from tests.unit.engine.models import Tokens, adamw
+from tests.unit.engine.ranks import Setup
 from varuna.core.errors import ModelError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -22,18 +22,15 @@ from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.partition.capture.outputs import outputs_of
 from varuna.partition.evaluation import for_prediction
+from varuna.partition.model import PartitionedModel
 from varuna.planner.choose import plan_run
+from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 EXAMPLES = 37
 """Not a multiple of any micro-batch."""
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
 
 
 class Classifier(nn.Module):
@@ -71,10 +68,10 @@ def plain(parameters: dict[str, Tensor]) -> Tensor:
     return found
 
 
-def predictions(setup: Setup, stages: int, replicas: int, speeds: tuple[float, ...] = ()) -> dict[str, Tensor]:
+def predictions(
+    setup: Setup, model: PartitionedModel, stages: int, replicas: int, speeds: tuple[float, ...] = ()
+) -> dict[str, Tensor]:
     """After one step, on every rank the same."""
-    batch = {"input_ids": torch.stack([OTHER[index]["input_ids"] for index in range(2)])}
-    model = for_prediction(setup.model, setup.recipe, batch, outputs_of)
     store, size = local_store(), stages * replicas
     found: list[dict[str, Tensor] | None] = [None] * size
 
@@ -102,15 +99,18 @@ def predictions(setup: Setup, stages: int, replicas: int, speeds: tuple[float, .
 
 def test_every_plan_predicts_what_plain_pytorch_does_in_the_order_of_the_dataset() -> None:
     setup = Setup(build=Classifier)
-    alone = predictions(setup, 1, 1)
+    batch = {"input_ids": torch.stack([OTHER[index]["input_ids"] for index in range(2)])}
+    model = for_prediction(setup.model, setup.recipe, batch, outputs_of)
+    alone = predictions(setup, model, 1, 1)
     assert list(alone) == ["logits"]
     assert alone["logits"].shape == (EXAMPLES, 16, 5)
     torch.testing.assert_close(alone["logits"], plain(setup.parameters()))
-    assert predictions(setup, 3, 1)["logits"].equal(alone["logits"])
-    torch.testing.assert_close(predictions(setup, 2, 2)["logits"], plain(setup.parameters()))
-    torch.testing.assert_close(predictions(setup, 1, 2, (1.0, 0.2))["logits"], plain(setup.parameters()))
+    assert predictions(setup, model, 3, 1)["logits"].equal(alone["logits"])
+    torch.testing.assert_close(predictions(setup, model, 2, 2)["logits"], plain(setup.parameters()))
+    torch.testing.assert_close(predictions(setup, model, 1, 2, (1.0, 0.2))["logits"], plain(setup.parameters()))
 
 
+@pytest.mark.nightly
 def test_a_script_predicts_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def words(output: Any, batch: Any) -> dict[str, Tensor]:
         return {"words": output["logits"].argmax(-1), "first": batch["input_ids"][:, 0]}

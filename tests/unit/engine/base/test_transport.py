@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.ranks import connected, run_all
+from tests.unit.engine.ranks import connected
 from varuna.engine.base.transport import Group, Work, local_store
+from varuna.testing.threads import run_all
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 5])

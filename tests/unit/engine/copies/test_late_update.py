@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, adamw
+from tests.depth import nightly_rows
+from tests.unit.engine.models import SmallLanguage, adamw
+from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.io.frozen import FROZEN, LeftOut
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.messages import Vote
@@ -87,8 +89,13 @@ def left_of(stage: Stage, left_out: LeftOut, spans: tuple[tuple[int, int], ...] 
     return WholeStep(stage.next_step, states, sums, totals)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "offload"),
+    [
+        *(("fp32", False), ("fp16", True)),
+        *nightly_rows(("fp32", True), ("bf16", False), ("bf16", True), ("fp16", False)),
+    ],
+)
 def test_it_is_the_one_that_was_lost(precision: Any, offload: bool) -> None:
     setup = Setup(
         build=Tuned, optimizer=trained_only, scheduler=scheduled, clip=0.5, precision=precision, offload=offload

@@ -1,15 +1,17 @@
 """Copies between host and device: over streams that are as late as they may be, no bit of a run changes."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.late import LateStream, LateStreams, Rash
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, connected, single_threaded
+from tests.unit.engine.late import Late, LateStream, LateStreams, Rash
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens
+from tests.unit.engine.plain import same
+from tests.unit.engine.ranks import Setup, connected
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from varuna.core.devices import DeviceFacts
 from varuna.core.errors import DivergedError
@@ -24,29 +26,14 @@ from varuna.engine.pipeline import reduce
 from varuna.partition.cut.split import Crossing
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
-
-
-class Late:
-    """Gives every rank late streams, and remembers them."""
-
-    def __init__(self, over: Callable[[LateStreams], Traffic] = traffic_over) -> None:
-        self.made: list[LateStreams] = []
-        self._over = over
-
-    def __call__(self) -> Traffic:
-        self.made.append(LateStreams())
-        return self._over(self.made[-1])
-
-
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize(("stages", "replicas", "rounds"), [(1, 1, False), (3, 1, False), (3, 2, False), (1, 2, True)])
+@pytest.mark.parametrize(
+    ("stages", "replicas", "rounds"),
+    [
+        (3, 2, False),
+        (1, 2, True),
+        *(pytest.param(*grid, False, marks=pytest.mark.nightly) for grid in ((1, 1), (3, 1))),
+    ],
+)
 def test_a_late_device_changes_no_bit(stages: int, replicas: int, rounds: bool) -> None:
     late = Late()
     setup = Setup(build=Dropping, dataset=Tokens(padded=True), global_batch=12, rounds=rounds)

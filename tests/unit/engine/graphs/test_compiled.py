@@ -1,7 +1,7 @@
 """Compiled sections: once per process, the same draws, the same losses in every plan."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +12,10 @@ from torch._dynamo import lookup_backend
 from torch.fx import GraphModule
 from torch.nn.functional import cross_entropy, dropout
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded, worst
+from tests.depth import by_depth
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
+from tests.unit.engine.plain import worst
+from tests.unit.engine.ranks import Setup
 from varuna import Trainer
 from varuna.calibration.file import read_calibration
 from varuna.core.errors import FleetError, ModelError
@@ -23,13 +26,7 @@ from varuna.membership.static import StaticMembership, World
 from varuna.planner.choose import plan_run
 from varuna.replay.job import job_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 
 class Counting:
@@ -61,20 +58,16 @@ def test_a_section_is_compiled_once_whatever_the_plan() -> None:
     weights = setup.parameters()
     once = len(backend.compiled)
     assert once < len(setup.model.sections)  # equal layers share one
-    for stages, replicas in [(2, 1), (3, 1), (1, 1)]:
-        assert setup.losses(stages, replicas) == flat
+    for stages in by_depth((3,), (2, 3, 1)):
+        assert setup.losses(stages, 1) == flat
         assert all(torch.equal(value, weights[name]) for name, value in setup.parameters().items())
-    setup.run(2, 2)
+    setup.run(2, 2, 1)
     assert len(backend.compiled) == once
+    plain = Setup(build=Dropping, dataset=Tokens(padded=True))
+    assert worst(flat, plain.losses(1, 1)) < 1e-6, "dropout draws as if nothing were compiled"
 
 
-def test_dropout_draws_as_if_nothing_were_compiled() -> None:
-    plain = Setup(build=Dropping)
-    compiled = Setup(build=Dropping, compiler=Compiler("aot_eager"))
-    assert worst(compiled.losses(2, 1), plain.losses(2, 1)) < 1e-6
-    assert worst(Setup(build=Dropping, seed=1).losses(2, 1), plain.losses(2, 1)) > 1e-3
-
-
+@pytest.mark.nightly
 def test_a_smaller_last_micro_batch_is_compiled_for_itself() -> None:
     counts = []
     for examples in (8, 7):
@@ -86,6 +79,7 @@ def test_a_smaller_last_micro_batch_is_compiled_for_itself() -> None:
     assert counts[1] == 2 * counts[0]
 
 
+@pytest.mark.nightly
 def test_bf16_sections_compile_to_the_same_in_every_plan() -> None:
     setup = Setup(build=SmallLanguage, precision="bf16", compiler=Compiler("aot_eager"))
     flat = setup.losses(1, 1)
@@ -152,6 +146,6 @@ def test_a_trainer_compiles_trains_and_evaluates(monkeypatch: pytest.MonkeyPatch
     found = []
     for backend in (False, "aot_eager"):
         trainer = Trainer(SmallLanguage, Tokens(), adamw, 8, micro_batch=2, device="cpu", compile=backend)
-        losses = [step.loss for step in trainer.steps(3)]
+        losses = [step.loss for step in trainer.steps(by_depth(2, 3))]
         found.append([*losses, trainer.evaluate(Tokens(size=6)).loss])
     assert found[1] == pytest.approx(found[0], rel=1e-6)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, reference, single_threaded, worst
+from tests.depth import by_depth, nightly
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup
 
-LENGTH, WIDTH = 16, 8
+LENGTH, WIDTH, STEPS = 16, 8, by_depth(2, 3)
 
 
 def attention(block: "Block", x: Tensor) -> Tensor:
@@ -53,10 +55,9 @@ class Mixing(nn.Module):
         return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("mix", [attention, product, recurrent])
+@pytest.mark.parametrize("mix", [product, *nightly(attention, recurrent)])
 def test_a_plan_changes_no_bit_where_kernels_ask_for_gradients(mix: Callable[[Block, Tensor], Tensor]) -> None:
     setup = Setup(lambda: Mixing(mix))
-    with single_threaded():
-        flat = setup.losses(1, 1, 3)
-        assert worst(flat, reference(setup, 3)) < 1e-5
-        assert setup.losses(3, 1, 3) == flat
+    flat = setup.losses(1, 1, STEPS)
+    assert worst(flat, reference(setup, STEPS)) < 1e-5
+    assert setup.losses(3, 1, STEPS) == flat

@@ -1,16 +1,18 @@
 """B in two halves gives the bits of B whole, for every way in which a model uses its parameters."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.depth import by_depth, nightly
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw, dropping, tiny_llama
 from tests.unit.engine.pipeline.test_length_variants import LENGTHS
 from tests.unit.engine.pipeline.test_length_variants import setup as of_lengths
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adamw, dropping, single_threaded, tiny_llama
+from tests.unit.engine.ranks import Setup
 from varuna.core.plan import Plan
 from varuna.engine.graphs import split_backward_check
 from varuna.engine.graphs.run_once import SectionOutcome, outcome
@@ -19,14 +21,6 @@ from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.stored import initial_states
 from varuna.partition.cut.split_backward import retarget
 from varuna.partition.model import partition
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
 
 
 class Reused(nn.Module):
@@ -96,7 +90,15 @@ def gradients(setup: Setup, stage: Stage, *, split: bool, keep: int = 0) -> list
     return [bucket.flat.clone() for bucket in stage.buckets.values()]
 
 
-@pytest.mark.parametrize("build", [SmallLanguage, Reused, Shared, dropping, tiny_llama])
+@pytest.mark.parametrize(
+    "build",
+    [
+        SmallLanguage,
+        Reused,
+        Shared,
+        *nightly(dropping, tiny_llama),
+    ],
+)
 def test_both_halves_give_the_bits_of_a_whole_backward(build: Callable[[], nn.Module]) -> None:
     setup = Setup(build=build, dataset=Tokens(padded=True))
     stage = whole_stage(setup)
@@ -115,12 +117,13 @@ def test_both_halves_agree_in_half_precision() -> None:
     assert all(stage.job.halves._exact.values())
 
 
+@pytest.mark.nightly
 def test_every_declared_length_has_halves_of_its_own() -> None:
     def adjusted(plan: Plan) -> Plan:
         return plan.model_copy(update={"split_last": 6, "kept": (1, 1)})
 
     split = of_lengths(policy="adaptive", adjusted=adjusted)
-    assert split.losses(2, 1, steps=3) == of_lengths().losses(1, 1, steps=3)
+    assert split.losses(2, 1, by_depth(2, 3)) == of_lengths().losses(1, 1, by_depth(2, 3))
     halves = [session.current.stage.job.halves for session in split.finished if session.current is not None][1]
     assert len([module for module in halves._retargeted.values() if module is not None]) >= len(LENGTHS)
     assert all(halves._exact.values())
@@ -144,7 +147,7 @@ def in_one_section(build: Callable[[], nn.Module]) -> Setup:
     return setup
 
 
-@pytest.mark.parametrize("build", [SmallLanguage, Reused, Shared])
+@pytest.mark.parametrize("build", [Shared, *nightly(SmallLanguage, Reused)])
 def test_uses_of_a_parameter_within_one_section_are_summed_as_autograd_does(build: Callable[[], nn.Module]) -> None:
     setup = in_one_section(build)
     stage = whole_stage(setup)

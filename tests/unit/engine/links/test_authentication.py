@@ -3,10 +3,10 @@
 import threading
 from functools import partial
 
-from tests.unit.engine.ranks import run_all
 from varuna.engine.base.transport import Group, local_store
 from varuna.engine.links.authentication import prove
 from varuna.engine.links.groups import Groups, form
+from varuna.testing.threads import run_all
 
 SECRET, OTHER = "ab" * 32, "cd" * 32
 

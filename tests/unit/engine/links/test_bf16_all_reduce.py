@@ -1,6 +1,5 @@
 """Gradients that cross between replicas as bf16: half the bytes, the same bits everywhere, near those of fp32."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -8,16 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, connected, run_all, single_threaded, worst
+from tests.depth import by_depth, nightly
+from tests.unit.engine.models import SmallLanguage, Tokens
+from tests.unit.engine.plain import worst
+from tests.unit.engine.ranks import Setup, connected
 from varuna.core.precision import Precision
 from varuna.engine.base.transport import Group
 from varuna.engine.links.bf16_all_reduce import all_reduce_rounded
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
+from varuna.testing.threads import run_all
 
 
 def values_of(member: int, count: int) -> Tensor:
@@ -59,26 +56,24 @@ def test_half_the_bytes_of_a_ring_of_fp32_leave() -> None:
     assert [group.left_bytes for group in groups] == [ring_bytes // 2] * 4
 
 
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", *nightly("bf16")])
 def test_losses_are_near_those_of_fp32_and_the_same_in_every_run_and_at_every_depth(precision: Precision) -> None:
     whole = Setup(build=SmallLanguage, dataset=Tokens(padded=True), micro_batch=1, precision=precision)
     less = replace(whole, rounds=True)
     expected = whole.losses(1, 1)
     assert less.losses(1, 1) == expected  # nothing crosses
     curves = {}
-    for replicas in (2, 3):
+    for replicas in by_depth((2,), (2, 3)):
         found = curves[replicas] = less.losses(1, replicas)
         assert found != whole.losses(1, replicas)
         assert worst([(loss, loss) for loss, _ in found], [(loss, loss) for loss, _ in expected]) < 1e-4
         assert worst(found, expected) < 2**-8  # norms of gradients
-    assert less.losses(3, 2) == less.losses(1, 2) == curves[2]
+    assert less.losses(by_depth(2, 3), 2) == curves[2]
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_replicas_keep_the_same_parameters() -> None:
     setup = Setup(build=SmallLanguage, micro_batch=1, rounds=True)
-    setup.run(1, 3, steps=3)
+    setup.run(1, 3, steps=by_depth(2, 3))
     stages = [session.current.stage for session in setup.finished if session.current is not None]
     assert len(stages) == 3
     for name, value in stages[0].parameters.items():

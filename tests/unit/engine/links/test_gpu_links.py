@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.device.test_host_copies import Late, same
-from tests.unit.engine.late import LateEvent, LateStream, LateStreams
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, connected, dropping, run_all, single_threaded, worst
+from tests.depth import by_depth, nightly_rows
+from tests.unit.engine.late import Late, LateEvent, LateStream, LateStreams
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, dropping
+from tests.unit.engine.plain import same, worst
+from tests.unit.engine.ranks import Setup, connected
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from tests.unit.engine.wire import Wire, WireCommunicator, own_gpu
 from varuna.core.errors import LinkError
@@ -31,12 +33,7 @@ from varuna.engine.links.traffic import DirectCopies, traffic_over
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.worker.forming import InterruptibleStore
 from varuna.partition.cut.split import Crossing
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
+from varuna.testing.threads import run_all
 
 
 class Wired(Late):
@@ -106,9 +103,9 @@ def test_sums_that_are_rounded_are_not_these_and_one_replica_has_none() -> None:
 # -- whole runs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 2), *nightly_rows((2, 1), (3, 2))])
 def test_plans_over_direct_links_and_sums_keep_every_bit(stages: int, replicas: int) -> None:
-    setup = Setup(build=dropping, dataset=Tokens(padded=True), global_batch=12)
+    setup = Setup(build=by_depth(Dropping, dropping), dataset=Tokens(padded=True), global_batch=12)
     expected, parameters = setup.losses(stages, replicas), setup.parameters()
     setup.traffic = wired = Wired()
     assert setup.losses(stages, replicas) == expected

@@ -12,11 +12,12 @@ from functools import partial
 import pytest
 import torch
 
-from tests.unit.engine.ranks import reaped, run_all
+from tests.unit.engine.ranks import reaped
 from varuna.engine.base.peer_sockets import DeviceEpoll
 from varuna.engine.base.transport import Group, local_store
 from varuna.engine.links.groups import Groups, form
 from varuna.engine.worker.forming import InterruptibleStore
+from varuna.testing.threads import run_all
 
 _formed: list[Groups] = []
 

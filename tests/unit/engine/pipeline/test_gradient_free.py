@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, reference, single_threaded, worst
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.plan import Plan
 from varuna.engine.base.spans import subscribe
@@ -86,18 +87,16 @@ def test_the_model_knows_its_sections_without_gradients(setup: Setup) -> None:
 
 def test_losses_are_those_of_a_plain_loop() -> None:
     setup = Setup(build=Undropped, optimizer=trained)
-    with single_threaded():
-        assert worst(setup.losses(1, 1), reference(setup)) < 1e-5
+    assert worst(setup.losses(1, 1), reference(setup)) < 1e-5
 
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_no_cut_changes_a_bit(setup: Setup, stages: int) -> None:
-    with single_threaded():
-        setup.adjusted = None
-        flat = setup.losses(1, 1)
-        weights = {name: value.clone() for name, value in setup.parameters().items()}
-        setup.adjusted = cut_in_the_middle(setup, stages)
-        assert setup.losses(stages, 1) == flat
+    setup.adjusted = None
+    flat = setup.losses(1, 1)
+    weights = {name: value.clone() for name, value in setup.parameters().items()}
+    setup.adjusted = cut_in_the_middle(setup, stages)
+    assert setup.losses(stages, 1) == flat
     deep = setup.parameters()
     assert all(torch.equal(deep[name], weights[name]) for name in weights)
 
@@ -125,9 +124,8 @@ def test_frozen_sections_are_never_recorded_and_send_and_reduce_nothing(
     reduced: set[int] = set()
     unsubscribe = subscribe(lambda span: reduced.add(span.stage) if span.name == "sum" else None)
     try:
-        with single_threaded():
-            setup.adjusted = cut_in_the_middle(setup, 2)
-            setup.run(2, 2, steps=2)
+        setup.adjusted = cut_in_the_middle(setup, 2)
+        setup.run(2, 2, steps=2)
     finally:
         unsubscribe()
     assert min(recorded) == setup.model.gradient_free

@@ -8,24 +8,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, single_threaded
+from tests.depth import nightly_rows
+from tests.unit.engine.models import Dropping, SmallLanguage
+from tests.unit.engine.ranks import Setup
 from varuna.core.plan import Plan
 from varuna.engine.device.host_copies import DONE, HostCopies, Ready
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
 from varuna.schedule.buffers import STASH_IN_TRANSIT
 
 
-@pytest.mark.parametrize(("policy", "stay"), [("adaptive", 0), ("adaptive", 1), ("varuna", 0), ("gpipe", 1)])
+@pytest.mark.parametrize(
+    ("policy", "stay"),
+    [
+        ("adaptive", 0),
+        *nightly_rows(("adaptive", 1), ("varuna", 0), ("gpipe", 1)),
+    ],
+)
 def test_losses_and_parameters_are_those_of_a_stash_on_the_device(policy: str, stay: int) -> None:
     def moved(plan: Plan) -> Plan:
         return plan.model_copy(update={"stash_on_device": (stay,) * (plan.stages - 1) + (plan.stash_limits[-1],)})
 
     setup = Setup(build=Dropping, micro_batch=1, policy=policy)
-    with single_threaded():
-        expected = setup.losses(3, 1, steps=2)
-        parameters = setup.parameters()
-        other = replace(setup, adjusted=moved)
-        assert other.losses(3, 1, steps=2) == expected
+    expected = setup.losses(3, 1, steps=2)
+    parameters = setup.parameters()
+    other = replace(setup, adjusted=moved)
+    assert other.losses(3, 1, steps=2) == expected
     found = other.parameters()
     assert all(torch.equal(found[name], value) for name, value in parameters.items())
 
@@ -38,10 +45,9 @@ def first_frozen() -> nn.Module:
 
 def test_what_crosses_into_the_first_trained_section_of_a_stage_waits_there_too() -> None:
     setup = Setup(build=first_frozen, micro_batch=1, policy="adaptive")
-    with single_threaded():
-        expected = setup.losses(2, 2, steps=2)
-        moved = replace(setup, adjusted=lambda plan: plan.model_copy(update={"stash_on_device": (0, 1)}))
-        assert moved.losses(2, 2, steps=2) == expected
+    expected = setup.losses(2, 2, steps=2)
+    moved = replace(setup, adjusted=lambda plan: plan.model_copy(update={"stash_on_device": (0, 1)}))
+    assert moved.losses(2, 2, steps=2) == expected
 
 
 class Watched(HostCopies):

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.depth import by_depth, nightly
 from tests.unit.checks.verified import verify
-from tests.unit.engine.ranks import Setup, Tokens, single_threaded, tiny_llama
+from tests.unit.engine.models import Tokens, tiny_llama
+from tests.unit.engine.plain import targets, train_plainly, worst
+from tests.unit.engine.ranks import Setup
 from varuna.checks.loss_weight import check_weighing
 from varuna.core.errors import DataError, ModelError, UsageError
 from varuna.data import sample_index
@@ -64,37 +67,14 @@ def setup(size: int = 6, **changes: Any) -> Setup:
     return Setup(global_batch=size, micro_batch=1, **fields)
 
 
-def one_process(job: Setup, steps: int, size: int = 6) -> list[float]:
-    """The same in a plain loop, example by example."""
-    torch.manual_seed(job.seed)
-    model = job.build().train()
-    optimizer = job.optimizer(list(model.named_parameters()))
-    losses = []
-    for step in range(steps):
-        batches = [
-            padded([Sentences()[sample_index(p, size=50, seed=0)]]) for p in range(size * step, size * (step + 1))
-        ]
-        counts = [int((batch["labels"] != -100).sum()) for batch in batches]
-        optimizer.zero_grad()
-        loss = sum(model(**batch) * n for batch, n in zip(batches, counts, strict=True)) / sum(counts)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def test_micro_batches_of_all_lengths_train_as_in_one_process_at_any_depth() -> None:
-    with single_threaded():
-        job = setup()
-        expected = one_process(job, 4)
-        source = SampleSource(Sentences(), seed=0, collate=padded)
-        found = {variant_of(job.model, source.micro_batch([p]).tensors, ()) for p in range(6)}
-        assert len(found) > 1  # within one step
-        curves = [job.losses(*shape, steps=4) for shape in ((1, 1), (2, 1), (2, 2), (3, 1))]
-    assert [loss for loss, _ in curves[0]] == pytest.approx(expected, rel=1e-5)
-    assert curves[1] == curves[3] == curves[0]
-    assert [loss for loss, _ in curves[2]] == pytest.approx(expected, rel=1e-5)
+    """``test_options`` compares them with a plain loop."""
+    job = setup()
+    source = SampleSource(Sentences(), seed=0, collate=padded)
+    found = {variant_of(job.model, source.micro_batch([p]).tensors, ()) for p in range(6)}
+    assert len(found) > 1  # within one step
+    steps = by_depth(2, 4)
+    assert job.losses(3, 1, steps) == job.losses(1, 1, steps)
 
 
 class Unreadable(Sentences):
@@ -117,11 +97,10 @@ def test_samples_that_cannot_be_read_stop_a_stage_that_waits_for_an_activation_o
 
 
 def test_the_schedules_with_split_backwards_run_too() -> None:
-    with single_threaded():
-        assert setup(policy="adaptive").losses(3, 1, steps=2) == setup().losses(1, 1, steps=2)
+    assert setup(policy="adaptive").losses(3, 1, steps=2) == setup().losses(1, 1, steps=2)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (3, 1), (5, 1), (2, 2)])
+@pytest.mark.parametrize("shape", [(3, 1), *nightly((2, 1), (5, 1), (2, 2))])
 def test_a_pipeline_runs_micro_batches_in_an_order_by_length_from_the_second_step_on(shape: tuple[int, int]) -> None:
     """All stages know it: each has read the samples. In the first step none waits for all of them."""
     orders: dict[tuple[int, int], list[int]] = {}
@@ -132,12 +111,11 @@ def test_a_pipeline_runs_micro_batches_in_an_order_by_length_from_the_second_ste
 
     undo = subscribe(hear)
     try:
-        with single_threaded():
-            job, (stages, replicas) = setup(policy="adaptive", size=12), shape
-            found = job.losses(stages, replicas, steps=4)
+        job, (stages, replicas) = setup(policy="adaptive", size=12), shape
+        found = job.losses(stages, replicas, steps=by_depth(3, 4))
     finally:
         undo()
-    assert [loss for loss, _ in found] == pytest.approx(one_process(job, 4, 12), rel=1e-5)
+    assert worst(found, train_plainly(job, len(found), whole_batch=False, weigh=targets).curve) < 1e-5
     source = SampleSource(Sentences(), seed=0, collate=padded)
     for (_, step), order in orders.items():
         mine = sorted(order)
@@ -177,6 +155,7 @@ def test_sections_hold_the_same_state_at_every_length_and_their_graphs_verify() 
     check_weighing(job.model, job.recipe, initial, job.source, None)
 
 
+@pytest.mark.nightly
 def test_rotary_positions_keep_their_places() -> None:
     recipe = Recipe(partial(tiny_llama, layers=1))
     model = partition_lengths(recipe, {k: v[None].repeat(2, 1) for k, v in Tokens()[0].items()}, (8, 16))

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tests.unit.engine.late import LateStreams
-from tests.unit.engine.ranks import Setup, SmallLanguage
+from tests.unit.engine.models import SmallLanguage
+from tests.unit.engine.ranks import Setup
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.links.traffic import traffic_over

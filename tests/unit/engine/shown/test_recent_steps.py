@@ -2,7 +2,8 @@ from itertools import pairwise
 
 import pytest
 
-from tests.unit.engine.ranks import Setup, SmallLanguage
+from tests.unit.engine.models import SmallLanguage
+from tests.unit.engine.ranks import Setup
 from tests.unit.schedule.validator import parse_row
 from varuna.core.messages import StepShown
 from varuna.engine.links.carry import Carry

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, run_all, single_threaded
+from tests.unit.engine.ranks import STEPS, Setup
 from varuna.core.errors import UsageError
 from varuna.core.messages import Apply, Vote
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.data import sample_index
 from varuna.engine.base.inbox import GenerationEnded
 from varuna.engine.base.transport import local_store
 from varuna.engine.stage.stage import Stage
@@ -25,10 +24,8 @@ from varuna.partition.capture.capture import Recipe
 from varuna.partition.model import partition
 from varuna.planner.choose import plan_run
 from varuna.store.opening import open_store
+from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
-
-SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1)]
-STEPS = 3
 
 
 class Normalised(nn.Module):
@@ -67,62 +64,11 @@ def setup(**changes: Any) -> Setup:
     return Setup(build=Normalised, dataset=Points(), optimizer=sgd, global_batch=11, micro_batch=3, **changes)
 
 
-def buffers_of(found: Setup) -> dict[str, Tensor]:
-    """Updated buffers of the last run; every holder has the same bits."""
-    values: dict[str, Tensor] = {}
-    for session in found.finished:
-        assert session.current is not None
-        for name, value in session.current.stage.buffers.items():
-            assert torch.equal(values.setdefault(name, value), value)
-    return values
-
-
-def one_process() -> tuple[list[float], dict[str, Tensor]]:
-    """A plain loop that accumulates over micro-batches: losses, and the buffers after the last step."""
+def test_a_norm_that_is_used_twice_counts_twice() -> None:
+    """``test_options`` compares all running statistics with a plain loop's."""
     job = setup()
-    torch.manual_seed(job.seed)
-    model = Normalised().train()
-    optimizer = job.optimizer(list(model.named_parameters()))
-    losses = []
-    for step in range(STEPS):
-        positions = range(step * 11, step * 11 + 11)
-        samples = [Points()[sample_index(p, size=50, seed=job.seed)] for p in positions]
-        optimizer.zero_grad()
-        total = 0.0
-        for start in range(0, 11, 3):
-            part = samples[start : start + 3]
-            loss = model(**{key: torch.stack([sample[key] for sample in part]) for key in part[0]}) * len(part) / 11
-            loss.backward()
-            total += float(loss.detach())
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(total)
-    return losses, dict(model.named_buffers())
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_losses_and_running_statistics_equal_one_process(shape: tuple[int, int]) -> None:
-    with single_threaded():
-        expected, statistics = one_process()
-        job = setup()
-        found = job.losses(*shape, steps=STEPS)
-    assert [loss for loss, _ in found] == pytest.approx(expected, rel=1e-5)
-    buffers = buffers_of(job)
-    assert buffers.keys() == statistics.keys()
-    assert int(buffers["norms.0.num_batches_tracked"]) == 2 * 4 * STEPS  # used twice, four micro-batches
-    for name, value in buffers.items():
-        torch.testing.assert_close(value, statistics[name], rtol=1e-5, atol=1e-6)
-
-
-def test_running_statistics_are_bitwise_independent_of_the_depth() -> None:
-    with single_threaded():
-        runs = []
-        for stages in (1, 2, 3):
-            job = setup()
-            runs.append((job.losses(stages, 1, steps=STEPS), buffers_of(job)))
-    for losses, buffers in runs[1:]:
-        assert losses == runs[0][0]
-        assert all(torch.equal(value, runs[0][1][name]) for name, value in buffers.items())
+    job.run(2, 2, steps=2)
+    assert int(job.buffers()["norms.0.num_batches_tracked"]) == 2 * 4 * 2  # four micro-batches
 
 
 def plan_of(stages: int) -> Any:
@@ -145,18 +91,17 @@ def sessions_of(job: Setup, stages: int, replicas: int, steps: int, directory: P
 def test_they_are_saved_restored_into_another_plan_and_exported(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    with single_threaded():
-        whole = setup()
-        whole.run(1, 1, steps=4)
-        job = setup(directory=str(tmp_path))
-        first = sessions_of(job, 2, 1, 2, tmp_path)
-        run_all([partial(list, session.steps()) for session in first])
-        second = sessions_of(job, 1, 1, 4, tmp_path)
-        run_all([partial(list, session.steps()) for session in second])
+    whole = setup()
+    whole.run(1, 1)
+    job = setup(directory=str(tmp_path))
+    first = sessions_of(job, 2, 1, STEPS // 2, tmp_path)
+    run_all([partial(list, session.steps()) for session in first])
+    second = sessions_of(job, 1, 1, STEPS, tmp_path)
+    run_all([partial(list, session.steps()) for session in second])
     stage = second[0].standing.stage
     assert stage is not None
-    assert stage.next_step == 4
-    expected = buffers_of(whole)
+    assert stage.next_step == STEPS
+    expected = whole.buffers()
     assert all(torch.equal(stage.buffers[name], value) for name, value in expected.items())
     export_model(second[0].current, job.model, tmp_path / "out.safetensors")
     model = Normalised()
@@ -166,34 +111,33 @@ def test_they_are_saved_restored_into_another_plan_and_exported(tmp_path: Path) 
 
 def test_a_step_that_is_undone_leaves_no_trace_and_a_verdict_updates_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks lose the vote on step 1: one is told to commit, the other runs the step again."""
-    with single_threaded():
-        expected = setup()
-        expected.run(1, 2, steps=2)
-        job = setup()
-        sessions = sessions_of(job, 1, 2, 2)
-        lost: dict[int, tuple[float, ...]] = {}
+    expected = setup()
+    expected.run(1, 2, steps=2)
+    job = setup()
+    sessions = sessions_of(job, 1, 2, 2)
+    lost: dict[int, tuple[float, ...]] = {}
 
-        def break_the_vote(session: Session) -> None:
-            for committed in session.steps():
-                generation = session.current
-                assert generation is not None
-                if committed.step == 0:
-                    rank, whole = generation.assignment.rank, generation.reducer.vote
+    def break_the_vote(session: Session) -> None:
+        for committed in session.steps():
+            generation = session.current
+            assert generation is not None
+            if committed.step == 0:
+                rank, whole = generation.assignment.rank, generation.reducer.vote
 
-                    def vote(step: int, vector: Tensor, rank: int = rank, whole: Any = whole) -> tuple[float, ...]:
-                        lost[rank] = whole(step, vector)
-                        raise GenerationEnded(0)
+                def vote(step: int, vector: Tensor, rank: int = rank, whole: Any = whole) -> tuple[float, ...]:
+                    lost[rank] = whole(step, vector)
+                    raise GenerationEnded(0)
 
-                    monkeypatch.setattr(generation.reducer, "vote", vote)
+                monkeypatch.setattr(generation.reducer, "vote", vote)
 
-        run_all([partial(break_the_vote, session) for session in sessions])
+    run_all([partial(break_the_vote, session) for session in sessions])
     done, undone = (session.standing.stage for session in sessions)
     assert done is not None
     assert undone is not None
     before = {name: value.clone() for name, value in undone.buffers.items()}
     for _ in range(2):
         sessions[0].standing.apply_verdict(Apply(generation=0, vote=Vote(generation=0, step=1, vector=lost[0])))
-    assert all(torch.equal(done.buffers[name], value) for name, value in buffers_of(expected).items())
+    assert all(torch.equal(done.buffers[name], value) for name, value in expected.buffers().items())
     undone.clear_gradients()  # the step begins again
     undone.statistics.apply(undone.buffers)
     assert all(torch.equal(undone.buffers[name], value) for name, value in before.items())

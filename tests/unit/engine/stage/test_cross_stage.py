@@ -1,7 +1,7 @@
 """Values over several stages: the run equals one process, and a failure in the middle leaves no trace."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from tests.unit.engine.ranks import Setup, SmallLanguage, reference, run_all, single_threaded, worst
+from tests.depth import by_depth
+from tests.unit.engine.models import SmallLanguage
+from tests.unit.engine.plain import worst
+from tests.unit.engine.ranks import Setup
 from tests.unit.partition.hidden import Lamb, SharedLamb, over
 from varuna.core.errors import LinkError, UsageError
 from varuna.core.messages import Apply, Vote
@@ -23,14 +26,7 @@ from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.planner.choose import plan_run
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
+from varuna.testing.threads import run_all
 
 
 def test_outside_a_run_nothing_changes() -> None:
@@ -41,18 +37,9 @@ def test_outside_a_run_nothing_changes() -> None:
         varuna.all_reduce_shared(value, op="mean")
 
 
-def test_a_lamb_with_global_norm_trains_as_in_one_process() -> None:
-    setup = Setup(optimizer=over(SharedLamb), clip=None)
-    expected = reference(setup, steps=6)
-    one = setup.losses(1, 1, steps=6)
-    assert worst(one, expected) < 1e-5
-    for stages, replicas in [(2, 1), (3, 1), (1, 2), (2, 2)]:
-        assert worst(setup.losses(stages, replicas, steps=6), one) < 1e-6, (stages, replicas)
-
-
 def test_a_lamb_that_does_not_share_trains_another_model() -> None:
     setup = Setup(optimizer=over(Lamb), clip=None)
-    assert worst(setup.losses(3, 1, steps=6), setup.losses(1, 1, steps=6)) > 1e-5
+    assert worst(setup.losses(3, 1, steps=by_depth(3, 6)), setup.losses(1, 1, steps=by_depth(3, 6))) > 1e-5
 
 
 def test_before_step_shares_what_one_process_sees() -> None:

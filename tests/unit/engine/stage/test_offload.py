@@ -1,6 +1,6 @@
 """Optimizer state in host memory changes no bit, wherever the run has been and wherever it goes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded, tiny_gpt2
+from tests.depth import nightly
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2
+from tests.unit.engine.optimizers import grouped, momentum, warm
+from tests.unit.engine.ranks import STEPS, Setup
 from tests.unit.engine.worker.test_resuming import train
 from varuna.checkpoint.io.section_state import from_bytes, to_bytes
 from varuna.core.errors import UsageError
@@ -23,69 +26,7 @@ from varuna.engine.stage.stage import Stage
 from varuna.job.spec import JobSpec
 from varuna.job.start import job_facts
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 Build = Callable[[NamedParameters], torch.optim.Optimizer]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
-
-
-def momentum(named: NamedParameters) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9, nesterov=True)
-
-
-def grouped(named: NamedParameters) -> torch.optim.Optimizer:
-    """Groups by name, of which a section may have only one."""
-    plain = [p for name, p in named if name.endswith("bias") or "ln" in name]
-    decayed = [p for name, p in named if not (name.endswith("bias") or "ln" in name)]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "lr": 3e-3}], lr=1e-3)
-
-
-def adagrad(named: NamedParameters) -> torch.optim.Optimizer:
-    """Makes its state when it is built."""
-    return torch.optim.Adagrad([p for _, p in named], lr=0.01)
-
-
-def warm(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3)
-
-
-def state_of(setup: Setup) -> dict[str, Tensor]:
-    """Every tensor of every section's state, as the last run left it."""
-    found: dict[str, Tensor] = {}
-    for session in setup.finished:
-        assert session.current is not None
-        stage = session.current.stage
-        for section in stage.sections:
-            state = from_bytes(to_bytes(stage.state_of(section)))
-            found.update({f"{section}/{name}": value for name, value in state.tensors.items()})
-    return found
-
-
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "grid"),
-    [(momentum, (2, 2)), (adamw, (1, 1)), (adagrad, (2, 1)), (grouped, (2, 2)), (grouped, (2, 1))],
-)
-def test_losses_norms_parameters_and_state_are_those_of_a_run_without(optimizer: Build, grid: tuple[int, int]) -> None:
-    given: dict[str, Any] = {"optimizer": optimizer, "scheduler": warm, "clip": 0.5, "dataset": Tokens(padded=True)}
-    plain, offloaded = Setup(**given), Setup(**given, offload=True)  # tied embeddings, clipped
-    assert offloaded.losses(*grid) == plain.losses(*grid)
-    assert same(state_of(offloaded), state_of(plain))
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_keeps_fp32_parameters_in_host_memory_and_the_same_bits(precision: Precision) -> None:
-    given: dict[str, Any] = {"precision": precision, "unit": 1.0}  # the first fp16 steps overflow
-    plain, offloaded = Setup(**given), Setup(**given, offload=True)
-    assert repr(offloaded.losses(2, 2, steps=6)) == repr(plain.losses(2, 2, steps=6))  # as text: NaN differs from NaN
-    assert same(state_of(offloaded), state_of(plain))
 
 
 def halved(named: NamedParameters) -> None:
@@ -101,18 +42,18 @@ def test_before_step_sees_the_whole_stage_once() -> None:
     assert Setup(**given, offload=True).losses(2, 1) == Setup(**given).losses(2, 1)
 
 
-@pytest.mark.parametrize("saved_offloaded", [False, True])
+@pytest.mark.parametrize("saved_offloaded", [True, *nightly(False)])
 def test_a_checkpoint_is_resumed_with_and_without(saved_offloaded: bool, tmp_path: Path) -> None:
     def setup(offload: bool) -> Setup:
         return Setup(scheduler=warm, optimizer=grouped, directory=str(tmp_path), offload=offload)
 
-    undisturbed = Setup(scheduler=warm, optimizer=grouped).losses(2, 1, steps=4)
-    first = train(setup(saved_offloaded), 2, 1, 2, str(tmp_path))
-    second = train(setup(not saved_offloaded), 2, 1, 4, str(tmp_path))
+    undisturbed = Setup(scheduler=warm, optimizer=grouped).losses(2, 1)
+    first = train(setup(saved_offloaded), 2, 1, STEPS // 2, str(tmp_path))
+    second = train(setup(not saved_offloaded), 2, 1, STEPS, str(tmp_path))
     assert first + second == undisturbed
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", *nightly("fp32")])
 def test_states_go_from_stages_with_to_stages_without_and_back(precision: Precision) -> None:
     """What a morph does: a state as bytes, a stage built from it."""
     plain, offloaded = Setup(precision=precision), Setup(precision=precision, offload=True)
@@ -129,7 +70,7 @@ def test_states_go_from_stages_with_to_stages_without_and_back(precision: Precis
         assert {section: to_bytes(stage.state_of(section)) for section in stage.sections} == before
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", *nightly("fp32")])
 def test_a_tentative_step_is_undone_bit_for_bit(precision: Precision) -> None:
     setup = Setup(precision=precision, offload=True, optimizer=momentum)
     setup.losses(1, 1, steps=2)
@@ -156,7 +97,7 @@ def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
         return Talking([p for _, p in named], lr=0.1)
 
     with pytest.raises(UsageError, match="cannot run with offload_optimizer=True"):
-        Setup(build=SmallLanguage, optimizer=talking, offload=True).losses(1, 1, steps=1)
+        Setup(optimizer=talking, offload=True).losses(1, 1, steps=1)
 
 
 # -- places ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, lr_scheduler
 
+from tests.unit.engine.stage.optimizers import KINDS
 from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
 from varuna.core.errors import UsageError
 from varuna.engine.stage.optimizer import NamedParameters, StageOptimizer
@@ -85,6 +86,9 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer | list[Optimizer]
 }
 
 
+OPTIMIZERS |= {kind: lambda p, make=make: make([(str(each.dim()), each) for each in p]) for kind, make in KINDS.items()}  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_state_by_name_survives_a_rebuild_bit_for_bit(
     build: Callable[[list[nn.Parameter]], Optimizer | list[Optimizer]],
@@ -131,9 +135,11 @@ def test_several_optimizers_do_what_each_does_alone() -> None:
     assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in zip(named, alone, strict=True))
 
 
-def test_a_tentative_step_of_several_optimizers_is_undone_bit_for_bit() -> None:
+@pytest.mark.parametrize("kind", [muon_and_adamw, *KINDS.values()], ids=lambda kind: kind.__name__)
+def test_a_tentative_step_is_undone_bit_for_bit(kind: Any) -> None:
     named = fresh()
-    optimizer = StageOptimizer(lambda n: muon_and_adamw([p for _, p in n]), None, named, {}, 0)
+    build: Any = kind if kind is not muon_and_adamw else lambda n: muon_and_adamw([p for _, p in n])
+    optimizer = StageOptimizer(build, None, named, {}, 0)
     train(optimizer, named, range(2))
     before = [p.detach().clone() for _, p in named], {name: str(optimizer.state_of(name)) for name, _ in named}
     restore = optimizer.copies()

@@ -1,14 +1,15 @@
 """Optimizers that leave out empty parameter groups, and schedulers with a value for each group."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
-from tests.unit.engine.ranks import Setup, reference, single_threaded, worst
+from tests.depth import by_depth, nightly_rows
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup
 from tests.unit.engine.stage.test_optimizer import fresh
 from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
@@ -44,21 +45,27 @@ def by_place(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.LambdaLR(optimizer, [partial(factor, n) for n in range(len(optimizer.param_groups))])
 
 
-@pytest.mark.parametrize("schedule", [one_cycle, by_place])
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_scheduler_finds_the_groups_of_the_whole_model_on_every_stage(
+@pytest.mark.parametrize(
+    ("schedule", "offload"),
+    [
+        (one_cycle, False),
+        *nightly_rows((by_place, False), (one_cycle, True), (by_place, True)),
+    ],
+)
+def test_a_scheduler_finds_the_groups_of_the_whole_model_on_a_stage_with_one_of_them(
     schedule: Callable[[Optimizer], lr_scheduler.LRScheduler], offload: bool
 ) -> None:
     def cut(plan: Plan) -> Plan:
         return plan.model_copy(update={"starts": (0, 1, plan.sections - 1)[: plan.stages]})
 
     setup = Setup(optimizer=filtered, scheduler=schedule, adjusted=cut, offload=offload)
-    with single_threaded():
-        assert worst(setup.losses(3, 1, STEPS), reference(setup, STEPS)) < 1e-5
-        first = setup.finished[0].current
-        assert first is not None
-        assert list(first.stage.parameters) == ["embed.weight"]  # with one group out of three
-        assert replace(setup, adjusted=None).losses(1, 1, STEPS) == setup.losses(3, 1, STEPS)
+    steps = by_depth(2, STEPS)
+    alone = setup.losses(1, 1, steps)
+    assert worst(alone, reference(setup, steps)) < 1e-5
+    assert setup.losses(3, 1, steps) == alone
+    first = setup.finished[0].current
+    assert first is not None
+    assert list(first.stage.parameters) == ["embed.weight"]
 
 
 def test_empty_groups_take_their_places_and_options() -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
+from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
 from varuna.core.plan import Plan
 from varuna.engine.base.inbox import Inbox
@@ -72,10 +73,9 @@ def gradients_of(setup: Setup, stage: Stage, step: int) -> None:
 
 
 def train(setup: Setup, stage: Stage, steps: range) -> None:
-    with single_threaded():
-        for step in steps:
-            gradients_of(setup, stage, step)
-            stage.apply(step, 0.5)
+    for step in steps:
+        gradients_of(setup, stage, step)
+        stage.apply(step, 0.5)
 
 
 def exported(stage: Stage) -> dict[int, SectionState]:

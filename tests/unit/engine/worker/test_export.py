@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded
+from tests.unit.engine.models import SmallLanguage
+from tests.unit.engine.ranks import Setup
 from varuna.core.errors import LinkError
 from varuna.engine.worker.export import export_model
+from varuna.testing.threads import run_all
 
 
 def test_ranks_with_nothing_to_export_may_leave_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,17 +26,16 @@ def test_ranks_with_nothing_to_export_may_leave_first(tmp_path: Path, monkeypatc
 
     if Path("/proc/self/fd").exists():
         monkeypatch.setattr(os, "fsync", fsync)
-    with single_threaded():
-        setup = Setup(build=SmallLanguage)
-        setup.run(2, 2, steps=2)
-        giving = setup.finished[:2]  # the second replica takes no part
-        for session in giving:
-            assert session.current is not None
-            session.current.inbox.abort(LinkError("a neighbour is gone"))  # as an open link to it would find
-        works: list[Callable[[], object]] = [
-            partial(export_model, session.current, setup.model, tmp_path / "model.safetensors") for session in giving
-        ]
-        run_all(works, bound_s=30)
+    setup = Setup(build=SmallLanguage)
+    setup.run(2, 2, steps=2)
+    giving = setup.finished[:2]  # the second replica takes no part
+    for session in giving:
+        assert session.current is not None
+        session.current.inbox.abort(LinkError("a neighbour is gone"))  # as an open link to it would find
+    works: list[Callable[[], object]] = [
+        partial(export_model, session.current, setup.model, tmp_path / "model.safetensors") for session in giving
+    ]
+    run_all(works, bound_s=30)
     if Path("/proc/self/fd").exists():
         assert synced == ["model.partial", tmp_path.name]  # a power cut leaves the old file or the new one
     exported = load_file(tmp_path / "model.safetensors")

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import varuna
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
+from tests.unit.engine.plain import train_plainly
+from tests.unit.engine.ranks import Setup
+from tests.unit.testing.work import CAPTURES
 from varuna.core.errors import UsageError, VarunaError, WorkerError
-from varuna.data import sample_index
 from varuna.engine.worker.loop_state import LARGEST_BYTES, LoopState, Turn
 from varuna.testing import FailingStore, fail_at, run
 
@@ -54,14 +56,15 @@ def script(
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Any]:
-    with single_threaded():
-        notes: dict[str, Any] = run(script).returned["w0"]
+    notes: dict[str, Any] = run(script, captures=CAPTURES).returned["w0"]
     assert notes["turns"] == list(range(STEPS))
     return notes
 
 
 def test_every_worker_goes_on_with_every_turn_after_a_loss(undisturbed: dict[str, Any]) -> None:
-    lived = run(script, workers=4, stages={4: 2, 3: 3}, faults=[fail_at(rank=0, step=2, phase="apply")])
+    lived = run(
+        script, captures=CAPTURES, workers=4, stages={4: 2, 3: 3}, faults=[fail_at(rank=0, step=2, phase="apply")]
+    )
     assert lived.plans == ("2x2", "3x1")
     assert len(lived.returned) == 3
     for notes in lived.returned.values():
@@ -80,8 +83,8 @@ def test_a_run_resumes_with_the_state_of_its_checkpoint(undisturbed: dict[str, A
             raise RuntimeError("out of memory")
 
     with pytest.raises(WorkerError, match="out of memory"):
-        run(lambda: script(checkpoints=place, turn=breaks), workers=2, stages=2)
-    resumed = run(lambda: script(checkpoints=place), workers=2, stages=1)
+        run(lambda: script(checkpoints=place, turn=breaks), workers=2, stages=2, captures=CAPTURES)
+    resumed = run(lambda: script(checkpoints=place), workers=2, stages=1, captures=CAPTURES)
     for notes in resumed.returned.values():
         assert notes == {**undisturbed, "best": pytest.approx(undisturbed["best"])}
 
@@ -91,24 +94,22 @@ def plateau(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 
 
 def plain(steps: int) -> list[tuple[float, float]]:
-    """Loss and learning rate of each step in a plain loop, where the scheduler sees every second loss."""
-    setup = Setup()
-    torch.manual_seed(setup.seed)
-    model = SmallLanguage()
-    optimizer = adamw(list(model.named_parameters()))
-    scheduler: Any = plateau(optimizer)
-    curve = []
-    for step in range(steps):
-        places = range(step * setup.global_batch, (step + 1) * setup.global_batch)
-        samples = [setup.dataset[sample_index(place, size=len(setup.dataset), seed=setup.seed)] for place in places]
-        model.zero_grad()
-        loss = model(**{key: torch.stack([sample[key] for sample in samples]) for key in samples[0]})
-        loss.backward()
-        optimizer.step()
-        curve.append((float(loss.detach()), optimizer.param_groups[0]["lr"]))
-        if step % 2:
-            scheduler.step(float(loss.detach()))
-    return curve
+    """Return loss and learning rate of each step of a plain loop, where the scheduler sees every second loss."""
+    losses, rates, made = list[float](), list[float](), list[Any]()
+
+    def build(named: Any) -> torch.optim.Optimizer:
+        optimizer = adamw(named)
+        made.extend((optimizer, plateau(optimizer)))
+        return optimizer
+
+    def advance(_model: object, loss: float) -> None:
+        losses.append(loss)
+        rates.append(made[0].param_groups[0]["lr"])
+        if len(losses) % 2 == 0:
+            made[1].step(loss)
+
+    train_plainly(Setup(optimizer=build, clip=None), steps, observe=advance)
+    return list(zip(losses, rates, strict=True))
 
 
 def plateau_script(checkpoints: Any = None, fails: bool = False, wrong: bool = False) -> list[tuple[float, float]]:
@@ -126,15 +127,20 @@ def plateau_script(checkpoints: Any = None, fails: bool = False, wrong: bool = F
 
 
 def test_plateau_is_torchs_own_after_a_loss_and_after_a_resume() -> None:
-    with single_threaded():
-        expected = plain(8)
+    expected = plain(8)
     assert len({lr for _, lr in expected}) > 1
-    lived = run(plateau_script, workers=4, stages={4: 2, 3: 3}, faults=[fail_at(rank=1, step=5, phase="apply")])
+    lived = run(
+        plateau_script,
+        captures=CAPTURES,
+        workers=4,
+        stages={4: 2, 3: 3},
+        faults=[fail_at(rank=1, step=5, phase="apply")],
+    )
     assert lived.losses == pytest.approx([loss for loss, _ in expected], rel=1e-5)
     place = varuna.Checkpoints(FailingStore().url, every=4)
     with pytest.raises(WorkerError, match="out of memory"):
-        run(lambda: plateau_script(place, fails=True), workers=2, stages=2)
-    resumed = run(lambda: plateau_script(place), workers=2, stages=1)
+        run(lambda: plateau_script(place, fails=True), workers=2, stages=2, captures=CAPTURES)
+    resumed = run(lambda: plateau_script(place), workers=2, stages=1, captures=CAPTURES)
     for curve in resumed.returned.values():
         assert len(curve) in (3, 5)  # from step 3, or from 5: workers that fail at once may end the step that began
         assert curve == [pytest.approx(each, rel=1e-5) for each in expected[-len(curve) :]]
@@ -142,7 +148,7 @@ def test_plateau_is_torchs_own_after_a_loss_and_after_a_resume() -> None:
 
 def test_a_scheduler_that_is_told_on_one_rank_only_is_refused() -> None:
     with pytest.raises(VarunaError, match="with different values, or on some workers only"):
-        run(lambda: plateau_script(wrong=True), workers=2, stages=2)
+        run(lambda: plateau_script(wrong=True), workers=2, stages=2, captures=CAPTURES)
 
 
 def test_other_schedulers_and_other_kinds_of_state_are_refused() -> None:
@@ -161,7 +167,7 @@ def test_other_schedulers_and_other_kinds_of_state_are_refused() -> None:
             trainer.step_scheduler(step.loss)
 
     with pytest.raises(UsageError, match="Every other scheduler advances by itself"):
-        run(other)
+        run(other, captures=CAPTURES)
     wrong: Any
     for wrong, text in (([1], "must name what is saved"), ({"best": 1.0}, "is a float, which cannot be given back")):
         with pytest.raises(UsageError, match=text):

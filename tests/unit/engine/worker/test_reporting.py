@@ -1,6 +1,7 @@
 import pytest
 
-from tests.unit.engine.ranks import Setup, SmallLanguage
+from tests.unit.engine.models import SmallLanguage
+from tests.unit.engine.ranks import Setup
 from tests.unit.schedule.validator import parse_row
 from varuna.core.times import Carried, Typical
 from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took

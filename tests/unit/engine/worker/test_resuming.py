@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adamw, run_all, single_threaded
+from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw
+from tests.unit.engine.ranks import Setup
 from tests.unit.engine.test_adapters import Adapted
 from varuna.checkpoint.io.export import export_checkpoint
 from varuna.checkpoint.io.frozen import LeftOut
@@ -22,7 +23,10 @@ from varuna.job.options import Checkpoints
 from varuna.membership.static import StaticMembership, World
 from varuna.planner.choose import plan_run
 from varuna.store.opening import open_store
+from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 Losses = list[tuple[float, float]]
 
@@ -65,24 +69,21 @@ def _run(session: Any, found: list[Any], rank: int) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Losses:
-    with single_threaded():
-        return train(setup(), 2, 2, 4)
+    return train(setup(), 2, 2, 4)
 
 
 def test_the_same_plan_continues_bit_for_bit(undisturbed: Losses, request: pytest.FixtureRequest) -> None:
     place = f"memory://{request.node.name}"
-    with single_threaded():
-        first = train(setup(place), 2, 2, 2, place)
-        second = train(setup(place), 2, 2, 4, place)
+    first = train(setup(place), 2, 2, 2, place)
+    second = train(setup(place), 2, 2, 4, place)
     assert first + second == undisturbed
 
 
 def test_another_plan_continues_within_rounding(undisturbed: Losses, tmp_path: Path) -> None:
     place = str(tmp_path)
-    with single_threaded():
-        train(setup(place), 1, 2, 1, place)
-        train(setup(place), 3, 1, 2, place)
-        last = train(setup(place), 2, 2, 4, place)
+    train(setup(place), 1, 2, 1, place)
+    train(setup(place), 3, 1, 2, place)
+    last = train(setup(place), 2, 2, 4, place)
     assert [each for step in last for each in step] == pytest.approx(
         [each for step in undisturbed[2:] for each in step], rel=1e-5
     )
@@ -97,11 +98,10 @@ def test_frozen_parameters_are_left_out_and_come_from_where_the_run_began(tmp_pa
 
     job = adapted(place)
     left_out = LeftOut(job.model.trainable)
-    with single_threaded():
-        undisturbed = train(adapted(), 2, 2, 4)
-        first = train(job, 2, 2, 2, place, left_out)
-        second = train(adapted(place), 2, 2, 3, place, left_out)
-        third = train(adapted(place), 1, 1, 4, place)
+    undisturbed = train(adapted(), 2, 2, 4)
+    first = train(job, 2, 2, 2, place, left_out)
+    second = train(adapted(place), 2, 2, 3, place, left_out)
+    third = train(adapted(place), 1, 1, 4, place)
     assert first + second == undisturbed[:3]
     assert third[0] == pytest.approx(undisturbed[3], rel=1e-5)
     saved = {name: _saved(place, step) for step, name in ((2, "adapters"), (4, "all"))}
@@ -125,10 +125,9 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
 
     place = str(tmp_path)
     job = Setup(build=Adapted, directory=place)
-    with single_threaded():
-        train(job, 1, 1, 1, place, LeftOut(job.model.trainable))
-        with pytest.raises(CheckpointError, match=r"the frozen ones .* are others .*: embed\.weight\. Begin from"):
-            train(Setup(build=Rescaled, directory=place), 1, 1, 2, place)
+    train(job, 1, 1, 1, place, LeftOut(job.model.trainable))
+    with pytest.raises(CheckpointError, match=r"the frozen ones .* are others .*: embed\.weight\. Begin from"):
+        train(Setup(build=Rescaled, directory=place), 1, 1, 2, place)
 
 
 def test_a_script_asks_for_a_checkpoint_and_for_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What is saved is the state between two steps, though a device copies it while the next step runs."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.device.test_host_copies import Late
-from tests.unit.engine.late import LateStream, LateStreams
-from tests.unit.engine.ranks import Setup, SmallLanguage, adamw, single_threaded
+from tests.unit.engine.late import Late, LateStream, LateStreams
+from tests.unit.engine.models import SmallLanguage, adamw
+from tests.unit.engine.optimizers import momentum
+from tests.unit.engine.ranks import STEPS, Setup
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
-from tests.unit.engine.stage.test_offload import momentum
 from tests.unit.engine.worker.test_resuming import train
 from tests.unit.engine.worker.test_snapshotter import assigned, make_plan, manifest_of, stage_of
 from varuna.checkpoint.io.restore import everything, read_states
@@ -26,12 +26,6 @@ from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.store.base import Store
 from varuna.store.opening import open_store
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with single_threaded():
-        yield
 
 
 @pytest.fixture
@@ -198,5 +192,5 @@ def test_a_checkpoint_of_a_late_device_continues_bit_for_bit(offload: bool, tmp_
     plain = Setup(build=SmallLanguage)
     undisturbed = plain.losses(2, 1)
     late = replace(plain, directory=str(tmp_path), traffic=Late(), offload=offload)
-    first = train(late, 2, 1, 2, str(tmp_path))
-    assert first + train(replace(plain, directory=str(tmp_path)), 2, 1, 4, str(tmp_path)) == undisturbed
+    first = train(late, 2, 1, STEPS // 2, str(tmp_path))
+    assert first + train(replace(plain, directory=str(tmp_path)), 2, 1, STEPS, str(tmp_path)) == undisturbed

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Setup, SmallLanguage
+from tests.unit.engine.models import SmallLanguage
+from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.collector import Collector
 from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.manifest import Manifest, commit

@@ -7,13 +7,15 @@ import pytest
 import torch
 from safetensors.torch import save_model
 
-from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw, connected, run_all
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw
+from tests.unit.engine.ranks import connected
 from varuna.checkpoint.io.frozen import LeftOut, put_back
 from varuna.checkpoint.io.section_state import SectionState, to_bytes
 from varuna.core.errors import VarunaError
 from varuna.core.messages import Transfer
 from varuna.engine.worker.state_transfer import exchange
 from varuna.testing import fail_at, run
+from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
 
 

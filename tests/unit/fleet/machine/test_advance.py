@@ -32,7 +32,6 @@ from varuna.fleet.state.run_events import (
     Notice,
     RunEnded,
     StepRecorded,
-    VerdictReached,
     WorkerLost,
 )
 
@@ -255,65 +254,6 @@ def test_evidence_shortens_the_lease_of_silent_workers() -> None:
 
 
 # -- verdict -----------------------------------------------------------------------------------------
-
-
-def test_a_step_that_one_survivor_committed_is_committed_by_all() -> None:
-    driver = running(4)
-    driver.kill("w3")
-    vote = driver.vote(2)
-    driver.held("w0", 3, votes=(vote,))
-    driver.held("w1", 2)
-    instructions = driver.held("w2", 2)
-    assert kinds(instructions) == ["StepRecorded", *["Recorded"] * 3, "VerdictReached", "Apply", "Apply"]
-    driver.held("w1", 3)
-    driver.held("w2", 3)
-    assert (driver.fleet.record.first_step, driver.fleet.record.steps_redone) == (3, 0)
-
-
-def test_a_vote_that_reached_only_the_manager_commits_the_step() -> None:
-    driver = running(4, steps=(0, 1, 2))
-    driver.kill("w0")
-    driver.held("w1", 2)
-    driver.held("w2", 2)
-    instructions = driver.held("w3", 2)
-    assert [worker for worker, _ in sends(instructions, Apply)] == ["w1", "w2", "w3"]
-
-
-def test_a_second_loss_during_apply_does_not_change_the_verdict() -> None:
-    driver = running(4)
-    driver.kill("w3")
-    driver.held("w0", 3, votes=(driver.vote(2),))
-    driver.held("w1", 2)
-    driver.held("w2", 2)
-    driver.kill("w0")  # the only one that had seen the vote
-    driver.held("w1", 3)
-    driver.held("w2", 3)
-    assert (driver.fleet.record.first_step, driver.fleet.record.rollback) == (3, False)
-    assert len(driver.told(VerdictReached)) == 1
-    assert driver.fleet.record.cause == "worker w3 killed by SIGKILL and worker w0 killed by SIGKILL"
-
-
-def test_an_answer_that_crossed_an_apply_is_not_taken_for_its_result() -> None:
-    driver = running(2)
-    driver.say("w0", Suspect(generation=0, reason="?"))
-    driver.wait(1.2)
-    driver.held("w0", 3, votes=(driver.vote(2),))
-    driver.held("w1", 2)
-    assert driver.held("w1", 2) == []
-    assert driver.held("w1", 3)
-    assert driver.fleet.record.first_step == 3
-
-
-def test_a_loss_while_a_generation_forms_takes_the_same_path() -> None:
-    driver = running(6, replace=False)
-    driver.kill("w5")
-    for worker in ("w0", "w1", "w2", "w3", "w4"):
-        driver.held(worker, 2 if worker != "w4" else None)
-    assert driver.fleet.generation == 1
-    assert [m.generation for _, m in sends(driver.kill("w3"), Hold)] == [1, 1, 1, 1]
-    for worker in ("w0", "w1", "w2", "w4"):
-        driver.held(worker, 2)
-    assert (driver.fleet.generation, driver.fleet.record.first_step) == (2, 2)
 
 
 # -- rollback ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
+from tests.depth import by_depth
 from tests.unit.fleet.support import join, make_job
 from tests.waiting import wait_for
 from varuna import __version__
@@ -246,7 +247,8 @@ def test_a_broken_connection_loses_nothing_that_was_on_its_way(gate: Gate) -> No
         welcome = agent.hear()
         assert (welcome.resumed, welcome.received) == (True, 1)
         assert [agent.hear().body.message.failure for _ in range(2)] == ["one", "two"]
-    assert gate.events == [Reconciliation(gate.me.node, ()), WorkerSpawned(worker, node=gate.me.node)]
+    heard = [event for event in gate.events if not isinstance(event, NodeParted)]  # where this machine is slow
+    assert heard == [Reconciliation(gate.me.node, ()), WorkerSpawned(worker, node=gate.me.node)]
 
 
 def test_another_manager_or_another_life_of_the_agent_begins_anew(gate: Gate) -> None:
@@ -416,7 +418,7 @@ frames = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=by_depth(13, 80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=st.booleans(), frame=frames)
 def test_no_frame_breaks_the_door_or_disturbs_others(gate: Gate, first: bool, frame: str | bytes) -> None:
     with gate.visit(gate.me, session="calm") as calm:

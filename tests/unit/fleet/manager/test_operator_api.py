@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from tests.depth import by_depth
 from varuna.dashboard import ASSETS
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.manager.prometheus import CONTENT_TYPE, scraper_token
@@ -234,7 +235,7 @@ def test_a_flood_of_refusals_is_a_few_lines(front: Front) -> None:
     assert "99 more times" in front.audited[-1].why
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=by_depth(10, 60), deadline=None)
 @given(
     method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD"]),
     path=st.one_of(st.sampled_from(["/", "/status", "/logs/n0-vm.0", *(f"/{name}" for name in CHANGES)]), st.text()),

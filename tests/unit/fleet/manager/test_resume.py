@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fleet.support import Driver, make_job, make_vote, two_stages
+from tests.unit.fleet.support import Driver, make_vote, two_stages
 from varuna.core.messages import Assign, Beat, Held, Hello, Hold, RaiseFlag, Suspect, Voted
 from varuna.fleet.manager.reconcile import Reconciliation, reconcile
 from varuna.fleet.manager.resume import lost_workers, resume
-from varuna.fleet.net.protocol import Exited, WorkerSnapshot
+from varuna.fleet.net.protocol import WorkerSnapshot
 from varuna.fleet.run_folder.journal import Journal, read_events
 from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.config import FleetConfig
@@ -18,14 +18,13 @@ from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     DrainRequested,
     FinishRequested,
-    MessageReceived,
     MorphRequested,
     Tick,
     WorkerExited,
     WorkerSpawned,
 )
 from varuna.fleet.state.outputs import Instruction, Publish, Send
-from varuna.fleet.state.phases import Idle, Running, Stopping
+from varuna.fleet.state.phases import Running, Stopping
 from varuna.fleet.state.run_events import Answered, Asked, GenerationStarted, RunEnded, StepRecorded
 from varuna.fleet.state.stutter import Straggler
 
@@ -140,28 +139,6 @@ def test_who_does_not_come_back_is_lost_after_one_lease_and_not_before(shell: Sh
     assert not gone & set(shell.driver.fleet.workers)
 
 
-def test_a_worker_that_died_meanwhile_is_known_at_once(shell: Shell) -> None:
-    shell.vote(0)
-    shell.die_and_start_again()
-    shell.reconcile("n0-a", shell.snapshot("n0-a.0"))
-    assert "n0-a.1" not in shell.driver.fleet.workers
-    dead = WorkerSnapshot(worker="n1-b.1", exited=Exited(code=-9))
-    shell.reconcile("n1-b", shell.snapshot("n1-b.0"), dead)
-    assert "n1-b.1" not in shell.driver.fleet.workers
-
-
-def test_answers_to_a_hold_that_the_dead_manager_heard_are_heard_again(shell: Shell) -> None:
-    shell.vote(0)
-    shell.driver.kill("n1-b.1")  # a loss: everybody is told to stop
-    shell.write()
-    assert isinstance(shell.driver.fleet.phase, Stopping)
-    shell.die_and_start_again()
-    for node, names in (("n0-a", NAMES[:2]), ("n1-b", NAMES[2:3])):
-        shell.reconcile(node, *(shell.snapshot(name, shell.held(name, 1)) for name in names))
-    assert shell.driver.fleet.generation == 1
-    assert shell.driver.fleet.record.first_step == 1
-
-
 def test_a_generation_that_nobody_was_told_of_is_given_up_and_its_number_is_not_used_again(shell: Shell) -> None:
     shell.vote(0)
     shell.driver.kill("n1-b.1")
@@ -192,20 +169,6 @@ def test_a_lost_worker_that_comes_back_is_killed(shell: Shell) -> None:
     shell.die_and_start_again()
     assert shell.reconcile("n1-b", shell.snapshot("n1-b.0"), shell.snapshot("n1-b.1")) == ["n1-b.1"]
     assert "n1-b.1" not in shell.driver.fleet.workers
-
-
-def test_before_the_first_generation_workers_are_simply_met_again(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, None)
-    journal.begin("r")
-    past = journal.read()
-    journal.close()
-    assert past is not None
-    fleet = resume(past, CONFIG, 5.0)
-    assert isinstance(fleet.phase, Idle)
-    hello = Hello(worker="n0.0", pid=1, version="1", job=make_job())
-    events, fenced = reconcile(fleet, set(), Reconciliation("n0", (WorkerSnapshot(worker="n0.0", said=(hello,)),)))
-    assert events == [WorkerSpawned("n0.0", node="n0"), MessageReceived("n0.0", hello)]
-    assert not fenced
 
 
 def test_workers_of_an_agent_that_started_again_are_gone(shell: Shell) -> None:

@@ -5,6 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from varuna.fleet.page.step_history import StepHistory
 from varuna.fleet.run_folder.past_events import PastStep
 
@@ -51,7 +52,7 @@ def test_a_loss_that_is_not_a_number_is_told_as_none_and_spoils_no_mean() -> Non
     assert told["recent"] == [[7, 70.0, None, 2.0]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=by_depth(10, 60), deadline=None)
 @given(st.lists(st.integers(0, 60), max_size=120))
 def test_buckets_are_in_order_and_do_not_overlap_whatever_is_undone(starts: list[int]) -> None:
     history = StepHistory(most=8, recent=5)

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
+from tests.depth import by_depth
 from tests.simulated_week import STEPS, WORKERS, Week
 from varuna.fleet.page.live_feed import LiveFeed
 
+WEEKS = by_depth(0.1, 1)
 MOST_FIRST_BYTES = 700_000
 MOST_KEPT_BYTES = 8 * 2**20
 MOST_BYTES_OF_A_SECOND = 200 * len(WORKERS)
@@ -33,7 +35,7 @@ def kept_bytes(value: object, seen: set[int]) -> int:
 
 @pytest.fixture(scope="module")
 def week() -> Week:
-    return Week()
+    return Week(WEEKS)
 
 
 def test_the_first_answer_and_what_the_manager_keeps_are_bounded(week: Week) -> None:
@@ -44,12 +46,12 @@ def test_the_first_answer_and_what_the_manager_keeps_are_bounded(week: Week) -> 
     assert kept < MOST_KEPT_BYTES
 
 
-def test_two_weeks_cost_no_more_than_one(week: Week) -> None:
-    longer = Week(weeks=2)
+def test_twice_as_long_a_run_costs_no_more(week: Week) -> None:
+    longer = Week(2 * WEEKS)
     one, two = (kept_bytes(each.chronicle, set()) for each in (week, longer))
     assert two < 1.5 * one  # buckets are half full at worst, and full at best
     number, whole = longer.chronicle.describe()
-    assert number > 2 * STEPS
+    assert number > 2 * WEEKS * STEPS
     lengths = {key: len(value) for key, value in whole.items() if isinstance(value, list)}
     assert lengths["bands"] <= 1000
     assert lengths["marks"] <= 600

@@ -3,6 +3,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import by_depth
 from varuna.fleet.state.persistent import PersistentMap
 
 # Few different hashes: keys whose hashes agree in many bits, or altogether, must be told apart too.
@@ -18,7 +19,7 @@ class Colliding(str):
         return len(self) << 40
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=by_depth(10, 60), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(KEYS), st.integers()), max_size=300), st.integers(0, 150))
 def test_it_is_a_dict_of_which_every_version_stays_as_it_was(changes: list[tuple[bool, str, int]], begin: int) -> None:
     expected: dict[str, int] = dict.fromkeys(KEYS[:begin], -1)

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from tests.depth import by_depth
 from tests.unit.fleet.support import (
     Driver,
     by_class,
@@ -48,18 +49,18 @@ def beats_until_evicted(slow: dict[int, float], *, replicas: int, beats: int, se
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])
-def test_noise_of_ten_percent_evicts_nobody_in_ten_thousand_beats(replicas: int) -> None:
-    assert beats_until_evicted({}, replicas=replicas, beats=10_000 // replicas, seed=replicas) == {}
+def test_noise_of_ten_percent_evicts_nobody_in_thousands_of_beats(replicas: int) -> None:
+    assert beats_until_evicted({}, replicas=replicas, beats=by_depth(2_000, 10_000) // replicas, seed=replicas) == {}
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_thirty_percent_is_found_within_twenty_beats(replicas: int) -> None:
     late = 0
-    for seed in range(200):
+    for seed in range(by_depth(20, 200)):
         found = beats_until_evicted({3: 1.3}, replicas=replicas, beats=30, seed=seed)
         assert list(found) == [3]
         late += found[3] > 20
-    assert late <= (4 if replicas < 8 else 0)  # few peers are as noisy as oneself
+    assert late <= (by_depth(1, 4) if replicas < 8 else 0)  # few peers are as noisy as oneself
 
 
 def test_a_whole_run_that_is_slow_has_no_stragglers() -> None:
@@ -176,7 +177,7 @@ def test_a_straggler_has_a_smaller_share_where_the_run_would_be_slower_without_i
     assert driver.fleet.record.moved_sections == 0
     driver.voted(3)
     beat_all(driver, 40, w1=1.5)  # that is what is known of it
-    driver.wait(1000)
+    driver.wait(by_depth(320, 1000))
     assert not [event for event in driver.told(Notice) if "another chance" in event.text]
     assert isinstance(driver.fleet.phase, Running)
     assert driver.fleet.phase.regroup is None
@@ -219,7 +220,7 @@ def test_a_slow_worker_that_recovers_gets_its_whole_share_again() -> None:
     assert "worker w2 is faster than it was" in driver.fleet.record.cause
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(by_depth(3, 30)))
 def test_noise_moves_nobody_whose_speed_is_known(seed: int) -> None:
     choose = random.Random(seed)
     driver = Driver(FleetConfig(workers=8, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)

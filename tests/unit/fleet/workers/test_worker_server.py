@@ -275,6 +275,7 @@ def test_work_that_nobody_answers_for_is_asked_for_again_and_then_done_here(
     member.close()
 
 
+@pytest.mark.nightly
 def test_work_that_somebody_does_is_waited_for_but_not_for_ever(server: WorkerServer, events: Events) -> None:
     member, found, thread = seeking(server, "k", bound_s=8.5)
     for _ in range(5):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
-from tests.unit.engine.ranks import SmallLanguage, Tokens
+from tests.unit.engine.models import SmallLanguage, Tokens
 from varuna.core.errors import UsageError
 from varuna.integrations.transformers import Trainer
 from varuna.testing import run

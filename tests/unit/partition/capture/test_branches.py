@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, Tokens, single_threaded
+from tests.unit.engine.models import Tokens
+from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.partition.families import Family
 from tests.unit.partition.in_turn import differences
 from varuna.checks.assumptions import check_assumptions
@@ -65,6 +66,7 @@ class Plain(Tokens):
 LINE = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "== 0).any()" in text)
 
 
+@pytest.mark.nightly
 def test_a_branch_on_the_samples_goes_as_for_the_first_of_them() -> None:
     with single_threaded():
         job = Setup(build=Branching, dataset=Plain())
@@ -81,6 +83,7 @@ class Padding(Layers):
         return super().forward(input_ids, labels)
 
 
+@pytest.mark.nightly
 def test_a_branch_on_samples_that_were_written_is_looked_at_by_one_section() -> None:
     with single_threaded():
         job = Setup(build=Padding, dataset=Plain())
@@ -186,6 +189,7 @@ class CountingExperts(Experts):
     kind = Counting
 
 
+@pytest.mark.nightly
 def test_a_loop_over_the_experts_that_were_hit_visits_all_of_them() -> None:
     model, found = differences(Family(Experts))
     assert found == []
@@ -194,6 +198,7 @@ def test_a_loop_over_the_experts_that_were_hit_visits_all_of_them() -> None:
     check_assumptions(model, recipe, materialise(recipe, 0), SampleSource(Plain(), seed=0))
 
 
+@pytest.mark.nightly
 def test_a_loop_that_minds_how_many_it_visits_is_refused() -> None:
     recipe, source = Recipe(CountingExperts), SampleSource(Plain(), seed=0)
     model = partition(recipe, source.micro_batch([0, 1]).tensors)
@@ -270,6 +275,7 @@ def test_a_size_may_be_the_key_of_a_cache() -> None:
     assert not model.eager
 
 
+@pytest.mark.nightly
 def test_a_model_for_one_number_of_samples_is_told_what_does_that() -> None:
     batch = SampleSource(Plain(), seed=0).micro_batch([0, 1]).tensors
     with pytest.raises(ModelError, match=rf"{Path(__file__).name}:\d+: int\(x"):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, tiny_gpt2
+from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2
+from tests.unit.engine.ranks import Setup
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture.capture import Recipe
@@ -24,6 +25,7 @@ def gpt2() -> PartitionedModel:
     return Setup(build=tiny_gpt2).model  # captured once for many tests
 
 
+@pytest.mark.nightly
 def test_gpt2_is_cut_along_the_residual_stream(gpt2: PartitionedModel) -> None:
     model = gpt2
     crossing = [[c.shape(5) for c in into] for into in model.split.crossings[1:]]
@@ -63,11 +65,13 @@ def test_left_over_cache_tensors_are_folded_away(gpt2: PartitionedModel) -> None
     assert "lift_fresh" not in code
 
 
+@pytest.mark.nightly
 def test_two_captures_agree_to_the_digest() -> None:
     one, other = (partition(Recipe(SmallLanguage), batch_of(Tokens()), optimizer=adamw) for _ in range(2))
     assert one.facts == other.facts
 
 
+@pytest.mark.nightly
 def test_models_that_differ_only_under_autocast_have_other_digests() -> None:
     class Autocast(nn.Module):
         def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
@@ -134,7 +138,11 @@ def test_a_model_that_returns_no_loss_is_refused_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "found"), [(lambda out: out.reshape(1, 1), r"a tensor of shape \(1, 1\)"), (lambda _: 3, "a int")]
+    ("value", "found"),
+    [
+        (lambda out: out.reshape(1, 1), r"a tensor of shape \(1, 1\)"),
+        pytest.param(lambda _: 3, "a int", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_metric_that_is_no_sum_is_named(value: Callable[[Any], Any], found: str) -> None:
     with pytest.raises(ModelError, match=rf"metrics= must return .* but 'odd' is {found}\. Sum it"):
@@ -149,6 +157,7 @@ def test_a_model_that_cannot_be_built_hears_how_it_is_built() -> None:
         partition(Recipe(missing), batch_of(Tokens()))
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("error")
 def test_an_lstm_is_captured_without_a_warning_about_its_own_list() -> None:
     class Recurrent(nn.Module):

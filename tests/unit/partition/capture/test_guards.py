@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, Tokens, reference, single_threaded, worst
+from tests.depth import by_depth
+from tests.unit.engine.models import Tokens
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.partition.cut.test_boundaries import Layers
 from tests.unit.partition.families import Family
 from tests.unit.partition.in_turn import differences, everywhere
@@ -70,6 +73,7 @@ class Small(Tokens):
         return sample
 
 
+@pytest.mark.nightly
 def test_checks_of_what_layers_make_are_captured_and_change_nothing() -> None:
     model, found = differences(Family(Guarded), choose=everywhere)
     assert found == []
@@ -88,7 +92,7 @@ def test_it_trains_as_eager_does_whatever_the_plan() -> None:
         assert worst(job.losses(2, 2, steps=3), alone) < 1e-6
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("shape", by_depth([(2, 2)], [(1, 1), (2, 2)]))
 def test_a_step_for_which_a_branch_goes_another_way_is_refused_and_not_applied(shape: tuple[int, int]) -> None:
     with single_threaded():
         job = Setup(build=Large, dataset=Small())
@@ -116,6 +120,7 @@ class Penalised(Guarded):
         return super().forward(input_ids, labels) + 0.01 * penalty
 
 
+@pytest.mark.nightly
 def test_branches_are_looked_at_where_the_whole_batch_is_counted() -> None:
     recipe, source = Recipe(Penalised), SampleSource(Tokens(padded=True), seed=0)
     model = partition(recipe, source.micro_batch([0, 1]).tensors)
@@ -142,6 +147,7 @@ class Beyond(Limited):
     begin = 5.0
 
 
+@pytest.mark.nightly
 def test_a_write_that_limits_a_parameter_is_nothing_within_the_limits_and_refused_beyond() -> None:
     assert differences(Family(Limited))[1] == []
     source = SampleSource(Small(), seed=0)
@@ -178,7 +184,10 @@ class Counting(Layers):
         return x[:, : 1 + int(x.abs().sum().item()) % 4].mean(1, keepdim=True) + x
 
 
-@pytest.mark.parametrize("build", [Tossing, Updated, Counting])
+UNDECIDED: list[type[Layers]] = [Updated, Tossing, Counting]
+
+
+@pytest.mark.parametrize("build", by_depth(UNDECIDED[:1], UNDECIDED))
 def test_what_no_sample_decides_stays_refused(build: type[Layers]) -> None:
     batch = SampleSource(Small(), seed=0).micro_batch([0, 1]).tensors
     with pytest.raises(ModelError):
@@ -220,7 +229,10 @@ class OfNumbers(Asserting):
         torch._check((ids == ODD).sum().item() == 0)  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("build", [Asserting, OfSamples, OfNumbers])
+ASSERTING: list[type[nn.Module]] = [OfSamples, Asserting, OfNumbers]
+
+
+@pytest.mark.parametrize("build", by_depth(ASSERTING[:1], ASSERTING))
 def test_what_forward_asserts_is_asserted_in_training(build: type[nn.Module]) -> None:
     """Plain PyTorch raises for such samples; a captured graph would train on them in silence."""
     with single_threaded():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from tests.depth import by_depth
 from tests.unit.partition.cut.test_boundaries import Layers
 from tests.unit.partition.families import Family, Samples, tokens
 from tests.unit.partition.in_turn import differences
@@ -77,7 +78,10 @@ class Like(Layers):
         return torch.tanh(x)
 
 
-@pytest.mark.parametrize("build", [Encoder, Filled, Kept, Like])
+KNOWN: list[Callable[[], nn.Module]] = [Kept, Encoder, Filled, Like]
+
+
+@pytest.mark.parametrize("build", by_depth(KNOWN[:1], KNOWN))
 def test_what_follows_from_the_code_alone_is_no_branch_on_data(build: Callable[[], nn.Module]) -> None:
     model, found = differences(Family(build))
     assert found == []

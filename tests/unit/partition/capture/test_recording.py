@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import tiny_gpt2, tiny_llama
+from tests.unit.engine.models import tiny_gpt2, tiny_llama
 from varuna.core.errors import ModelError
 from varuna.partition.capture.construction import construct
 

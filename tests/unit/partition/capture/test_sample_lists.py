@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
+from tests.unit.engine.models import adamw
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.model import partition
 from varuna.trainer import Trainer
@@ -100,6 +103,7 @@ class Around(nn.Module):
         return {"loss": self.inner(ids, patches, labels)}
 
 
+@pytest.mark.nightly
 def test_a_list_of_samples_that_is_put_together_leaves_the_model_a_graph() -> None:
     with single_threaded():
         for build in (Vision, Stacked, Averaged, EachAlone, Counted):
@@ -118,5 +122,6 @@ def _batch() -> dict[str, Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
+@pytest.mark.nightly
 def test_what_depends_on_the_sample_before_runs_as_written() -> None:
     assert list(partition(Recipe(Around), _batch()).eager) == ["inner"]

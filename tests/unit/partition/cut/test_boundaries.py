@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.unit.engine.ranks import Setup, Tokens, reference, single_threaded, worst
+from tests.depth import by_depth
+from tests.unit.engine.models import Tokens
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.partition.families import Family
 from tests.unit.partition.in_turn import differences, everywhere
 from varuna.engine.stage.section import crossing
@@ -111,22 +114,31 @@ def behind_attention(flow: Flow, costs: Sequence[Cost]) -> list[int]:
     return [i for i in everywhere(flow, costs) if op_name(flow.ops[i]) == "aten::scaled_dot_product_attention"]
 
 
-@pytest.mark.parametrize(
-    ("build", "choose"),
-    [(Spectral, everywhere), (Waves, everywhere), (Strided, everywhere), (Viewed, behind_attention)],
-)
+CUT: list[tuple[Callable[[], nn.Module], CutChooser]] = [
+    (Strided, everywhere),
+    (Spectral, everywhere),
+    (Waves, everywhere),
+    (Viewed, behind_attention),
+]
+
+
+@pytest.mark.parametrize(("build", "choose"), by_depth(CUT[:1], CUT))
 def test_wherever_it_is_cut_it_equals_eager(build: Callable[[], nn.Module], choose: CutChooser) -> None:
     model, found = differences(Family(build), choose=choose)
     assert found == []
     assert len(model.sections) >= 3
 
 
+RECOMPUTED: list[Callable[[], nn.Module]] = [Checkpointed, Unlearned]
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("build", [Checkpointed, Unlearned])
+@pytest.mark.parametrize("build", by_depth(RECOMPUTED[:1], RECOMPUTED))
 def test_recomputed_blocks_learn_what_they_learn_in_eager(build: Callable[[], nn.Module]) -> None:
     assert differences(Family(build), choose=everywhere)[1] == []
 
 
+@pytest.mark.nightly
 def test_complex_values_and_their_gradients_cross_links() -> None:
     with single_threaded():
         job = Setup(build=Waves, dataset=Tokens())

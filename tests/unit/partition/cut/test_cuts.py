@@ -123,6 +123,7 @@ class Capped(nn.Module):
         return loss * self.certainty + 1e-3 * self.norm.weight.pow(2).sum()
 
 
+@pytest.mark.nightly
 def test_the_last_layer_of_a_model_is_its_head() -> None:
     seen: list[str] = []
 

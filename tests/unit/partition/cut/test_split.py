@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, Tokens, tiny_gpt2, tiny_llama
+from tests.unit.engine.models import Tokens, tiny_gpt2, tiny_llama
+from tests.unit.engine.ranks import Setup
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors, backward
 from varuna.partition.initial.constructor import Initial, materialise
 from varuna.partition.model import PartitionedModel
@@ -61,6 +62,7 @@ def compare(
     return model
 
 
+@pytest.mark.nightly
 def test_rotary_positions_at_any_batch_size() -> None:
     compare(partial(tiny_llama, layers=1), Tokens())
 
@@ -91,6 +93,7 @@ def test_skips_integers_shared_weights_and_in_place_ops() -> None:
     assert [tied.name for tied in model.facts.tied] == ["layers.1.weight"]
 
 
+@pytest.mark.nightly
 def test_masks_from_an_input_are_rebuilt_where_they_are_used() -> None:
     class Masked(Tokens):
         def __getitem__(self, index: int) -> dict[str, Tensor]:

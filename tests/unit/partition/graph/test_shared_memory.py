@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.depth import by_depth
 from tests.unit.partition.in_turn import everywhere, run_in_turn
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
@@ -193,7 +194,7 @@ WRITES = [
 ]
 
 
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", by_depth(WRITES[:5], WRITES), ids=lambda write: write.__name__)
 def test_what_is_written_in_place_is_never_cut_off(write: Write) -> None:
     compare(write)
 
@@ -224,7 +225,7 @@ def test_values_that_shared_a_storage_in_the_capture_share_memory() -> None:
     assert not memory.is_written(one)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=by_depth(2, 4), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(writes=st.lists(st.sampled_from(WRITES), min_size=2, max_size=4))
 def test_any_writes_one_after_the_other(writes: list[Write]) -> None:
     compare(*writes)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Tokens, tiny_gpt2, tiny_llama
+from tests.unit.engine.models import Tokens, tiny_gpt2, tiny_llama
 from varuna.core.errors import CheckpointError, UsageError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture.capture import Recipe

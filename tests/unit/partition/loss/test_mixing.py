@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.depth import by_depth
 from varuna.checks.mixing import check_mixing, try_mixing
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
@@ -145,7 +146,9 @@ MIXING: dict[LossFunction, str] = {
 }
 
 
-@pytest.mark.parametrize("loss", MIXING, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss", by_depth([contrastive, balanced, hardest, dice], list(MIXING)), ids=lambda loss: loss.__name__
+)
 def test_what_mixes_examples_is_found_in_the_graph_and_told_with_its_line(loss: LossFunction) -> None:
     found = [each for each in mixing(loss) if each.certain]
     assert any(MIXING[loss] in each.what for each in found), found
@@ -190,6 +193,7 @@ def windowed(x: Tensor, batch: Any) -> Tensor:
     return found
 
 
+@pytest.mark.nightly
 def test_what_keeps_examples_apart_is_not_suspected() -> None:
     assert mixing(windowed) == ()
     found = [each for each in mixing(apart) if "diagonal" not in (each.where or "")]
@@ -223,7 +227,10 @@ class Normed(Hidden):
         return found
 
 
-@pytest.mark.parametrize("build", [Hidden, Normed])
+MODELS: list[type[nn.Module]] = [Hidden, Normed]
+
+
+@pytest.mark.parametrize("build", by_depth(MODELS[:1], MODELS))
 @pytest.mark.parametrize(("loss", "mixes"), [(reordered, False), (misplaced, True)])
 def test_a_run_decides_about_operations_that_may_mix(loss: LossFunction, mixes: bool, build: type[nn.Module]) -> None:
     recipe, source = Recipe(build, loss), SampleSource(Sentences(), seed=0)
@@ -239,6 +246,7 @@ def test_a_run_decides_about_operations_that_may_mix(loss: LossFunction, mixes: 
         try_mixing(model, recipe, initial, source, None, accepted=False)
 
 
+@pytest.mark.nightly
 def test_a_refusal_asks_for_what_is_missing_only() -> None:
     source = SampleSource(Sentences(), seed=0)
     found = partition(Recipe(Hidden, contrastive), source.micro_batch([0, 1]).tensors)

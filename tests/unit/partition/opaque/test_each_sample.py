@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
+from tests.unit.engine.models import adamw
+from tests.unit.engine.plain import reference, worst
+from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.core.errors import ModelError
 from varuna.job.options import Loss
 from varuna.partition.evaluation import for_evaluation
@@ -79,6 +81,7 @@ class Detector(nn.Module):
         return losses["points"] + 0.1 * losses["kinds"]
 
 
+@pytest.mark.nightly
 def test_a_criterion_that_forward_makes_runs_as_written_in_any_plan() -> None:
     with single_threaded():
         setup = Setup(build=Detector, dataset=Pictures(), clip=None)
@@ -92,6 +95,7 @@ def test_a_criterion_that_forward_makes_runs_as_written_in_any_plan() -> None:
         assert list(for_evaluation(setup.model, setup.recipe, batch).eager) == list(setup.model.eager)
 
 
+@pytest.mark.nightly
 def test_what_it_does_to_the_batch_is_for_the_user_to_say() -> None:
     with single_threaded():
         with pytest.raises(ModelError, match="per_micro_batch=True"):

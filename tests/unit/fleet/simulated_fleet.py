@@ -1,13 +1,12 @@
-"""Any number of workers die at any point: what the manager decides is checked against what workers truly hold."""
+"""Simulated workers around the real state machine: what the manager decides is checked against what they truly hold.
 
-import random
+Nothing happens by itself. A test chooses what happens next (a message arrives, a worker obeys one, a section comes,
+the vote reaches a rank, a worker dies), and the fleet asserts on the way. The seams for other worlds are ``driver``
+(settings, planner, job, the machine itself), ``carry_out`` (what an instruction does) and the acts, one method each.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
-
-import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.unit.fleet.support import Driver, by_class, make_job, make_plan, make_vote, two_stages, unlike_pipelines
 from varuna.core.devices import device_of, region_of, region_of_zone
@@ -31,6 +30,11 @@ from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import Holders, holders_of
 from varuna.engine.copies.late_update import needed
+from varuna.fleet.agent.worker_record import WorkerRecord
+from varuna.fleet.manager.reconcile import Reconciliation, node_of, reconcile
+from varuna.fleet.manager.resume import lost_workers, resume
+from varuna.fleet.net.protocol import Exited
+from varuna.fleet.run_folder.journal import Past
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import (
     DrainRequested,
@@ -40,10 +44,11 @@ from varuna.fleet.state.inputs import (
     NoticeReceived,
     Tick,
     WorkerExited,
+    WorkerSpawned,
     ZoneReceived,
 )
 from varuna.fleet.state.outputs import Instruction, Kill, Publish, Send
-from varuna.fleet.state.phases import Ended, Running
+from varuna.fleet.state.phases import Running
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationStarted, StepRecorded
 from varuna.fleet.state.stutter import SLOW_RATIO
@@ -82,6 +87,14 @@ class SimulatedWorker:
     left: bool = False
     inbox: list[ToWorker] = field(default_factory=list)
     outbox: list[FromWorker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.record = WorkerRecord(self.name)  # what its agent remembers, for a manager that starts again
+
+    def say(self, *messages: FromWorker) -> None:
+        self.outbox += messages
+        for message in messages:
+            self.record.hear(message)
 
     @property
     def rank(self) -> int:
@@ -138,7 +151,7 @@ class SimulatedWorker:
 
     def report(self) -> None:
         unrecorded = tuple(vote for vote in self.votes if vote.step > self.recorded_step)
-        self.outbox.append(
+        self.say(
             Held(
                 generation=self.generation,
                 next_step=self.next_step,
@@ -163,34 +176,40 @@ def one_stage(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
     return make_plan(job, workers, micro_batch, stages=1)
 
 
-Stages = int | Literal["unlike", "by class"] | None
+PLANNERS: dict[str, Callable[[JobFacts, int, int | None], Plan]] = {
+    "one stage": one_stage,
+    "two stages": two_stages,
+    "deep": make_plan,
+    "unlike": unlike_pipelines,
+    "by class": by_class,
+}
 
 
-class World:
+def stormy(workers: int, planner: str, *, shared: bool = False) -> Driver:
+    """Return a machine that replaces its workers; with the planner "by class", half of the devices are of another."""
+    job = make_job(sections=SECTIONS, steps=STEPS).model_copy(update={"memory": Memory(shard_optimizer=shared)})
+    return Driver(
+        FleetConfig(workers=workers, max_start_failures=10_000, slow_ratio=SLOW_RATIO),
+        plan=PLANNERS[planner],
+        class_of=lambda worker: "ab"[int(worker[1:]) % 2] if planner == "by class" else "",
+        job=job,
+        node_of=lambda worker: worker,
+    )
+
+
+class SimulatedFleet:
     """Simulated workers around the real machine; every choice comes from the test."""
 
-    def __init__(self, workers: int, *, stages: Stages, checkpoints: bool, shared: bool = False) -> None:
-        self.shared, self.steps = shared, STEPS
+    def __init__(self, driver: Driver, *, checkpoints: bool) -> None:
+        self.driver, self.checkpoints = driver, checkpoints
+        self.steps, self.shared = driver.job.steps, driver.job.memory.shard_optimizer
         self.workers: dict[str, SimulatedWorker] = {}
         self.votes: dict[int, tuple[Vote, bool]] = {}  # by generation: the newest, with its regroup flag
         self.recorded: list[int] = []
         self.generations: list[int] = []
         self.timeline, self.base = -1, 0  # the generation that last began from a checkpoint or afresh, and its step
+        self.newest_vote: Vote | None = None
         self.seen = 0
-        self.checkpoints = checkpoints
-        self.driver = Driver(
-            FleetConfig(workers=workers, max_start_failures=10_000, slow_ratio=SLOW_RATIO),
-            plan={
-                1: one_stage,
-                2: two_stages,
-                None: make_plan,
-                "unlike": unlike_pipelines,
-                "by class": by_class,
-            }[stages],
-            class_of=lambda worker: "ab"[int(worker[1:]) % 2] if stages == "by class" else "",
-            job=make_job(sections=SECTIONS, steps=STEPS).model_copy(update={"memory": Memory(shard_optimizer=shared)}),
-            node_of=lambda worker: worker,
-        )
         self.sync()
 
     # -- between the machine and the workers
@@ -224,6 +243,7 @@ class World:
             case Publish(event=StepRecorded(step=step)):
                 assert step == (self.recorded[-1] + 1 if self.recorded else 0), "steps are recorded in order, once"
                 self.recorded.append(step)
+                self.newest_vote = self.driver.fleet.votes.get(step)
             case _:
                 pass
 
@@ -264,6 +284,12 @@ class World:
             self.tick()
         return alive[number % len(alive)]
 
+    def start(self, node: str) -> None:
+        """An agent starts a worker."""
+        name = f"{node}.{len(self.workers)}"
+        self.workers[name] = SimulatedWorker(name, self.shared)
+        self.feed(WorkerSpawned(name, node))
+
     def deliver(self, worker: SimulatedWorker) -> None:
         if worker.outbox:
             self.feed(MessageReceived(worker.name, worker.outbox.pop(0)))
@@ -271,21 +297,27 @@ class World:
     def hello(self, worker: SimulatedWorker) -> None:
         known = self.driver.fleet.workers.get(worker.name)
         if worker.alive and known is not None and known.standing is Standing.STARTING:
-            self.driver.hello(worker.name)
-            self.sync()
+            hello = self.driver.hello_of(worker.name)
+            worker.record.hear(hello)
+            self.feed(MessageReceived(worker.name, hello))
 
     def obey(self, worker: SimulatedWorker) -> None:
         """Process one message of the manager."""
         if not worker.alive or not worker.inbox:
             return
-        match worker.inbox.pop(0):
+        message = worker.inbox.pop(0)
+        worker.record.told(message)
+        match message:
             case Assign(assignment=assignment) if not worker.over:
                 self.take(worker, assignment)
             case Hold(generation=generation) if worker.over:
                 if not worker.left:  # its loop is over, whatever began meanwhile
                     worker.generation = max(worker.generation, generation)
                     worker.stop()
-            case Hold(generation=generation) if generation == worker.generation and not worker.stopped:
+            case Hold(generation=generation) if generation > worker.generation or (
+                generation == worker.generation and not worker.stopped
+            ):
+                worker.generation = generation  # of which it was never told, if its manager died before
                 worker.stop()
             case Apply(vote=vote):
                 worker.apply(vote)
@@ -417,7 +449,7 @@ class World:
         if worker.reduced == worker.next_step == vote.step:
             worker.apply(vote)
             if worker.rank == 0:
-                worker.outbox.append(Voted(vote=vote))
+                worker.say(Voted(vote=vote))
             if vote.step == self.steps - 1:
                 worker.over = True
             elif regroup:
@@ -427,13 +459,39 @@ class World:
         """The loop is over; what nobody has written down is said again."""
         if worker.alive and worker.over and not worker.left:
             worker.left = True
-            worker.outbox += [Voted(vote=vote) for vote in worker.votes if vote.step > worker.recorded_step]
-            worker.outbox.append(Leaving(step=self.steps))
+            worker.say(*(Voted(vote=vote) for vote in worker.votes if vote.step > worker.recorded_step))
+            worker.say(Leaving(step=self.steps))
 
     def die(self, worker: SimulatedWorker) -> None:
         worker.alive = False
         worker.outbox.clear()
         self.feed(WorkerExited(worker.name, -9))
+
+    def restart_manager(self, worker: SimulatedWorker) -> None:
+        """The manager dies, and what was on its way with it; the next one has the journal, and what agents remember.
+
+        Meanwhile ``worker`` may die, too.
+        """
+        events = tuple(done.event for done in self.driver.done if isinstance(done, Publish))
+        started = any(isinstance(event, GenerationStarted) for event in events)
+        job = self.driver.job if started else None
+        past = Past(run="r", job=job, version="1", vote=self.newest_vote, events=events)
+        self.driver.fleet = resume(past, self.driver.config, self.driver.now_s)
+        self.driver.open.clear()
+        if len(self.driver.done) % 2:
+            worker.alive = False
+        for each in self.workers.values():
+            each.inbox.clear()
+            each.outbox.clear()
+            each.record.exited = None if each.alive else Exited(code=-9)
+        self.feed(Tick())
+        for node in sorted({node_of(name) for name in self.workers}):
+            here = tuple(each.record.snapshot() for each in self.workers.values() if node_of(each.name) == node)
+            heard, fenced = reconcile(self.driver.fleet, lost_workers(past), Reconciliation(node, here))
+            for name in fenced:
+                self.workers[name].alive = False
+            for event in heard:
+                self.feed(event)
 
     def notice(self, worker: SimulatedWorker) -> None:
         """Its node will be taken away, sooner or later than it takes to leave it."""
@@ -492,134 +550,3 @@ class World:
             self.round()
         assert isinstance(self.driver.fleet.phase, Running), (self.driver.fleet.phase, self.driver.end)
         assert len(self.driver.told(StepRecorded)) >= goal
-
-
-class Storm(RuleBasedStateMachine):
-    @initialize(
-        workers=st.integers(2, 6),
-        stages=st.sampled_from([None, 2, 1, "unlike", "by class"]),
-        checkpoints=st.booleans(),
-        shared=st.booleans(),
-        late=st.booleans(),
-    )
-    def begin(self, workers: int, stages: Stages, checkpoints: bool, shared: bool, late: bool) -> None:
-        self.world = World(workers, stages=stages, checkpoints=checkpoints, shared=shared)
-        if late:  # plans and checkpoints are found while other things happen
-            chance = random.Random(workers)
-            self.world.driver.answers = lambda: chance.random() < 0.3
-        for _ in range(3):
-            self.world.round()
-
-    def pick(self, number: int) -> SimulatedWorker:
-        return self.world.someone(number)
-
-    @rule(number=st.integers(0, 20))
-    def deliver(self, number: int) -> None:
-        self.world.deliver(self.pick(number))
-
-    @rule(number=st.integers(0, 20))
-    def obey(self, number: int) -> None:
-        self.world.obey(self.pick(number))
-
-    @rule(number=st.integers(0, 20))
-    def learn(self, number: int) -> None:
-        self.world.learn(self.pick(number))
-
-    @rule(number=st.integers(0, 20))
-    def gather(self, number: int) -> None:
-        self.world.gather(self.pick(number))
-
-    @rule(number=st.integers(0, 20))
-    def fetch(self, number: int) -> None:
-        self.world.fetch(self.pick(number))
-
-    @rule(number=st.integers(0, 20))
-    def hello(self, number: int) -> None:
-        self.world.hello(self.pick(number))
-
-    @rule()
-    def vote(self) -> None:
-        self.world.vote()
-
-    @rule(ticks=st.integers(1, 8))
-    def tick(self, ticks: int) -> None:
-        for _ in range(ticks):
-            self.world.tick()
-
-    @rule()
-    def round(self) -> None:
-        self.world.round()
-
-    @rule(number=st.integers(0, 20))
-    def die(self, number: int) -> None:
-        self.world.die(self.pick(number))
-
-    @rule(number=st.integers(0, 20))
-    def notice(self, number: int) -> None:
-        self.world.notice(self.pick(number))
-
-    @rule(number=st.integers(0, 20))
-    def drain(self, number: int) -> None:
-        self.world.drain(self.pick(number))
-
-    @rule(number=st.integers(0, 20))
-    def place(self, number: int) -> None:
-        self.world.place(self.pick(number))
-
-    @rule(number=st.integers(0, 20))
-    def freeze(self, number: int) -> None:
-        self.world.freeze(self.pick(number))
-
-    @invariant()
-    def nothing_ends_by_itself(self) -> None:
-        assert not isinstance(self.world.driver.fleet.phase, Ended), self.world.driver.end
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.check_liveness()
-
-
-TestStorm = Storm.TestCase
-TestStorm.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    deadline=None,
-    phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes; the seeds below are short enough to read
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("seed", range(100))
-def test_random_storms(seed: int, shared: bool) -> None:
-    """Longer than what hypothesis tries, and with deaths close together."""
-    choose = random.Random(seed)
-    depths: list[Stages] = [1, 2] if shared else [None, 2, "unlike", "by class"]
-    world = World(choose.randint(2, 6), stages=choose.choice(depths), checkpoints=choose.random() < 0.5, shared=shared)
-    for _ in range(choose.randint(1, 6)):
-        world.round()
-    deaths = choose.choice([0.3, 1, 3])
-    acts = (
-        world.deliver,
-        world.obey,
-        world.learn,
-        world.fetch,
-        world.gather,
-        world.vote_and_tick,
-        world.hello,
-        world.die,
-        world.freeze,
-        world.notice,
-        world.drain,
-        world.place,
-        world.ask,
-    )
-    for _ in range(300):
-        [act] = choose.choices(
-            acts, weights=[20, 20, 20, 10, 10, 8, 3, deaths, deaths / 5, deaths / 2, deaths / 4, 1, 0.2]
-        )
-        act(world.someone(choose.randrange(20)))
-        if choose.random() < 0.01:
-            world.round()
-    world.check_liveness()

@@ -1,18 +1,103 @@
-"""Workers die at any point of a step, and others keep copies of their sums: each micro-batch counts once."""
+"""Any number of workers die at any point, whatever else happens then; what workers truly hold judges the manager."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
-from tests.unit.fleet.machine.test_machine_storm import SECTIONS, SimulatedWorker, Stages, World
+from tests.depth import by_depth
+from tests.unit.fleet.simulated_fleet import PLANNERS, SECTIONS, STEPS, SimulatedFleet, SimulatedWorker, stormy
+from tests.unit.fleet.support import Driver, make_job
 from varuna.core.messages import Held
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, numbers_of, spans_of
 from varuna.fleet.manager.validation import objection_to_sums
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.phases import Ended
 
 MICRO_BATCH = 2
+
+Act = Callable[[SimulatedWorker], None]
+
+
+def storm(fleet: SimulatedFleet, choose: random.Random, weights: dict[Act, float], acts: int) -> None:
+    """Let things happen in any order; the run never ends by itself, and left alone it gets on."""
+    for _ in range(acts):
+        [act] = choose.choices(list(weights), weights=list(weights.values()))
+        act(fleet.someone(choose.randrange(20)))
+        assert not isinstance(fleet.driver.fleet.phase, Ended), fleet.driver.end
+        if choose.random() < 0.015:
+            fleet.round()
+    fleet.check_liveness()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("seed", range(by_depth(10, 100)))
+def test_whoever_dies_no_committed_step_is_lost_and_the_run_gets_on(seed: int, shared: bool) -> None:
+    choose = random.Random(seed)
+    planners = ["one stage", "two stages"] if shared else ["deep", "two stages", "unlike", "by class"]
+    planner, checkpoints = planners[seed % len(planners)], choose.random() < 0.5
+    fleet = SimulatedFleet(stormy(choose.randint(2, 6), planner, shared=shared), checkpoints=checkpoints)
+    if choose.random() < 0.3:  # plans and checkpoints are found while other things happen
+        late = random.Random(seed)
+        fleet.driver.answers = lambda: late.random() < 0.3
+    for _ in range(choose.randint(1, 6)):
+        fleet.round()
+    deaths = choose.choice([0.3, 1, 3])
+    weights: dict[Act, float] = {
+        fleet.deliver: 20,
+        fleet.obey: 20,
+        fleet.learn: 20,
+        fleet.fetch: 10,
+        fleet.gather: 10,
+        fleet.vote_and_tick: 8,
+        fleet.hello: 3,
+        fleet.die: deaths,
+        fleet.freeze: deaths / 5,
+        fleet.notice: deaths / 2,
+        fleet.drain: deaths / 4,
+        fleet.place: 1,
+        fleet.ask: 0.2,
+    }
+    storm(fleet, choose, weights, 300)
+
+
+class FleetOfAgents(SimulatedFleet):
+    """Two machines, whose agents start another worker when one is gone."""
+
+    def __init__(self, workers: int, planner: str, *, checkpoints: bool) -> None:
+        config = FleetConfig(workers=workers, elastic=True, replace=False, wait_s=float("inf"))
+        job = make_job(sections=SECTIONS, steps=STEPS)
+        super().__init__(Driver(config, plan=PLANNERS[planner], job=job), checkpoints=checkpoints)
+        self.tick()
+
+    def tick(self) -> None:
+        super().tick()
+        for _ in range(self.driver.config.workers - sum(worker.alive for worker in self.workers.values())):
+            self.start(f"n{len(self.workers) % 2}")
+
+
+@pytest.mark.parametrize("seed", range(by_depth(12, 200)))
+def test_a_manager_that_dies_at_any_moment_comes_back_to_the_same_run(seed: int) -> None:
+    """What the next one has is the journal and what agents remember: numbers of generations go on, as steps do."""
+    choose = random.Random(seed)
+    planner = ["one stage", "two stages", "unlike"][seed % 3]
+    fleet = FleetOfAgents(choose.randint(2, 6), planner, checkpoints=choose.random() < 0.5)
+    for _ in range(choose.randint(0, 4)):
+        fleet.round()
+    weights: dict[Act, float] = {
+        fleet.deliver: 20,
+        fleet.obey: 20,
+        fleet.learn: 20,
+        fleet.fetch: 10,
+        fleet.vote_and_tick: 8,
+        fleet.hello: 3,
+        fleet.die: 0.5,
+        fleet.restart_manager: choose.choice([0.5, 3]),
+    }
+    storm(fleet, choose, weights, 300)
 
 
 @dataclass
@@ -28,21 +113,21 @@ class Summed:
     """micro-batches of its pipeline that it has run in this generation"""
 
 
-class SummingWorld(World):
-    """One whose workers add, send copies, and go on from what they are told to."""
+class SummingFleet(SimulatedFleet):
+    """A fleet whose workers add micro-batches, send copies of sums, and continue from what they are told to."""
 
-    def __init__(self, workers: int, *, stages: Stages) -> None:
+    def __init__(self, driver: Driver) -> None:
         self.summed: dict[str, Summed] = {}
         self.kept = self.copied = 0
-        super().__init__(workers, stages=stages, checkpoints=True)
+        super().__init__(driver, checkpoints=True)
 
-        plan = self.driver.plan
+        plan = driver.plan
 
         def with_copies(job: JobFacts, count: int, micro_batch: int | None) -> Plan:
             made = plan(job, count, micro_batch)
             return made.model_copy(update={"copies": Copies.SUMS if made.replicas > 1 else Copies.NONE})
 
-        self.driver.plan = with_copies
+        driver.plan = with_copies
 
     def settle(self) -> bool:
         """Form the newest generation's sums, once all its members are there; whether they are."""
@@ -176,24 +261,29 @@ class SummingWorld(World):
         return held.model_copy(update={"sums": sums})
 
 
-@pytest.mark.parametrize("stages", [1, 2, "unlike"])
-def test_whoever_dies_each_micro_batch_counts_once(stages: Stages) -> None:
-    """Vote by vote, and whatever was told is what a generation begins with. Copies are gone on from, many times."""
+def test_whoever_dies_each_micro_batch_counts_once() -> None:
+    """Vote by vote; whatever was told is what a generation begins with. Many continue from sums, some from copies."""
     kept = copied = 0
-    for seed in range(30):
+    seeds = by_depth(12, 90)
+    for seed in range(seeds):
         choose = random.Random(seed)
-        world = SummingWorld(choose.randint(3, 6), stages=stages)
+        fleet = SummingFleet(stormy(choose.randint(3, 6), ["one stage", "two stages", "unlike"][seed % 3]))
         for _ in range(3):
-            world.round()
+            fleet.round()
         deaths = choose.choice([0.3, 1])
-        acts = (world.deliver, world.obey, world.learn, world.fetch, world.add, world.send, world.vote_and_tick)
-        rare = (world.hello, world.die, world.freeze)
-        for _ in range(500):
-            [act] = choose.choices((*acts, *rare), weights=[20, 20, 20, 10, 60, 40, 2, 3, deaths, deaths / 5])
-            act(world.someone(choose.randrange(20)))
-            if choose.random() < 0.02:
-                world.round()
-        world.check_liveness()
-        kept, copied = kept + world.kept, copied + world.copied
-    assert kept > 50
-    assert copied > 5
+        weights: dict[Act, float] = {
+            fleet.deliver: 20,
+            fleet.obey: 20,
+            fleet.learn: 20,
+            fleet.fetch: 10,
+            fleet.add: 60,
+            fleet.send: 40,
+            fleet.vote_and_tick: 2,
+            fleet.hello: 3,
+            fleet.die: deaths,
+            fleet.freeze: deaths / 5,
+        }
+        storm(fleet, choose, weights, 500)
+        kept, copied = kept + fleet.kept, copied + fleet.copied
+    assert kept > 2 * seeds
+    assert copied > seeds / 9

@@ -1,0 +1,98 @@
+"""What it costs a step to watch what the script has handed over: models of several sizes, side by side.
+
+    python benchmarks/handed_over_cost.py
+
+For each model: parameters, modules, microseconds per step with the watch, and per parameter beyond the smallest model.
+"""
+
+import time
+from collections.abc import Mapping
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from varuna.job.handed_over.watching import BEFORE_STEP, COLLATE, DATASET, LOSS, METRICS, HandedOver
+
+ROUNDS, STEPS = 15, 100
+scale = 1.0
+
+
+class Samples:
+    """A dataset with an option."""
+
+    level = 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.full((8,), float(index)) * (1 + self.level)}
+
+
+def model_of(layers: int) -> nn.Module:
+    """A stack with two modules and four parameters a layer."""
+    return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(8, 8), nn.LayerNorm(8))))
+
+
+def loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """A loss that reads a global."""
+    return scale * (output - batch["x"]).pow(2).mean()
+
+
+def metrics(output: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums that read a global."""
+    return {"large": (output > scale).sum() + 0 * batch["x"].sum()}
+
+
+def before_step(named: list[tuple[str, nn.Parameter]]) -> None:
+    """Scales gradients."""
+    for _, parameter in named:
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale)
+
+
+def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stacks."""
+    return {"x": torch.stack([each["x"] for each in samples]) * scale}
+
+
+def watched_us(layers: int, *, watches: bool) -> float:
+    """Microseconds of this thread's CPU time for a turn of the loop that writes the rate."""
+    model = model_of(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    functions = ((LOSS, loss), (METRICS, metrics), (BEFORE_STEP, before_step), (COLLATE, collate), (DATASET, Samples()))
+    handed = HandedOver(functions, model=model, optimizer=optimizer)
+    if watches:
+        handed.begin()
+    taken = []
+    for _ in range(ROUNDS):
+        begin_s = time.thread_time()
+        for step in range(STEPS):
+            options = [{**group, "params": []} for group in optimizer.param_groups]
+            if watches:
+                with handed.script(options):
+                    optimizer.param_groups[0]["lr"] = 1e-3 / (1 + step)
+                handed.check(None)
+                handed.written()
+            else:
+                optimizer.param_groups[0]["lr"] = 1e-3 / (1 + step)
+        taken.append((time.thread_time() - begin_s) / STEPS * 1e6)
+    handed.end()
+    return median(taken)
+
+
+def main() -> None:
+    """Print a table."""
+    print(f"{'parameters':>10} {'modules':>8} {'bare us':>8} {'watched us':>11} {'us per parameter':>17}")
+    first: tuple[int, float] | None = None
+    for layers in (2, 25, 100, 400):
+        bare, watched = watched_us(layers, watches=False), watched_us(layers, watches=True)
+        count = sum(1 for _ in model_of(layers).parameters())
+        first = first or (count, watched)
+        each = (watched - first[1]) / (count - first[0]) if count > first[0] else float("nan")
+        print(f"{count:>10} {2 * layers + 1:>8} {bare:>8.1f} {watched:>11.1f} {each:>17.2f}")
+
+
+if __name__ == "__main__":
+    main()

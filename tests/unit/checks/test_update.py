@@ -1,0 +1,191 @@
+"""The check of the update refuses what several stages or a move would change, and is silent about the rest."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+import varuna
+from tests.unit.engine.models import SmallLanguage, Tokens
+from tests.unit.engine.ranks import Setup
+from tests.unit.engine.stage.optimizers import KINDS, Noisy, OverAll, values
+from varuna.checks.update import UpdateCheck
+from varuna.core.errors import UsageError
+from varuna.testing import run
+from varuna.trainer import Trainer
+
+
+def sgd(named: Any) -> Optimizer:
+    return SGD(values(named), lr=0.1, momentum=0.9)
+
+
+def check(optimizer: Any = sgd, before_step: Any = None, scheduler: Any = None) -> UpdateCheck:
+    return UpdateCheck(Setup().model, optimizer, scheduler, before_step)
+
+
+def hugging_faces(named: Any) -> Optimizer:
+    from transformers import Adafactor
+
+    found: Optimizer = Adafactor(values(named), lr=1e-2, relative_step=False)  # type: ignore[no-untyped-call]
+    return found
+
+
+def noise(named: Any) -> None:
+    for _, p in named:
+        p.grad.add_(torch.randn_like(p.grad))
+
+
+def told(named: Any) -> None:
+    """Looks at everything, and changes nothing by it."""
+    total = sum(float(p.grad.norm()) for _, p in named)
+    assert total >= 0 or total != total
+
+
+def shared_norm(named: Any) -> None:
+    squares = sum(p.grad.square().sum() for _, p in named if varuna.owned(p))
+    norm = varuna.all_reduce_shared(torch.as_tensor(squares)).sqrt()
+    for _, p in named:
+        p.grad.div_(norm + 1.0)
+
+
+def own_clip(named: Any) -> None:
+    torch.nn.utils.clip_grad_norm_([p for _, p in named], 1e3)
+
+
+def halving(optimizer: Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+SILENT: dict[str, dict[str, Any]] = {
+    **{name: {"optimizer": kind, "scheduler": halving if "rate" not in name else None} for name, kind in KINDS.items()},
+    "noise in the optimizer": {"optimizer": lambda named: Noisy(values(named), lr=0.1)},
+    "noise": {"before_step": noise},
+    "logging": {"before_step": told},
+    "a norm that stages share": {"before_step": shared_norm},
+    "Adafactor": {"optimizer": hugging_faces},
+}
+
+
+@pytest.mark.parametrize("given", SILENT.values(), ids=SILENT.keys())
+def test_updates_that_every_plan_makes_alike_pass(given: dict[str, Any]) -> None:
+    found = check(**given)
+    found.of_moves()
+    found.of_stages()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {"optimizer": lambda named: OverAll(values(named))},
+            "^the optimizer at .* computes something over parameters",
+        ),
+        ({"optimizer": lambda named: OverAll(values(named), d=1e-9)}, r"options\['d'\], .* would become other"),
+        ({"before_step": own_clip}, r"^before_step= .*test_update\.py:\d+ .*pass clip_grad_norm= to varuna.Trainer"),
+        (
+            {"before_step": lambda named: named[0][1].grad.add_(sum(p.grad.sum() for _, p in named))},
+            "would become other",
+        ),
+    ],
+)
+def test_what_computes_over_all_parameters_is_refused_before_several_stages(given: dict[str, Any], text: str) -> None:
+    found = check(**given)
+    found.of_moves()
+    with pytest.raises(UsageError, match=text):
+        found.of_stages()
+
+
+class Remembers(SGD):
+    """Keeps momentum in a table of its own."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.momenta: dict[Any, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.momenta[p] = self.momenta.get(p, 0) * 0.9 + p.grad
+            p.sub_(self.momenta[p], alpha=0.1)
+
+
+class OwnGenerator(Remembers):
+    """Draws from a generator of its own."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        super().__init__(parameters)
+        self.generator = np.random.default_rng(0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1 * float(self.generator.random()))
+
+
+class Projector:
+    """What no checkpoint can hold."""
+
+
+class Projects(Remembers):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["projector"] = Projector()
+
+
+def hooked(named: Any) -> Optimizer:
+    found, steps = SGD(values(named), lr=0.1), [0]
+
+    def warm(optimizer: Optimizer, *_: object) -> None:
+        steps[0] += 1
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.mul_(min(1.0, steps[0] / 4))
+
+    found.register_step_pre_hook(warm)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (lambda named: Remembers(values(named)), "otherwise after a change of plan"),
+        (lambda named: OwnGenerator(values(named)), "otherwise after a change of plan"),
+        (hooked, "otherwise after a change of plan"),
+        (lambda named: Projects(values(named)), r"a Projector in state\[parameter\]\['projector'\] \(of embed"),
+    ],
+)
+def test_what_a_move_would_lose_is_refused(kind: Callable[[Any], Optimizer], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        check(kind).of_moves()
+
+
+seen: list[int] = []
+
+
+def test_the_check_leaves_what_before_step_remembers_alone() -> None:
+    count = 0
+
+    def counts(named: Any) -> None:
+        nonlocal count
+        count += 1
+        seen.append(count)
+
+    found = check(before_step=counts)
+    found.of_moves()
+    found.of_stages()
+    assert (count, seen) == (0, [])
+
+
+def test_a_run_with_several_stages_is_refused_in_words_and_one_of_one_stage_runs() -> None:
+    def script() -> None:
+        make: Any = lambda named: OverAll(values(named))  # noqa: E731
+        for _ in Trainer(SmallLanguage, Tokens(), make, 8, micro_batch=2).steps(2):
+            pass
+
+    with pytest.raises(UsageError, match=r"varuna run --stages 1"):
+        run(script, workers=2, stages={2: 2})
+    assert len(run(script, workers=2, stages={2: 1}).losses) == 2

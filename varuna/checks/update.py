@@ -1,0 +1,329 @@
+"""Before it is applied: does the user's update train the same model in any plan, and after a change of plan?
+
+Some steps of ``before_step=``, the optimizer and its schedule, on drawn parameters and gradients, as stages make them:
+on one stage; with its state moved in between, as in a morph or a resumed run; on a stage for each section; and with
+other gradients in one section. No forward or backward pass is needed for that, and large shapes are made small.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from varuna.checkpoint.io.section_state import JSON, from_bytes, to_bytes
+from varuna.core.errors import UsageError, VarunaError
+from varuna.data.randomness import SeededTurn, derive_key, seeded
+from varuna.engine.stage.cross_stage import Exchange, LocalExchange, installed
+from varuna.engine.stage.load_state import optimizer_state_of, state_in
+from varuna.engine.stage.optimizer import (
+    NamedParameters,
+    OptimizerFactory,
+    SchedulerFactory,
+    StageOptimizer,
+    call_before_step,
+)
+from varuna.engine.stage.parameter_groups import whole_groups
+from varuna.partition.model import PartitionedModel
+from varuna.partition.object_copies import independent
+from varuna.partition.optimizer_state import BESIDE
+from varuna.partition.optimizers import build_optimizer, is_torchs
+from varuna.partition.parameter_marks import ParameterMarks, put_marks
+from varuna.partition.plain_values import from_json
+from varuna.partition.watching.user_lines import place_of
+
+_STEPS = 4
+_MOVED_AFTER = 1
+_MOST_ELEMENTS, _EDGE = 2**21, 8
+"""Larger models are tried with dimensions of this many elements at most."""
+_CLOSE = 1e-4
+_BLOWN_UP = 4096.0
+
+Values = Mapping[str, Tensor]
+
+
+class Trained(NamedTuple):
+    """What becomes of a parameter: its value, how far it has moved, and what its optimizer keeps for it."""
+
+    value: Tensor
+    way: Tensor
+    tensors: Mapping[str, Tensor]
+    scalars: Mapping[str, JSON]
+
+
+ByName = Mapping[str, Trained]
+Change = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class UpdateCheck:
+    """The check of one job's update."""
+
+    model: PartitionedModel
+    optimizer: OptimizerFactory
+    scheduler: SchedulerFactory | None = None
+    before_step: Callable[[NamedParameters], None] | None = None
+    marks: ParameterMarks = field(default_factory=dict)
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """on which the update runs"""
+
+    def of_moves(self) -> None:
+        """Check that what the update needs of earlier steps is moved and saved.
+
+        Raises:
+            UsageError: it trains otherwise after a change of plan, or on resume.
+        """
+        expected = self._expected
+        moved = None if expected is None else self._outcome_in([self._names], moves=True)
+        if expected is not None and moved is not None and (odd := _differences(moved, expected)):
+            raise UsageError(
+                f"{self._what} would train otherwise after a change of plan, or when the run resumes: {_named(odd)} "
+                "would become other, since something that it keeps from step to step is not moved with its "
+                "parameters. What step() changes in state[parameter], in the options of its groups, and in attributes "
+                "that are numbers, texts, small tensors, or lists and dicts of those is moved and saved. Keep it "
+                "there; tensors as large as a parameter in state[parameter]."
+            )
+
+    def of_stages(self) -> None:
+        """Check that no parameter depends on those of other sections, unless by ``all_reduce_shared``.
+
+        Raises:
+            UsageError: one does: several stages would train another model.
+        """
+        expected = self._expected
+        if expected is None or len(self._sections) < 2:
+            return
+        odd = [] if self._shared else _differences(self._outcome_in(self._sections) or expected, expected)
+        for section, factor in ((self._sections[0], _BLOWN_UP), (self._sections[-1], float("inf"))):
+            if not odd:
+                odd = self._reached(section, factor, expected)
+        if odd:
+            raise UsageError(
+                f"{self._what} computes something over parameters of several sections, of which a stage has a part "
+                f"only: on several stages {_named(odd)} would become other. varuna inspect --trace names the "
+                "lines. Combine it over the stages with varuna.all_reduce_shared, or train on one stage: varuna run "
+                "--stages 1. For gradient clipping, pass clip_grad_norm= to varuna.Trainer."
+            )
+
+    # -- what is tried -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _sections(self) -> list[list[str]]:
+        """Trainable parameters by their owners, without sections that have none."""
+        found: dict[int, list[str]] = {}
+        for name in self.model.shapes:
+            if name in self.model.trainable:
+                found.setdefault(self.model.owner_of(name), []).append(name)
+        return [found[section] for section in sorted(found)]
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for its in self._sections for name in its]
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {name: tuple(self.model.shapes[name]) for name in self._names}
+        if sum(torch.Size(shape).numel() for shape in shapes.values()) <= _MOST_ELEMENTS:
+            return shapes
+        return {name: tuple(min(size, _EDGE) for size in shape) for name, shape in shapes.items()}
+
+    def drawn(self, name: str, step: int) -> Tensor:
+        """First values of a parameter (step 0), or its gradients."""
+        generator = torch.Generator().manual_seed(derive_key(0, name, step))
+        return (0.1 * torch.randn(self._shapes[name], generator=generator)).to(self.device)
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """No code of the user's runs in an update; or it cannot be tried."""
+        if self.before_step is not None:
+            return not self._sections
+        try:
+            with seeded(0, "update check"):
+                named = [(name, nn.Parameter(self.drawn(name, 0))) for name in self._names]
+                put_marks(named, self.marks)
+                return not named or is_torchs(build_optimizer(self.optimizer, named))
+        except Exception:  # noqa: BLE001 - whatever the user's function raises; training will say it
+            return True
+
+    @property
+    def _what(self) -> str:
+        """Who is to blame, as far as that is simple to tell."""
+        given = "the optimizer" if self.before_step is None else "before_step= (or the optimizer)"
+        return f"{given} at {place_of(self.before_step or self.optimizer)}"
+
+    @cached_property
+    def _shared(self) -> list[Tensor]:
+        """What ``all_reduce_shared`` returned on one stage, in order."""
+        recorded = _Recorded()
+        self._run([self._names], exchange=recorded)
+        return recorded.answers
+
+    @cached_property
+    def _expected(self) -> ByName | None:
+        """Parameters after some steps on one stage; None: nothing can be told from them."""
+        if self._is_plain:
+            return None
+        one, again = self._outcome_in([self._names]), self._outcome_in([self._names])
+        if one is None or again is None or _differences(again, one):  # it draws by itself: the replicas are compared
+            return None
+        return one
+
+    def _reached(self, own: Sequence[str], factor: float, expected: ByName) -> list[str]:
+        """Parameters of other sections that other gradients in one section change."""
+        change: Change = lambda name, value: value * factor if name in own else value  # noqa: E731
+        try:
+            found = self._run([self._names], change=change, exchange=_Replay(self._shared))
+        except VarunaError:
+            raise
+        except Exception:  # noqa: BLE001 - code that refuses infinities
+            return []
+        return _differences(found, expected, but=frozenset(own))
+
+    def _outcome_in(self, stages: Sequence[Sequence[str]], *, moves: bool = False) -> ByName | None:
+        """Parameters after some steps; None if the user's code fails on drawn values, here or when it moves."""
+        try:
+            return self._run(stages, moves=moves)
+        except VarunaError:
+            raise
+        except Exception:  # noqa: BLE001 - code that needs a device, other shapes, or the model's own values
+            return None
+
+    def _run(
+        self,
+        stages: Sequence[Sequence[str]],
+        *,
+        moves: bool = False,
+        change: Change = lambda name, value: value,
+        exchange: Exchange | None = None,
+    ) -> ByName:
+        with seeded(0, "update check"):
+            made = [_Stage(self, {name: self.drawn(name, 0) for name in names}, {}, 0) for names in stages]
+        for step in range(_STEPS):
+            for stage in made:
+                gradients = {name: change(name, self.drawn(name, step + 1)) for name, _ in stage.named}
+                with installed(exchange or LocalExchange()):
+                    stage.apply(step, gradients)
+            if moves and step == _MOVED_AFTER:
+                made = [stage.moved(step + 1) for stage in made]
+        return {name: stage.kept(name, value.detach()) for stage in made for name, value in stage.named}
+
+    @cached_property
+    def groups(self) -> Any:
+        """Parameter groups of the whole model, which a schedule needs."""
+        return () if self.scheduler is None else whole_groups(self.optimizer, self._shapes)
+
+
+class _Stage:
+    """One stage's part of the update, as the engine makes it."""
+
+    def __init__(self, check: UpdateCheck, values: Values, state: Mapping[str, Mapping[str, Any]], steps: int) -> None:
+        self._check = check
+        self.named = [(name, nn.Parameter(value.clone())) for name, value in values.items()]
+        put_marks(self.named, check.marks)
+        self._before_step = independent(check.before_step)
+        self._optimizer = StageOptimizer(check.optimizer, check.scheduler, self.named, state, steps, whole=check.groups)
+
+    def apply(self, step: int, gradients: Values) -> None:
+        """Make a step."""
+        for name, parameter in self.named:
+            parameter.grad = gradients[name]
+        with SeededTurn(self._check.seed, "update", step):
+            call_before_step(self._before_step, self.named)
+            self._optimizer.update(lambda written: None)
+        self._optimizer.advance()
+
+    def kept(self, name: str, value: Tensor) -> Trained:
+        """What became of a parameter."""
+        return Trained(value, value - self._check.drawn(name, 0), *self._optimizer.state_of(name))
+
+    def moved(self, steps: int) -> "_Stage":
+        """The stage built again from its state, as bytes."""
+        state = from_bytes(to_bytes(state_in(0, dict(self.named), {}, self._optimizer.state_of, None)))
+        values = {name: state.tensors[f"parameters/{name}"].to(self._check.device) for name, _ in self.named}
+        found = _Stage(self._check, values, optimizer_state_of({0: state}, (0,)), steps)
+        found._before_step = self._before_step  # a survivor has the same
+        return found
+
+
+class _Recorded:
+    """Answers ``all_reduce_shared`` as one stage does, and remembers the answers."""
+
+    def __init__(self) -> None:
+        self.answers: list[Tensor] = []
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """The tensor."""
+        self.answers.append(tensor.detach().clone())
+        return tensor
+
+    def owns(self, parameter: Tensor) -> bool:
+        """True: one stage owns everything."""
+        return True
+
+
+class _Replay(_Recorded):
+    """Answers as before: what goes that way may reach other sections."""
+
+    def __init__(self, answers: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._answers = iter(answers)
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """The answer of the same call before; its own part where it makes more calls."""
+        return next(self._answers, tensor).clone()
+
+
+def _differences(found: ByName, expected: ByName, but: frozenset[str] = frozenset()) -> list[str]:
+    """What differs by more than rounding: parameters, and what their optimizer keeps beside them."""
+    odd: dict[str, None] = {}
+    for name, kept in expected.items():
+        if name not in but:
+            other = found[name]
+            if not _is_close(other.value, kept.value, kept.way):
+                odd[name] = None
+            for key, value in kept.tensors.items():
+                if key not in other.tensors or not _is_close(other.tensors[key], value, value):
+                    odd[f"state[parameter][{key!r}] of {name}"] = None
+            for key in kept.scalars.keys() | other.scalars.keys():
+                one, two = kept.scalars.get(key), other.scalars.get(key)
+                if not _is_alike(one, two):
+                    odd[_beside(one, two) if key == BESIDE else f"state[parameter][{key!r}] of {name}"] = None
+    return list(odd)
+
+
+def _is_close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    """Whether two tensors are alike but for rounding of themselves, and of what was added to them."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    room = _CLOSE * scale.abs() + 2 * torch.finfo(expected.dtype).eps * expected.abs()
+    same = (found == expected) | (found.isnan() & expected.isnan()) | ((found - expected).abs() <= room)
+    return bool(same.all())
+
+
+def _is_alike(one: JSON, two: JSON) -> bool:
+    if isinstance(one, float) and isinstance(two, float | int):
+        return one == two or (one != one and two != two) or math.isclose(one, two, rel_tol=_CLOSE)
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(map(_is_alike, one, two))
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_is_alike(one[key], two[key]) for key in one)
+    return one == two
+
+
+def _beside(one: JSON, two: JSON) -> str:
+    """The first entry beside parameters that differs."""
+    lists = [each if isinstance(each, list) else [] for each in (one, two)]
+    entries: list[Any] = [*lists[0], *lists[1]]
+    other = [each for each in entries if not all(any(_is_alike(each, its) for its in side) for side in lists)]
+    label, _, key, _ = other[0] if other else entries[0]
+    return f"{label}[{from_json(key)!r}]"
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

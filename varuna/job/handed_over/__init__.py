@@ -1,0 +1,5 @@
+"""What the script has handed over to its Trainer, watched while the script has control.
+
+In: the user's functions with their roles, a model and an optimizer that the script has built. Out: options that the
+loop has written, to be taken over, or a refusal of what else has changed.
+"""

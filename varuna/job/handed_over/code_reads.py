@@ -1,0 +1,290 @@
+"""What a function reads around it, found in its bytecode: closures, globals, and attributes of its object.
+
+Functions that it calls by such a name count, too, unless a library has defined them. What it stores itself does not:
+a counter or a cache of its own. What is read by another way, such as ``globals()[name]`` or a C extension, is not seen.
+"""
+
+import dis
+import functools
+import inspect
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from varuna.partition.watching.own_code import OWN
+from varuna.process.scripts import LIBRARIES
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda _: "missing", "__reduce__": lambda _: "MISSING"})()
+_MOST_FUNCTIONS = 300
+_OF_CONTAINERS = """append appendleft extend extendleft insert add update setdefault pop popleft popitem clear remove
+    discard sort reverse"""
+_WRITES = frozenset(_OF_CONTAINERS.split())
+"""Methods of containers, for whose sake alone a function does not read one."""
+_BASES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_SILENT = ("CACHE", "PUSH_NULL", "PRECALL", "NOP", "EXTENDED_ARG", "RESUME")
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
+
+Key = tuple[str, Any]
+"""An attribute (``.``) or an item (``[``), by name."""
+
+
+class ReadPlace(NamedTuple):
+    """Where a value is found: a dictionary or a cell, and the way from there."""
+
+    base: Any
+    """a namespace's dictionary, a closure's cell, or an object"""
+    keys: tuple[Key, ...]
+    name: str
+    """as the user's code says it"""
+
+    def value(self) -> Any:
+        """What is there now."""
+        found = self.base
+        for key in self.keys:
+            found = _step(found, key)
+            if found is MISSING:
+                break
+        return found
+
+    @property
+    def last(self) -> str:
+        """The name that a statement that writes there has."""
+        return str(self.keys[-1][1]) if self.keys and self.keys[-1][1] != "cell_contents" else self.name
+
+
+@dataclass
+class Reads:
+    """What some functions read."""
+
+    places: dict[tuple[int, tuple[Key, ...]], ReadPlace] = field(default_factory=dict)
+    written: set[tuple[int, tuple[Key, ...]]] = field(default_factory=set)
+    """what the functions store themselves"""
+    names: set[str] = field(default_factory=set)
+    """all attributes and globals that the code names"""
+    texts: set[str] = field(default_factory=set)
+    """all texts in it, such as keys"""
+    modules: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
+    """that the functions call"""
+    _seen: set[tuple[int, int]] = field(default_factory=set)
+
+    def found(self) -> list[ReadPlace]:
+        """All places but those that the functions write, or that lie in something that they write."""
+        return [
+            place
+            for (base, keys), place in self.places.items()
+            if not any((base, keys[:stop]) in self.written for stop in range(1, len(keys) + 1))
+        ]
+
+    def follow(self, subject: Any, name: str) -> None:
+        """Look into a function, a method, or an object that can be called or indexed."""
+        if isinstance(subject, functools.partial):
+            self.follow(subject.func, name)
+            for key, each in ((".args", subject.args), (".keywords", subject.keywords)):
+                self._leaf(ReadPlace(subject, ((".", key[1:]),), f"{name}{key}"), each)
+            return
+        if isinstance(subject, types.MethodType):
+            self._code(inspect.unwrap(subject.__func__), subject.__self__, _label(subject.__self__, name))
+        elif isinstance(subject, types.FunctionType):
+            self._code(inspect.unwrap(subject), MISSING, name)
+        elif isinstance(subject, nn.Module):
+            self.modules.setdefault(id(subject), (subject, name))
+            for path, each in subject.named_modules():
+                forward = vars(each).get("forward", type(each).forward)
+                self._code(
+                    inspect.unwrap(getattr(forward, "__func__", forward)), each, f"{name}.{path}" if path else name
+                )
+        elif not isinstance(subject, _CODE):
+            for method in ("__call__", "__getitem__", "__getitems__", "__len__", "index_at"):
+                function = inspect.getattr_static(type(subject), method, None)
+                if isinstance(function, types.FunctionType):
+                    self._code(inspect.unwrap(function), subject, name)
+
+    def _code(self, function: Any, owner: Any, name: str) -> None:
+        code = getattr(function, "__code__", None)
+        if code is None or (id(code), id(owner)) in self._seen or len(self._seen) >= _MOST_FUNCTIONS:
+            return
+        self._seen.add((id(code), id(owner)))
+        if owner is MISSING and (is_library(code.co_filename) or code.co_filename.startswith(OWN)):
+            return
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
+        first = code.co_varnames[0] if code.co_argcount and owner is not MISSING else None
+        for each in _with_inner(code):
+            self.names.update(each.co_names)
+            self.texts.update(text for text in each.co_consts if isinstance(text, str))
+            for base, keys, stores in _loads(each, first):
+                self._take(function, cells, owner, name, (base, keys, stores, first))
+
+    def _take(self, function: Any, cells: Mapping[str, Any], owner: Any, name: str, load: tuple[Any, ...]) -> None:
+        base, keys, stores, first = load
+        before: tuple[Key, ...]
+        if base == first:
+            start, before, said = owner, (), name
+        elif base in cells:
+            start, before, said = cells[base], ((".", "cell_contents"),), base
+        elif base in function.__globals__:
+            start, before, said = function.__globals__, (("[", base),), base
+        else:
+            return
+        if stores:
+            self.written.add((id(start), (*before, *keys)))
+            return
+        self._resolve(start, before, keys, said)
+
+    def _resolve(self, start: Any, before: tuple[Key, ...], keys: Sequence[Key], said: str) -> None:
+        """Follow a way as far as there are values, and note where it ends."""
+        done, value = list(before), ReadPlace(start, before, said).value()
+        for kind, key in keys:
+            if isinstance(value, MutableMapping | MutableSequence | MutableSet | deque) and kind == ".":
+                if key in _WRITES:
+                    self.written.add((id(start), tuple(done)))
+                    return
+                break
+            if isinstance(value, _CODE) and not isinstance(value, types.ModuleType | type):
+                break
+            found = inspect.getattr_static(type(value), key, None) if kind == "." else None
+            if isinstance(found, property) and found.fget is not None:
+                self._code(found.fget, value, said)
+                return
+            if isinstance(found, types.FunctionType) and not _is_own(value, key):
+                self._code(inspect.unwrap(found), value, said)
+                return
+            done.append((kind, key))
+            said = f"{said}.{key}" if kind == "." else f"{said}[{key!r}]"
+            value = _step(value, (kind, key))
+            if value is MISSING:
+                break
+        if done:
+            self._leaf(ReadPlace(start, tuple(done), said), value)
+
+    def _leaf(self, place: ReadPlace, value: Any) -> None:
+        self.places.setdefault((id(place.base), place.keys), place)
+        if isinstance(value, torch.Tensor | str | bytes | int | float | complex | type(None)):
+            return
+        if isinstance(value, Mapping | list | tuple | set | deque):
+            for each in list(value.values() if isinstance(value, Mapping) else value)[:16]:
+                if callable(each):
+                    self.follow(each, place.name)
+            return
+        self.follow(value, place.name)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file belongs to Python, or to something that was installed."""
+    return any(part in file for part in LIBRARIES) or file.startswith("<frozen")
+
+
+def _is_own(value: Any, key: str) -> bool:
+    return key in getattr(value, "__dict__", ())
+
+
+def _label(owner: Any, name: str) -> str:
+    return "self" if name.endswith("=") else name
+
+
+def _step(value: Any, key: Key) -> Any:
+    kind, name = key
+    if kind == "[":
+        try:
+            return value[name]
+        except Exception:  # noqa: BLE001 - the user's __getitem__ may raise anything
+            return MISSING
+    if isinstance(value, types.CellType):
+        try:
+            return value.cell_contents
+        except ValueError:
+            return MISSING
+    own = getattr(value, "__dict__", None)
+    if own is not None and name in own:
+        return own[name]
+    if isinstance(value, nn.Module):
+        for table in (value._parameters, value._buffers, value._modules):
+            if name in table:
+                return table[name]
+    found = inspect.getattr_static(value, name, MISSING)
+    return found.__get__(value) if isinstance(found, types.MemberDescriptorType) else found
+
+
+def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _with_inner(constant)
+
+
+def _loads(code: types.CodeType, first: str | None) -> Iterator[tuple[str, tuple[Key, ...], bool]]:
+    """(name, way from it, whether it is stored to) of everything that a code loads from outside of it."""
+    steps = [each for each in dis.get_instructions(code) if each.opname not in _SILENT]
+    for at, each in enumerate(steps):
+        name = _base(each, first)
+        if each.opname in ("STORE_GLOBAL", "STORE_DEREF"):
+            yield each.argval, (), True
+        if name is None:
+            continue
+        keys: list[Key] = []
+        at += 1
+        while at < len(steps):
+            now, then = steps[at], steps[min(at + 1, len(steps) - 1)]
+            if now.opname in _ATTRIBUTES and now.argval == "get" and then.opname in _CONSTANTS:
+                keys.append(("[", then.argval))
+                break
+            if now.opname in _ATTRIBUTES:
+                keys.append((".", now.argval))
+                at += 1
+            elif now.opname in _CONSTANTS and _is_subscript(then):
+                keys.append(("[", now.argval))
+                at += 2
+            else:
+                break
+        yield name, tuple(keys), False
+        yield from ((name, (*keys, *more), True) for more in _stored(steps[at : at + 4]))
+
+
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+
+
+def _base(step: dis.Instruction, first: str | None) -> str | None:
+    if step.opname in _BASES:
+        return str(step.argval)
+    if step.opname.startswith("LOAD_FAST") and first is not None:
+        last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+        return first if last == first else None
+    return None
+
+
+def _is_subscript(step: dis.Instruction) -> bool:
+    return step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr == "[]")
+
+
+def _stored(steps: Sequence[dis.Instruction]) -> Iterator[tuple[Key, ...]]:
+    """What is stored to at the end of a way: ``x.a = ``, ``x["a"] = ``, ``x[i] = ``, ``x.a += ``, ``x["a"] += ``."""
+    names = [step.opname for step in steps]
+    if names[:1] == ["STORE_ATTR"]:
+        yield ((".", steps[0].argval),)
+    elif names[:2] == ["COPY", "LOAD_ATTR"]:
+        yield ((".", steps[1].argval),)
+    elif len(names) > 1 and names[0] in _CONSTANTS and names[1] in ("STORE_SUBSCR", "COPY"):
+        yield (("[", steps[0].argval),)
+    elif names[1:2] == ["STORE_SUBSCR"] or names[1:3] == ["COPY", "COPY"]:
+        yield ()
+
+
+def written_at(name: str, codes: Callable[[], Iterator[types.CodeType]]) -> tuple[str, int] | None:
+    """File and line of the first statement that writes to something of that name."""
+    for code in codes():
+        for each in _with_inner(code):
+            line, before = each.co_firstlineno, ""
+            for step in dis.get_instructions(each):
+                line = (step.positions.lineno if step.positions is not None else None) or line
+                if step.opname.startswith("STORE_") and (
+                    step.argval == name or (before, step.opname) == (name, "STORE_SUBSCR")
+                ):
+                    return each.co_filename, line
+                if step.opname not in _SILENT:
+                    before = step.argval if step.opname in _CONSTANTS else ""
+    return None

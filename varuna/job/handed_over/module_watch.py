@@ -1,0 +1,285 @@
+"""A watch on the script's own module while copies of it train: whatever touches its tensors is told so at once.
+
+Its parameters and buffers become instances of a class whose ``__torch_function__`` hears of every operation on them,
+also of ``.data`` and ``.grad``. That costs nothing in a step. Attributes and modes are compared instead, since plain
+Python values tell nobody.
+"""
+
+import copy
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from varuna.job.handed_over.marks import mark
+
+_SAID = """shape dtype device ndim layout requires_grad is_leaf is_sparse is_quantized is_meta is_cuda is_cpu
+    is_mps is_xla is_nested is_vulkan is_mkldnn is_ipu is_xpu is_maia itemsize nbytes names grad_fn retains_grad
+    _version _is_view _backward_hooks size dim numel nelement element_size stride is_floating_point is_complex
+    is_contiguous storage_offset get_device data_ptr untyped_storage __len__ is_pinned is_shared type"""
+_METADATA = frozenset(_SAID.split())
+"""What a tensor says of itself beside its values."""
+_IN_PLACE = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and")
+)
+_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+
+
+class Changed(NamedTuple):
+    """Something that differs from before."""
+
+    name: str
+    before: Any
+    now: Any
+    last: str
+    """the name that the statement that changed it has for it"""
+    kind: str = ""
+    """as the watch says it of what is touched"""
+
+
+class ModuleWatch:
+    """Watches the tensors, modes and attributes of a module."""
+
+    def __init__(
+        self, module: nn.Module, refuse: Callable[[str, str], None], reads: Callable[[], Collection[str]]
+    ) -> None:
+        """Describe the watch; it begins with ``begin``.
+
+        Args:
+            module: the script's.
+            refuse: raises; told the tensor's name and what is done to it.
+            reads: names of attributes that the code of the module reads, asked for if any has changed.
+        """
+        self._module, self._refuse, self._reads = module, refuse, reads
+        self._watched: list[tuple[Tensor, type]] = []
+        self._names: dict[int, str] = {}
+        self._thread: int | None = None
+        self.may_read = False
+        """the module has the newest values here, so only writing is refused"""
+        self._before: list[tuple[nn.Module, str, dict[str, Any], tuple[dict[str, Any], ...]]] = []
+        self._tensors: list[tuple[Tensor, int, bool]] = []
+        self._versions: list[int] = []
+        self._live: list[dict[str, Any]] = []
+        self._copies: list[dict[str, Any]] = []
+        self._trained = module.training
+        """else the whole module is put into training mode, whatever the modes of its parts are"""
+        self._attributes: dict[str, Any] = {}
+        self._inner: list[tuple[str, str, Any, Any]] = []
+
+    def begin(self) -> None:
+        """Watch from now on."""
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        kinds = {nn.Parameter: self._kind(nn.Parameter), Tensor: self._kind(Tensor)}
+        for name, value in named:
+            self._names[id(value)] = name
+            if type(value) in kinds:  # others have a class of their own, with which their layers compute
+                self._watched.append((value, type(value)))
+                value.__class__ = kinds[type(value)]
+        self.look()
+
+    def end(self) -> None:
+        """Watch no more."""
+        while self._watched:
+            value, kind = self._watched.pop()
+            value.__class__ = kind
+        self._before, self._tensors, self._versions, self._live, self._copies = [], [], [], [], []
+
+    @contextmanager
+    def engine(self) -> Iterator[None]:
+        """In this block Varuna works, though the script has called it."""
+        before, self._thread = self._thread, None
+        try:
+            yield
+        finally:
+            self._thread = before
+            if self._tensors:
+                self.look_at_tensors()
+
+    @contextmanager
+    def script(self) -> Iterator[None]:
+        """In this block the script has control, on this thread."""
+        before, self._thread = self._thread, get_ident()
+        try:
+            yield
+        finally:
+            self._thread = before
+
+    def look(self) -> None:
+        """Remember how everything is now."""
+        self.look_at_tensors()
+        self._trained = self._module.training
+        self._before = [
+            (each, path, dict(vars(each)), tuple(dict(vars(each)[table]) for table in _TABLES))
+            for path, each in self._module.named_modules()
+        ]
+        self._attributes = {
+            f"{path}.{key}" if path else key: mark(value)
+            for each, path, own, _ in self._before
+            for key, value in own.items()
+            if _is_attribute(key)
+        }
+        self._live = [part for each, *_ in self._before for part in (vars(each), *(vars(each)[t] for t in _TABLES))]
+        self._copies = [part for _, _, own, tables in self._before for part in (own, *tables)]
+        self._inner = list(self._containers(self._reads()))
+
+    def look_at_tensors(self) -> None:
+        """Remember how the tensors are now: Varuna has written to them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            values = [*self._module.parameters(), *self._module.buffers()]
+            self._tensors = [(each, _pointer(each), each.requires_grad) for each in values]
+            self._versions = [each._version for each in values]
+
+    def _containers(self, reads: Collection[str]) -> Iterator[tuple[str, str, Any, Any]]:
+        """(module's attribute, its name, a container or an object's attributes, a copy): all can change in place."""
+        seen = set[int]()
+        for _, path, own, _ in self._before:
+            for key, value in own.items():
+                if not _is_attribute(key) or key not in reads or id(value) in seen:
+                    continue
+                seen.add(id(value))
+                inner = value if isinstance(value, list | dict | set | deque) else getattr(value, "__dict__", None)
+                if inner and not isinstance(value, nn.Module | type) and not callable(value):
+                    yield f"{path}.{key}" if path else key, key, inner, copy.copy(inner)
+
+    def changes(self) -> Iterator[Changed]:
+        """What differs from what was seen by ``look``, of all that the module computes with."""
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [each._version for each, _, _ in self._tensors]
+            if versions != self._versions or not self._watched:  # else setting requires_grad and .data was heard
+                for (value, pointer, trains), before, now in zip(self._tensors, self._versions, versions, strict=True):
+                    if now != before or value.requires_grad is not trains or _pointer(value) != pointer:
+                        yield from self._of_tensor(value, trains)
+        if not _same(self._live, self._copies):
+            yield from self._of_modules()
+        for name, key, inner, before_all in self._inner:
+            if not _same(inner, before_all) and mark(inner, self._reads()) != mark(before_all, self._reads()):
+                yield from _inside(name, key, inner, before_all, self._reads())
+
+    def _of_modules(self) -> Iterator[Changed]:
+        for each, path, own, tables in self._before:
+            now = vars(each)
+            if not _same(now, own):
+                yield from self._of_attributes(each, path, own)
+            for table, before in zip(_TABLES, tables, strict=True):
+                if not _same(now[table], before):
+                    yield from _of_table(path, before, now[table])
+
+    def _of_tensor(self, value: Tensor, trains: bool) -> Iterator[Changed]:
+        name = self._names.get(id(value), "a tensor")
+        if value.requires_grad is not trains:
+            yield Changed(f"{name}.requires_grad", trains, value.requires_grad, "requires_grad", "requires_grad")
+        else:
+            kind = "write" if trains else "write to frozen"
+            yield Changed(name, "as it was passed", "something else", name.rpartition(".")[2], kind)
+
+    def _of_attributes(self, each: nn.Module, path: str, own: dict[str, Any]) -> Iterator[Changed]:
+        reads, now = self._reads(), vars(each)
+        for key in {**own, **now}:
+            name = f"{path}.{key}" if path else key
+            if key == "training":
+                trained, trains = not self._trained or own[key], not self._module.training or now[key]
+                if trained is not trains:
+                    yield Changed(name, trained, trains, key)
+            elif _is_attribute(key) and key in reads:
+                before, after = self._attributes.get(name, "nothing"), mark(now[key]) if key in now else "nothing"
+                if before != after:
+                    yield Changed(name, own.get(key, "missing"), now.get(key, "missing"), key)
+
+    def _kind(self, base: type) -> type:
+        def heard(_: type, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if self._thread == get_ident():
+                self._hear(function, args, kwargs or {})
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+
+        return type(base.__name__, (base,), {"__torch_function__": classmethod(heard), "__module__": base.__module__})
+
+    def _hear(self, function: Any, args: Any, kwargs: Any) -> None:
+        method = getattr(function, "__name__", str(function))
+        getter = getattr(getattr(function, "__self__", None), "__name__", "")
+        sets = method == "__set__"
+        what = getter if method in ("__get__", "__set__", "__delete__") else method
+        if not sets and what in _METADATA:
+            return
+        if what in ("grad", "_grad"):
+            if (sets and args[1] is None) or _is_cleared():
+                return
+            self._refuse(self._name(args, kwargs), "gradient")
+        if what in ("requires_grad", "requires_grad_"):
+            wanted = bool(args[1]) if len(args) > 1 else bool(kwargs.get("requires_grad", True))
+            with torch._C.DisableTorchFunctionSubclass():
+                if args[0].requires_grad is wanted:
+                    return
+            self._refuse(self._name(args, kwargs), "requires_grad")
+        # what .data returns can be written without a trace
+        writes = sets or what in ("data", "__setitem__", *_IN_PLACE) or "out" in kwargs
+        writes = writes or (what.endswith("_") and not what.endswith("__"))
+        if writes or not self.may_read:
+            touched = {id(each) for each in _flat((args, kwargs))}
+            trains = any(trains for each, _, trains in self._tensors if id(each) in touched)
+            self._refuse(self._name(args, kwargs), ("write" if trains else "write to frozen") if writes else "read")
+
+    def _name(self, args: Any, kwargs: Any) -> str:
+        for each in _flat((args, kwargs)):
+            if id(each) in self._names:
+                return self._names[id(each)]
+        return "a parameter"
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _flat(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _flat(each)
+
+
+def _inside(name: str, key: str, inner: Any, before: Any, reads: Collection[str]) -> Iterator[Changed]:
+    if not isinstance(inner, dict):
+        yield Changed(name, before, inner, key)
+        return
+    for each in {**before, **inner}:
+        old, new = before.get(each, "missing"), inner.get(each, "missing")
+        if each in reads and mark(old, reads) != mark(new, reads):
+            yield Changed(f"{name}.{each}", old, new, str(each))
+
+
+def _is_cleared() -> bool:
+    """Whether it is zero_grad() that looks for gradients: there are none, so it does nothing."""
+    frame: Any = sys._getframe(2)
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "zero_grad":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_attribute(key: str) -> bool:
+    return key not in (*_TABLES, "training") and not (key.startswith("_") and "hooks" in key)
+
+
+def _same(now: Any, before: Any) -> bool:
+    try:
+        return bool(now == before)  # identity first, so tensors are not compared
+    except Exception:  # noqa: BLE001 - a tensor, or the user's own __eq__
+        return False
+
+
+def _of_table(path: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[Changed]:
+    for key in {**before, **now}:
+        if before.get(key) is not now.get(key):
+            yield Changed(f"{path}.{key}" if path else key, before.get(key), now.get(key), key)
+
+
+def _pointer(value: Tensor) -> int:
+    return value.data_ptr() if value.layout is torch.strided and value.device.type != "meta" else id(value)

@@ -1,0 +1,364 @@
+"""What the script has handed over to its Trainer, watched while the script has control.
+
+Training runs on copies: of the model and the optimizer, and of what the loss computed when it was captured. What the
+script then does to its own objects would have no effect, or another one on each worker, so it is taken over or refused.
+
+Where the line is. Options in the groups of a built optimizer are taken over. Refused are changes of what training
+reads: tensors, modes and attributes of a built model; attributes of a built optimizer; and what the code of loss=,
+metrics=, before_step=, collate=, the weight, the dataset and functions that build model, optimizer and scheduler loads
+from closures, globals and attributes of its object, in functions that it calls by such a name too. Everything else is
+the script's own business: a list to which it appends losses, a key of a dict or an attribute that no such code names,
+what such code stores itself (a counter, a cache), random generators, and whatever state= names for before_step=.
+"""
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from varuna.core.errors import UsageError
+from varuna.engine.stage.parameter_groups import Writes
+from varuna.job.handed_over.code_reads import MISSING, ReadPlace, Reads, is_library, written_at
+from varuna.job.handed_over.marks import PLAIN, mark, shown
+from varuna.job.handed_over.module_watch import Changed, ModuleWatch
+from varuna.job.handed_over.script_options import ScriptOptions
+from varuna.partition.watching.own_code import OWN
+
+_GUIDE = "See docs/bring-your-script.md, section Values that follow the step."
+_BY_STEP = (
+    'What depends on the step goes through the batch: batch["step"] in loss=, or a parameter of forward() that is '
+    f"named step, is the number of the step for each example, as a tensor. {_GUIDE}"
+)
+_COPIES = "of the model that it passed to varuna.Trainer. Copies of it train on the workers"
+_INSTEAD = {
+    "read": (
+        "until the loop over trainer.steps(n) has ended, its own values are those from before step 0. To measure, "
+        "trainer.evaluate or trainer.predict; for an average of the weights, ema=; for values and gradients of each "
+        "step, before_step=; to save, trainer.export(path)."
+    ),
+    "gradient": (
+        "and have the gradients: step.grad_norm is their norm, clip_grad_norm= clips them, and before_step= is called "
+        "with the parameters of each stage and their gradients. Leave this out of the loop over trainer.steps(n)."
+    ),
+    "write": (
+        "so that would have no effect. To change parameters after each update, such as clamping weights, pass "
+        "after_step=: it runs once per step, after the optimizer, with all parameters and buffers. For an average of "
+        "the weights, ema=."
+    ),
+    "write to frozen": (
+        "so that would have no effect. Compute what follows from trained parameters, like a teacher, in after_step=, "
+        "which runs once per step, after the optimizer, with all parameters and buffers. For an average to evaluate "
+        "and export with, ema=."
+    ),
+    "requires_grad": (
+        "and which parameters are trained is decided before step 0. Train in two runs: trainer.export(path) after the "
+        "first, and in the second load it into the model (or pass weights=path), with requires_grad as it is from then "
+        'on. Or give parameters that begin later a group of their own whose "lr" is 0.0 until then: options that the '
+        "loop writes are taken over."
+    ),
+}
+_DONE = {
+    "read": "read {name}",
+    "gradient": "asked for the gradient of {name}",
+    "write": "wrote to {name}",
+    "write to frozen": "wrote to {name}, which no optimizer trains,",
+    "requires_grad": "changed requires_grad of {name}",
+}
+
+
+class Role(NamedTuple):
+    """What a function of the user's is for, and when its code runs."""
+
+    name: str
+    captured: bool
+    """it ran once, before step 0, so nothing that it reads may change; else it runs in steps, and may read state="""
+    way_out: str
+
+
+_CAPTURED = f"It was captured before step 0, with the value of then. {_BY_STEP}"
+_AHEAD = (
+    "Samples are read ahead, by other threads or processes, and again by other workers. Let a sample depend on its "
+    "place in the run: a dataset without __len__ is asked for dataset[position], and position // global_batch is the "
+    f"step. {_GUIDE}"
+)
+_BUILDS = "It is called again whenever workers come or go. Let it depend on values that do not change."
+LOSS, METRICS = Role("loss=", True, _CAPTURED), Role("metrics=", True, _CAPTURED)
+FORWARD = Role("forward()", True, _CAPTURED)
+BEFORE_STEP = Role(
+    "before_step=",
+    False,
+    "A worker that joins and a resumed run would begin with another value. Keep it in a dict that state= names: "
+    'state={"schedule": schedule}, and schedule["value"] = ... in the loop.',
+)
+COLLATE, WEIGHT, DATASET = (
+    Role("collate=", False, _AHEAD),
+    Role("weight=", False, _AHEAD),
+    Role("dataset", False, _AHEAD),
+)
+MODEL, OPTIMIZER = Role("model=", True, _CAPTURED), Role("optimizer=", False, _BUILDS)
+SCHEDULER = Role("lr_scheduler=", False, _BUILDS)
+
+
+_FIXED = (bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+"""Kinds of values that cannot change themselves."""
+
+
+class _Watched:
+    """A place, with what was there when the script last had no control."""
+
+    def __init__(self, place: ReadPlace, role: Role, names: frozenset[str]) -> None:
+        self.place, self.role, self._names = place, role, names
+        self.look()
+
+    def look(self) -> None:
+        """Remember what is there now."""
+        value = self.place.value()
+        if not (value is self._value and isinstance(value, _FIXED)):
+            self._value, self.mark = value, mark(value, self._names)
+
+    def is_changed(self) -> bool:
+        """Whether something else is there."""
+        value = self.place.value()
+        return not (value is self._value and isinstance(value, _FIXED)) and mark(value, self._names) != self.mark
+
+    _value: Any = MISSING
+    mark: Any = None
+
+
+class HandedOver:
+    """Everything that training has from the script, as it was when the script last had no control."""
+
+    def __init__(
+        self,
+        functions: Iterable[tuple[Role, Any]],
+        *,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        kept: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Look at everything; ``begin`` then watches.
+
+        Args:
+            functions: of the user's, with their roles.
+            model: if the script has built it.
+            optimizer: if the script has built it.
+            kept: the user's ``state=``.
+        """
+        self._functions, self._kept = list(functions), {id(each) for each in (kept or {}).values()}
+        self._optimizer, self._model = optimizer, model
+        self.options = None if optimizer is None else ScriptOptions(optimizer)
+        self.watch = None if model is None else ModuleWatch(model, _refuse_touch, self._names_of_forward)
+        self._watched: list[_Watched] = []
+        self._modules: list[tuple[Role, ModuleWatch]] = []
+        self._plain: dict[str, Any] = {}
+        self._state: Any = None
+        self._begun = False
+
+    @functools.cached_property
+    def _reads_of_forward(self) -> Reads:
+        found = Reads()
+        if self._model is not None:
+            found.follow(self._model, "model")
+        return found
+
+    def _names_of_forward(self) -> set[str]:
+        return self._reads_of_forward.names | self._reads_of_forward.texts
+
+    def begin(self) -> None:
+        """Remember how everything is, before the script gets control for the first time."""
+        for role, function in self._functions:
+            self._add(role, function)
+        if self._model is not None:
+            inside = {id(each) for each in self._model.modules()}
+            self._take(FORWARD, self._reads_of_forward, inside | {id(vars(each)) for each in self._model.modules()})
+        if self.watch is not None:
+            self.watch.begin()
+        if self.options is not None:
+            self.options.look()
+        self._look_at_optimizer()
+        self._begun = True
+
+    def end(self) -> None:
+        """Watch no more: the script's model has the trained values, or is not used any more."""
+        self._begun = False
+        if self.watch is not None:
+            self.watch.end()
+
+    @contextmanager
+    def script(self, options: Any = None) -> Iterator[None]:
+        """In this block the script has control, with ``options`` of the next step in its optimizer's groups."""
+        self._refuse_written_in_step()
+        if self.options is not None:
+            self.options.show(options)
+        self._refresh()
+        with nullcontext() if self.watch is None else self.watch.script():
+            yield
+
+    @contextmanager
+    def callbacks(self, *, may_read: bool) -> Iterator[None]:
+        """In this block functions of the user's run between Varuna's own code.
+
+        Args:
+            may_read: the script's model has the newest values here.
+        """
+        assert self.watch is not None
+        self.watch.may_read = may_read
+        with self.watch.script():
+            yield
+
+    def aside(self) -> AbstractContextManager[None]:
+        """In this block Varuna works, asked for by the script."""
+        return nullcontext() if self.watch is None else self.watch.engine()
+
+    def check(self, where: FrameType | None, who: str = "the script") -> None:
+        """Refuse what the script has changed of what training reads.
+
+        Args:
+            where: the frame of the script that is running.
+            who: had control.
+
+        Raises:
+            UsageError: there is something.
+        """
+        for change, way_out in self._changes() if self._begun else ():
+            raise UsageError(
+                f"while trainer.steps(n) was running, {who} changed {change.name}: it was {shown(change.before)}, "
+                f"and is now {shown(change.now)}{_place(change.last, where)}. {way_out}"
+            )
+
+    def written(self) -> Writes:
+        """Options of the optimizer's groups that the script has written since it got control.
+
+        Raises:
+            UsageError: it has changed something else in the groups.
+        """
+        return {} if self.options is None or not self._begun else self.options.written()
+
+    # -- looking --------------------------------------------------------------------------------------------
+
+    def _add(self, role: Role, function: Any) -> None:
+        found = Reads()
+        found.follow(function, role.name)
+        if isinstance(function, nn.Module):
+            found.modules.setdefault(id(function), (function, role.name))
+        self._take(role, found, set())
+
+    def _take(self, role: Role, found: Reads, inside: set[int]) -> None:
+        """Watch what some functions read, unless it lies in the model, which is watched as a whole."""
+        names = frozenset(found.names | found.texts)
+        own = set() if self._model is None else {id(each) for each in self._model.modules()}
+        for module, _ in found.modules.values():
+            if id(module) not in own:
+                watch = ModuleWatch(module, _refuse_touch, functools.partial(set, names))
+                watch.look()
+                self._modules.append((role, watch))
+        others = {id(each) for module, _ in found.modules.values() for each in module.modules()}
+        for place in found.found():
+            if id(place.base) in inside | own | others or (not role.captured and self._is_kept(place)):
+                continue
+            self._watched.append(_Watched(place, role, names))
+
+    def _is_kept(self, place: ReadPlace) -> bool:
+        return any(
+            id(place._replace(keys=place.keys[:stop]).value()) in self._kept for stop in range(len(place.keys) + 1)
+        )
+
+    def _refresh(self) -> None:
+        """What the user's functions have changed in a step, a check or a capture is no change of the script's."""
+        for each in self._watched:
+            each.look()
+
+    def _look_at_optimizer(self) -> None:
+        if self._optimizer is not None:
+            own = vars(self._optimizer)
+            self._plain = {key: value for key, value in own.items() if isinstance(value, PLAIN)}
+            self._state = self._optimizer.state
+
+    def _changes(self) -> Iterator[tuple[Changed, str]]:
+        for each in self._watched:
+            if each.is_changed():
+                place = each.place
+                name = f"{place.name}, which {each.role.name} reads"
+                yield Changed(name, _said(each.mark), place.value(), place.last), each.role.way_out
+        for role, watch in self._modules:
+            for change in watch.changes():
+                yield change._replace(name=f"{change.name} of a module that {role.name} uses"), role.way_out
+        if self.watch is not None:
+            for change in self.watch.changes():
+                yield change._replace(name=f"{change.name} of the model"), _way_out_of_model(change)
+        if self._optimizer is not None:
+            own = vars(self._optimizer)
+            for key, before in self._plain.items():
+                if own.get(key, "missing") != before and not key.startswith("_"):
+                    change = Changed(f"{key} of the optimizer", before, own.get(key, "missing"), key)
+                    yield (
+                        change,
+                        "Copies of it train on the workers. Set it before the loop, or keep it in param_groups.",
+                    )
+            if own["state"] is not self._state or len(own["state"]):
+                change = Changed("the state of the optimizer", "empty", "other state", "state")
+                yield change, "The state is on the workers, and cannot be changed from the loop. Leave it alone."
+
+    def _refuse_written_in_step(self) -> None:
+        if self.options is not None and (found := self.options.written()):
+            (group, key), value = next(iter(found.items()))
+            raise UsageError(
+                f"a function that runs within the step wrote {key}={shown(value)} into param_groups[{group}] of the "
+                "script's optimizer. Workers take over what the loop over trainer.steps(n) writes: do it there."
+            )
+
+
+def _said(before: Any) -> Any:
+    return (
+        before[0] if isinstance(before, tuple) and len(before) == 2 and isinstance(before[0], dict | list) else before
+    )
+
+
+def _way_out_of_model(change: Changed) -> str:
+    if change.kind in _INSTEAD:
+        return f"Copies of it train on the workers, {_INSTEAD[change.kind]}"
+    if change.last == "training":
+        return (
+            "The modes of modules are those from before step 0. Set them before varuna.Trainer, and leave train() and "
+            "eval() of single modules out of the loop."
+        )
+    return f"Copies of the model train on the workers, with the value from before step 0. {_BY_STEP}"
+
+
+def _refuse_touch(name: str, what: str) -> NoReturn:
+    place = _place("", _script_frame())
+    raise UsageError(f"the script {_DONE[what].format(name=name)} {_COPIES}, {_INSTEAD[what]}{place}")
+
+
+def _script_frame() -> FrameType | None:
+    """The innermost frame that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename.startswith((*OWN, "<"))):
+        frame = frame.f_back
+    return frame
+
+
+def _place(last: str, frame: FrameType | None) -> str:
+    """File and line, for a message: of the statement that writes to ``last``, else where ``frame`` is."""
+    if frame is None:
+        return ""
+
+    def codes() -> Iterator[types.CodeType]:
+        yield frame.f_code
+        seen = sys.modules.get("__main__")
+        for scope in (frame.f_locals, frame.f_globals, vars(seen) if seen is not None else {}):
+            for each in list(scope.values()):
+                code = getattr(inspect.unwrap(each) if isinstance(each, types.FunctionType) else None, "__code__", None)
+                if code is not None and not is_library(code.co_filename) and not code.co_filename.startswith(OWN):
+                    yield code
+
+    file, line = (last and written_at(last, codes)) or (frame.f_code.co_filename, frame.f_lineno)
+    return f" ({Path(file).name}:{line})"
