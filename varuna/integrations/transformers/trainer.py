@@ -39,6 +39,7 @@ from varuna.job.built import GivenModel, SchedulerLike, fill
 from varuna.job.given_optimizer import OptimizerLike
 from varuna.job.handed_functions import functions_of
 from varuna.job.handed_over.watching import LOSS, HandedOver
+from varuna.membership.launched import watch_exceptions
 from varuna.process.console import say_once
 from varuna.results import Step
 
@@ -99,6 +100,7 @@ class _OverVaruna(OnMainRank):
         if trial is not None:
             raise UsageError("hyperparameter_search is not supported: start one run for each set of hyper-parameters")
         check_callbacks(self.callback_handler.callbacks)
+        watch_exceptions()  # what is refused is told without our frames
         check_overrides(self)
         if self.model_init is not None:
             transformers.set_seed(self.args.seed)
