@@ -177,7 +177,7 @@ def test_another_dies_while_state_and_sums_move(alone: tuple[float, ...], rank: 
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("place", sampled([Place("kept-sum", 2, at_end=True)], COPYING, 1), ids=str)
+@pytest.mark.parametrize("place", sampled([Place("kept", 2, at_end=True)], COPYING, 1), ids=str)
 def test_one_dies_around_a_copy(alone: tuple[float, ...], place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage has one holder. Until the first copy of a state is complete, only the beginning is left."""
     monkeypatch.setattr(sending, "sums_pace", lambda *_: SumsPace(1, 0.0))

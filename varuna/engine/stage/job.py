@@ -61,7 +61,10 @@ class Job:
         """Whether sums of gradients may outlast the loss of a worker, so that only what is missing runs again.
 
         Not where a micro-batch leaves more than gradients, a loss and statistics for buffers: counts of the whole
-        batch, which all begin with, and truths of branches, which are compared when all have run.
+        batch, which all begin with, and truths of branches, which are compared when all have run. Nor where a section
+        updates buffers and trains nothing: its statistics would go with no sum.
         """
         sections = [section for graph in self.model.graphs for section in graph.sections]
-        return self.model.whole is None and not any(each.truths for each in sections)
+        trains = self.model.trainable
+        alone = any(each.updates and trains.isdisjoint(each.parameters) for each in sections)
+        return self.model.whole is None and not alone and not any(each.truths for each in sections)
