@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from varuna.job.built import GivenModel, SchedulerLike
 from varuna.job.given_optimizer import OptimizerLike
 from varuna.job.handed_over.watching import (
+    AFTER_STEP,
     BEFORE_STEP,
     COLLATE,
     DATASET,
@@ -24,7 +25,8 @@ from varuna.job.spec import JobSpec
 
 def functions_of(spec: JobSpec, schedule: LRScheduler | None = None) -> Iterator[tuple[Role, Any]]:
     """Functions and objects whose code runs in training, but for those that build what the script has built."""
-    yield from ((LOSS, spec.loss.function), (METRICS, spec.metrics), (BEFORE_STEP, spec.before_step))
+    yield from ((LOSS, spec.loss.function), (METRICS, spec.metrics))
+    yield from ((BEFORE_STEP, spec.before_step), (AFTER_STEP, spec.after_step))
     yield from ((COLLATE, spec.collate.function), (WEIGHT, spec.loss.weight), (DATASET, spec.dataset))
     if not isinstance(spec.model, GivenModel):
         yield MODEL, spec.model

@@ -223,7 +223,7 @@ class JobSpec:
         batch = self.captured_batch()
         given = (
             *(self.model, self.loss.function, self.metrics, self.dtype, batch, self.collate.lengths),
-            *(self.optimizer, self.ema, self.cut, self.loss.weight is None, self.memory_apart),
+            *(self.optimizer, self.ema, self.after_step, self.cut, self.loss.weight is None, self.memory_apart),
             None if self.recipe.sizes is None else astuple(self.recipe.sizes),
         )
         return captured_once(given, lambda: self._partition(batch), built=self.built, key=lambda: self.key_of(batch))

@@ -417,3 +417,20 @@ def test_an_error_of_the_model_carries_its_line_and_the_samples() -> None:
     assert not isinstance(caught.value, VarunaError)
     assert "test_border.py:" in told
     assert str(ODD) in told
+
+
+def test_what_after_step_reads_may_not_be_changed_by_the_loop() -> None:
+    bounds = {"weights": 0.5}
+
+    def clamp(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+        parameters["head.weight"].clamp_(-bounds["weights"], bounds["weights"])
+
+    model = quiet()
+    trainer = varuna.Trainer(model, Points(), sgd(model.parameters()), BATCH, loss=cross_entropy, after_step=clamp)
+
+    def loop() -> None:
+        for _ in trainer.steps(STEPS):
+            bounds["weights"] = 0.1
+
+    with pytest.raises(VarunaError, match=r"weights.*, which after_step= reads: it was 0.5, and is now 0.1.*state="):
+        loop()

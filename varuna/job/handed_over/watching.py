@@ -92,12 +92,11 @@ _AHEAD = (
 _BUILDS = "It is called again whenever workers come or go. Let it depend on values that do not change."
 LOSS, METRICS = Role("loss=", True, _CAPTURED), Role("metrics=", True, _CAPTURED)
 FORWARD = Role("forward()", True, _CAPTURED)
-BEFORE_STEP = Role(
-    "before_step=",
-    False,
+_KEPT = (
     "A worker that joins and a resumed run would begin with another value. Keep it in a dict that state= names: "
-    'state={"schedule": schedule}, and schedule["value"] = ... in the loop.',
+    'state={"schedule": schedule}, and schedule["value"] = ... in the loop.'
 )
+BEFORE_STEP, AFTER_STEP = Role("before_step=", False, _KEPT), Role("after_step=", False, _KEPT)
 COLLATE, WEIGHT, DATASET = (
     Role("collate=", False, _AHEAD),
     Role("weight=", False, _AHEAD),
