@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from varuna.core.errors import UsageError
-from varuna.partition.object_copies import ObjectCopier, globals_of, is_object
+from varuna.partition.object_copies import ObjectCopier, is_object
 from varuna.partition.optimizers import NamedParameters
+from varuna.partition.originals.referred import variables
 from varuna.partition.watching.user_lines import place_of
 
 _HOOKS = {"_optimizer_step_pre_hooks": "step_pre_hook", "_optimizer_step_post_hooks": "step_post_hook"}
@@ -183,16 +184,7 @@ def _names_of(function: Any) -> Iterator[tuple[str, Any]]:
         yield "self", function.__self__
         yield _called(function), function.__func__
     elif isinstance(function, FunctionType):
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # a variable without a value yet
-                continue
-        yield from (("a default", value) for value in function.__defaults__ or ())
-        yield from (function.__kwdefaults__ or {}).items()
-        for name in globals_of(function.__code__):
-            if name in function.__globals__:
-                yield name, function.__globals__[name]
+        yield from ((name or "a default", value) for name, value in variables(function))
     else:
         yield from vars(function).items() if hasattr(function, "__dict__") else ()
 

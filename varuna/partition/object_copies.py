@@ -5,13 +5,14 @@ import dis
 import functools
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from varuna.partition.originals.referred import globals_of
 from varuna.partition.plain_values import is_plain_object
 from varuna.partition.watching.own_code import TORCH, VARUNA
 
@@ -204,14 +205,6 @@ def _remembers(value: Any) -> bool:
 def _writes_globals(code: CodeType) -> bool:
     own = any(each.opname == "STORE_GLOBAL" for each in dis.get_instructions(code))
     return own or any(_writes_globals(each) for each in code.co_consts if isinstance(each, CodeType))
-
-
-def globals_of(code: CodeType) -> Iterator[str]:
-    """Names of globals that a function reads, those in functions inside it too."""
-    yield from (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from globals_of(constant)
 
 
 def is_object(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """What a function of the script's refers to: by its closure, its globals, its defaults, its object."""
 
+import dis
 import functools
 import types
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield value.__func__.__name__, value.__self__
         yield None, value.__func__
     elif isinstance(value, types.FunctionType):
-        yield from _variables(value)
+        yield from variables(value)
     elif isinstance(value, Mapping):
         yield from ((str(key).replace(".", "_"), each) for key, each in list(value.items()))
     elif isinstance(value, list | tuple):
@@ -47,16 +48,24 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from vars(value).items()
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[str | None, Any]]:
+def variables(function: types.FunctionType) -> Iterator[tuple[str | None, Any]]:
+    """Yield what a function can use beside its arguments, with names: closure, globals, defaults (None if by place)."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
         except ValueError:  # a variable without a value yet
             continue
-    codes = [code, *(each for each in code.co_consts if isinstance(each, types.CodeType))]
-    for name in dict.fromkeys(name for each in codes for name in each.co_names):
+    for name in dict.fromkeys(globals_of(code)):
         if name in function.__globals__:
             yield name, function.__globals__[name]
     yield from ((None, each) for each in function.__defaults__ or ())
     yield from (function.__kwdefaults__ or {}).items()
+
+
+def globals_of(code: types.CodeType) -> Iterator[str]:
+    """Yield the globals that a function names, and those of functions inside it."""
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from globals_of(constant)
