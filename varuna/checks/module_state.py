@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from varuna.checkpoint.io.section_state import bit_sum
 
 _TABLES = ("_parameters", "_buffers", "_modules", "training")
 _DEEPEST = 3
@@ -101,12 +102,4 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def marks(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Parameter -> version and sum of its bits, which change when it is written."""
-    return {name: (value._version, _bits(value.detach())) for name, value in module.named_parameters()}
-
-
-def _bits(value: Tensor) -> int:
-    flat = value.contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(flat.view(kinds[flat.element_size()]).sum(dtype=torch.int64)) if flat.numel() else 0
+    return {name: (value._version, bit_sum(value)) for name, value in module.named_parameters()}

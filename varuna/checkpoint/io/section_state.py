@@ -133,3 +133,12 @@ def scalars_as_json(state: SectionState) -> str:
         return json.dumps(state.scalars, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"scalars of section {state.section} are not JSON: {error}") from error
+
+
+def bit_sum(value: Tensor) -> int:
+    """Return the sum of a tensor's bits as whole numbers, which changes with any bit; on its own device."""
+    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = flat.numel() - flat.numel() % 8
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum(dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Do the replicas of a stage still hold the same state? Compared now and then, at a thousandth of the time.
+"""The comparison of the states that the replicas of a stage hold, at a thousandth of the time.
 
 All replicas get the same gradients and make the same update, so nothing else compares them. What one of them drew by
 itself, or what memory has changed, would stay unseen: each would train a model of its own on its share of the samples.
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from varuna.checkpoint.io.section_state import bit_sum
 from varuna.core.errors import WorkerError
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.stage.stage import Stage
@@ -32,7 +33,7 @@ class ReplicaComparison:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for another one: one rank asks, and says it in the vote."""
+        """Return whether it is time for another one: one rank asks, and says it in the vote."""
         return self._plan.replicas > 1 and time.monotonic() >= self._next_s
 
     def run(self, step: int) -> None:
@@ -46,7 +47,7 @@ class ReplicaComparison:
         states = {section: _replicated(self._stage, section) for section in self._stage.sections}
         table = torch.zeros(self._plan.replicas, len(model.sections), 2, dtype=torch.int64)
         for section, state in states.items():
-            table[self._replica, section, 0] = sum(_bits(value) for value in state.values()) % 2**62
+            table[self._replica, section, 0] = sum(bit_sum(value) for value in state.values()) % 2**62
             table[self._replica, section, 1] = self._kind
         self._reducer.sum_over_grid(("compared", step), table, f"the other replicas' checksums (step {step})")
         odd = [section for section in range(len(model.sections)) if not (table[:, section] == table[0, section]).all()]
@@ -58,7 +59,7 @@ class ReplicaComparison:
 
     @property
     def _kind(self) -> int:
-        """Of the device: another kind may round otherwise."""
+        """A number for the kind of device: another kind may round otherwise."""
         device = self._stage.job.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
         return zlib.crc32(f"{device.type} {name}".encode())
@@ -74,7 +75,7 @@ class ReplicaComparison:
         sizes = torch.zeros(self._plan.replicas, len(names), 2, dtype=torch.float64)
         for number, name in enumerate(names):
             its = [value for path, value in state.items() if path.split("/")[1] == name]
-            bits[self._replica, number] = sum(map(_bits, its)) % 2**62
+            bits[self._replica, number] = sum(map(bit_sum, its)) % 2**62
             sizes[self._replica, number] = sum((_sizes(each) for each in its), torch.zeros(2, dtype=torch.float64))
         for key, values in (("bits", bits), ("sizes", sizes)):
             what = f"the other replicas' checksums of section {section} (step {step})"
@@ -101,22 +102,13 @@ class ReplicaComparison:
 
 
 def _replicated(stage: Stage, section: int) -> dict[str, Tensor]:
-    """What every replica holds of a section: its state, or of a sharded one the parameters that it computes with."""
+    """Return what all replicas hold of a section: its state; of a sharded one, the parameters that it computes with."""
     exchanged = stage.exchanged_parameters()
     if section not in exchanged:
         return stage.state_of(section).tensors
     model = stage.job.model
     names = [name for name in dict.fromkeys(model.sections[section].parameters) if name in model.trainable]
     return {f"parameters/{name}": value for name, value in zip(names, exchanged[section], strict=True)}
-
-
-def _bits(value: Tensor) -> int:
-    """The sum of a tensor's bits as whole numbers."""
-    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() - flat.numel() % 8
-    if flat.storage_offset() % 8:
-        flat = flat.clone()
-    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum(dtype=torch.int64))
 
 
 def _sizes(value: Tensor) -> Tensor:
