@@ -1,4 +1,4 @@
-"""What it costs a step to watch what the script has handed over: models of several sizes, side by side.
+"""Measure the time that the watch on a script's objects adds to a step: models of several sizes, side by side.
 
     python benchmarks/handed_over_cost.py
 

@@ -28,11 +28,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sample",
         type=int,
-        help="only so many jobs: one of each kind of model, then in an order drawn once for all",
+        help="only this number of jobs: one of each kind of model, then in an order drawn once for all",
     )
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="judge so many jobs at a time")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="judge this number of jobs at a time")
     parser.add_argument("--briefly", action="store_true", help="in one plan, of two stages and two replicas")
-    parser.add_argument("--begun-within", type=float, default=float("inf"), help="begin no job after so many seconds")
+    parser.add_argument("--begun-within", type=float, default=float("inf"), help="begin no job later, in seconds")
     parser.add_argument("--breadth", action="store_true", help="one job of each family")
     parser.add_argument("--column", action="append", default=[], help="again, those with this verdict, such as crash")
     parser.add_argument("--shard", type=_shard, default=(1, 1), help="K/N: the K-th of N parts, which may run at once")

@@ -130,7 +130,7 @@ def in_turn(
     draws: Draws = SameDraws,
     at_once: bool = False,
 ) -> Outcome:
-    """What the sections compute, one after the other; ``initial`` is only read.
+    """Return what the sections compute, one after the other; ``initial`` is only read.
 
     Args:
         model: as captured.

@@ -54,13 +54,13 @@ def check_proportion(model: PartitionedModel, losses: LossModule, part: Part) ->
 
 
 def _has_functions(model: PartitionedModel) -> bool:
-    """Whether the graph holds operations that are not torch's own."""
+    """Return whether the graph holds operations that are not torch's own."""
     targets = (node.target for graph in model.graphs for s in graph.sections for node in s.module.graph.nodes)
     return any(isinstance(target, torch._ops.OpOverload) and target.namespace != "aten" for target in targets)
 
 
 def _passed(losses: LossModule, part: Part, scale: float) -> list[_Passed]:
-    """What each Function of the model is given and returns in the backward, in its order."""
+    """Return what each Function of the model is given and returns in the backward, in its order."""
     found: list[_Passed] = []
     losses.zero_grad()
     try:

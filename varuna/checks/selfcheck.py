@@ -298,7 +298,7 @@ class _Check:
             return errors(found, expected)
 
     def _of_whole_batch(self, outcome: Outcome) -> Outcome:
-        """What does not depend on how a batch is divided: gradients, and buffers that are updated once a step."""
+        """Return the part that depends on no division of the batch: gradients, and buffers updated once a step."""
         updates = (update for section in self.model.sections for update in section.updates if update.kinds is not None)
         names = [name for update in updates for name in update.buffers]
         return replace(outcome, losses=(), metrics={}, buffers={name: outcome.buffers[name] for name in names})

@@ -46,7 +46,7 @@ Values = Mapping[str, Tensor]
 
 
 class Trained(NamedTuple):
-    """What becomes of a parameter: its value, how far it has moved, and what its optimizer keeps for it."""
+    """A parameter after some steps: its value, how far it has moved, and its optimizer's state."""
 
     value: Tensor
     way: Tensor
@@ -151,13 +151,13 @@ class UpdateCheck:
 
     @property
     def _what(self) -> str:
-        """Who is to blame, as far as that is simple to tell."""
+        """Name the function that computes the update, with its line, as far as that is simple to tell."""
         given = "the optimizer" if self.before_step is None else "before_step= (or the optimizer)"
         return f"{given} at {place_of(self.before_step or self.optimizer)}"
 
     @cached_property
     def _shared(self) -> list[Tensor]:
-        """What ``all_reduce_shared`` returned on one stage, in order."""
+        """Return what ``all_reduce_shared`` returned on one stage, in order."""
         recorded = _Recorded()
         self._run([self._names], exchange=recorded)
         return recorded.answers
@@ -237,7 +237,7 @@ class _Stage:
         self._optimizer.advance()
 
     def kept(self, name: str, value: Tensor) -> Trained:
-        """What became of a parameter."""
+        """Return what became of a parameter."""
         return Trained(value, value - self._check.drawn(name, 0), *self._optimizer.state_of(name))
 
     def moved(self, steps: int) -> "_Stage":
@@ -278,7 +278,7 @@ class _Replay(_Recorded):
 
 
 def _differences(found: ByName, expected: ByName, but: frozenset[str] = frozenset()) -> list[str]:
-    """What differs by more than rounding: parameters, and what their optimizer keeps beside them."""
+    """Return what differs by more than rounding: parameters, and what their optimizer keeps beside them."""
     odd: dict[str, None] = {}
     for name, kept in expected.items():
         if name not in but:
@@ -296,7 +296,7 @@ def _differences(found: ByName, expected: ByName, but: frozenset[str] = frozense
 
 
 def _is_close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
-    """Whether two tensors are alike but for rounding of themselves, and of what was added to them."""
+    """Return whether two tensors are alike but for rounding of themselves, and of what was added to them."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     if not expected.is_floating_point():

@@ -158,7 +158,7 @@ class Columns:
 
 
 def _is_leaf(value: object, *, collated: bool) -> bool:
-    """Whether it is no nest: lists of numbers are one tensor, and if they are unequal, none."""
+    """Return whether it is no nest: lists of numbers are one tensor, and if they are unequal, none."""
     if isinstance(value, Mapping):
         return False
     return not _holds_tensors(value) or (collated and tensor_of(value) is not None)

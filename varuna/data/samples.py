@@ -195,19 +195,19 @@ class SampleSource:
         return open_sizes(seen)
 
     def telling(self, sizes: OpenSizes) -> dict[str, Tensor]:
-        """Of the first samples a batch whose open sizes can be told apart, if there is one."""
+        """Return a batch of the first samples whose open sizes can be told apart, if there is one."""
         counts = _LOOKED_AT[1:] if sizes.samples is None else (sizes.samples,) * (sum(_LOOKED_AT) // sizes.samples or 1)
         return min((batch for _, batch in self._seen(counts)), key=lambda batch: equal_sizes(batch, sizes))
 
     def _seen(self, counts: Sequence[int]) -> list[tuple[int, dict[str, Tensor]]]:
-        """Batches of so many samples each, from the first one on."""
+        """Return batches of these numbers of samples, from the first one on."""
         ends = itertools.accumulate(counts, initial=0)
         spans = [range(start, end) for start, end in itertools.pairwise(ends)]
         return [(len(span), self.micro_batch(span, compared=False).tensors) for span in spans]
 
     @property
     def may_miss(self) -> bool:
-        """Whether a micro-batch may have fewer samples than positions: ``collate`` may leave some out."""
+        """Return whether a micro-batch may have fewer samples than positions: ``collate`` may leave some out."""
         return self._collator is not None
 
     def prepare(self, *, at_once: int = 0) -> None:

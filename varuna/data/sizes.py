@@ -79,7 +79,7 @@ def rows_in(batch: Mapping[str, Tensor]) -> int:
 
 
 def has_rows(batch: Mapping[str, Tensor], rows: int) -> bool:
-    """Whether each tensor has that many rows."""
+    """Return whether each tensor has that many rows."""
     return all(value.dim() and len(value) == rows for value in of_samples(batch).values())
 
 
@@ -93,7 +93,7 @@ Seen = Sequence[tuple[int, Mapping[str, Tensor]]]
 
 
 def is_listed(seen: Seen) -> bool:
-    """Whether batches have the more keys the more samples they have."""
+    """Return whether batches have the more keys the more samples they have."""
     return len({len(batch) for _, batch in seen}) == len(seen)
 
 

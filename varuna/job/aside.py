@@ -69,7 +69,7 @@ class Aside:
     def prediction(
         self, dataset: Any, output: OutputsFunction, examples: int | None, *, step: int, averaged: bool
     ) -> EvaluationWork:
-        """What ``output`` makes of another dataset, after ``step``.
+        """Return what ``output`` makes of another dataset, after ``step``.
 
         Raises:
             UsageError, ModelError: as for an evaluation.

@@ -91,7 +91,7 @@ class GivenModel:
         ]
 
     def wants(self, trained: Container[str], path: str) -> bool:
-        """Whether an entry of a section's state belongs to the model and may not be as the script has built it."""
+        """Return whether an entry of a section's state is the model's, and may not be as the script has built it."""
         return _is_new(trained, path)
 
     def take(self, values: Mapping[str, Tensor] | None) -> None:
@@ -133,11 +133,11 @@ class WithLoss:
         return made
 
     def digest(self) -> str:
-        """Of the loss's values, which must be the same on all workers."""
+        """Return a digest of the loss's values, which must be the same on all workers."""
         return self._copy.digest()
 
     def wants(self, trained: Container[str], path: str) -> bool:
-        """Whether an entry of a section's state belongs to the loss and may not be as the script has built it."""
+        """Return whether an entry of a section's state is the loss's, and may not be as the script has built it."""
         return _is_new(trained, path) and path.partition("/")[2].startswith(self._prefix)
 
     def take(self, values: Mapping[str, Tensor] | None) -> None:
@@ -313,7 +313,7 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any, loss: Any = None
 
 
 def _trained_loss(loss: Any, model: nn.Module | None, steps: torch.optim.Optimizer | None) -> nn.Module | None:
-    """What of a loss trains with the model: a module with parameters; what a function uses and a built optimizer has.
+    """Return the part of a loss that trains: a module with parameters, or what a function uses and the optimizer has.
 
     Args:
         loss: as the script passes it.

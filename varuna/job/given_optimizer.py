@@ -91,7 +91,7 @@ def an(optimizer: Callable[..., Any] | torch.optim.Optimizer) -> str:
 
 
 def _is_new(entries: Any) -> bool:
-    """Whether a parameter's state is from the constructor, as Adagrad's is."""
+    """Return whether a parameter's state is from the constructor, as Adagrad's is."""
     return isinstance(entries, Mapping) and "step" in entries and float(entries["step"]) == 0
 
 
@@ -164,7 +164,7 @@ def _called(function: Any) -> str:
 
 
 def _reached(function: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    """What a function can use beside its arguments, by name: closures, defaults, globals, and what is in those."""
+    """Yield what a function can use beside its arguments, by name: its variables, and what is in those."""
     if id(function) in seen or depth > _DEEPEST:
         return
     seen.add(id(function))
@@ -208,7 +208,7 @@ def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _is_own(value: Any, whole: torch.optim.Optimizer, parameters: frozenset[int]) -> str:
-    """What of the script's a value is; empty if it is something else."""
+    """Return what of the script's a value is; empty if it is something else."""
     if isinstance(value, nn.Module) and any(id(each) in parameters for each in value.parameters()):
         return "the model"
     if isinstance(value, Tensor) and id(value) in parameters:

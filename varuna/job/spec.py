@@ -140,7 +140,7 @@ class JobSpec:
 
     @property
     def is_steered(self) -> bool:
-        """Whether the training loop may write options of the optimizer's groups: it has the optimizer."""
+        """Return whether the training loop may write options of the optimizer's groups: it has the optimizer."""
         return isinstance(self.optimizer, OptimizerLike)
 
     @cached_property
@@ -202,7 +202,7 @@ class JobSpec:
 
     @cached_property
     def update_check(self) -> UpdateCheck:
-        """What the update is checked with before it is made."""
+        """Return what the update is checked with before it is made."""
         return UpdateCheck(
             self.partitioned,
             self.update,
@@ -253,7 +253,7 @@ class JobSpec:
 
     @cached_property
     def _wants_step(self) -> bool:
-        """Whether forward() requires a parameter ``step``, or a function of the user's names such a key."""
+        """Return whether forward() requires a parameter ``step``, or a function of the user's names such a key."""
         found = Reads()
         for function in (self.loss.function, self.metrics, self.loss.weight):
             if function is not None:

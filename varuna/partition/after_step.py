@@ -36,7 +36,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Following:
-    """What ``after_step`` makes of what: found by a dry run, before the model is cut."""
+    """The names that ``after_step`` writes, and those that it computes them from, by a dry run before the cut."""
 
     parameters: Mapping[str, TensorKind]
     """all of the model, by first name, in its order"""
@@ -55,7 +55,7 @@ class Following:
         return self.written.union(*self.sources.values())
 
     def needed_by(self, names: Iterable[str]) -> Names:
-        """What must be held with some names, so that the function makes of them what it makes in one process."""
+        """Return what must be held with some names, so that the function makes of them what it makes in one process."""
         found, stack = set[str](), list(names)
         while stack:
             name = stack.pop()
@@ -79,7 +79,7 @@ class _ByName(dict[str, Tensor]):
 
 @dataclass
 class _Memory:
-    """What is known of the memory of one tensor."""
+    """The origin of one tensor's memory."""
 
     storage: torch.UntypedStorage
     """kept, so that no other takes its place"""
@@ -116,7 +116,7 @@ class _Following(TorchDispatchMode):
         return _NONE if known is None else known.sources
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether anything was written to what is not here, or follows from it."""
+        """Return whether anything was written to what is not here, or follows from it."""
         known = self._known.get(_key(tensor))
         return known is not None and known.written
 
@@ -325,7 +325,7 @@ def _call(function: AfterStep, shown: Sequence[Mapping[str, Tensor]], step: int,
 
 
 def takes_step(function: AfterStep) -> bool:
-    """Whether the function is told the step."""
+    """Return whether the function is told the step."""
     given = inspect.signature(function).parameters.values()
     positional = [each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     return len(positional) > 2 or any(each.kind is each.VAR_POSITIONAL for each in given)

@@ -1,4 +1,4 @@
-"""What buffers become in a step: updates of sections, applied to what its micro-batches have found."""
+"""The new values of buffers after a step: updates of sections, applied to statistics of its micro-batches."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -50,7 +50,7 @@ def _whole(update: BufferUpdate, found: Sequence[MicroBatchStatistics]) -> Micro
 
 
 def _combined(kind: Kind, parts: Sequence[tuple[float, Tensor | None]]) -> Tensor:
-    """Of ``(share of the examples, value)``; what is the same in all is with the first, at least."""
+    """Combine pairs ``(share of the examples, value)``; what is the same in all is with the first, at least."""
     values = [value for _, value in parts if value is not None]
     if kind == "same" or len(values) == 1:
         return values[0]

@@ -31,7 +31,7 @@ class InputLayout:
         return _text(self.dtype, ("batch", *self.shape))
 
     def fits(self, value: Tensor) -> bool:
-        """Whether a tensor of a batch is what was captured."""
+        """Return whether a tensor of a batch is what was captured."""
         if value.dtype is not self.dtype:
             return False
         if self.whole is None:

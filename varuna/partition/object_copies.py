@@ -196,7 +196,7 @@ def _is_generator(value: Any) -> bool:
 
 
 def _remembers(value: Any) -> bool:
-    """Whether a value is an object of the user's own, callable or not, that consists of its attributes."""
+    """Return whether a value is an object of the user's own, callable or not, that consists of its attributes."""
     kind = type(value)
     is_own = any(isinstance(vars(each).get("__call__"), FunctionType) for each in kind.__mro__)
     return is_plain_object(value) or (is_own and hasattr(value, "__dict__") and not isinstance(value, FunctionType))
@@ -208,5 +208,5 @@ def _writes_globals(code: CodeType) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """Whether an object consists of its attributes; an optimizer does."""
+    """Return whether an object consists of its attributes; an optimizer does."""
     return isinstance(value, torch.optim.Optimizer) or is_plain_object(value)

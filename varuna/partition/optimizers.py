@@ -130,7 +130,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, .
 
 
 def is_torchs(built: torch.optim.Optimizer) -> bool:
-    """Whether a step of this optimizer runs no code but torch's."""
+    """Return whether a step of this optimizer runs no code but torch's."""
     return all(
         (type(part).__module__.startswith("torch.optim.") or isinstance(part, SeveralOptimizers))
         and "step" not in vars(part)

@@ -16,7 +16,7 @@ from varuna.partition.optimizers import NamedParameters, OptimizerFactory
 
 
 class ParameterMark(NamedTuple):
-    """What a parameter has beside its values."""
+    """The attributes and the class of a parameter."""
 
     kind: type[nn.Parameter]
     attributes: Mapping[str, Any]
@@ -66,13 +66,13 @@ class Marked:
         self._factory, self._marks = factory, marks
 
     def __call__(self, named: NamedParameters) -> Any:
-        """As the user's function."""
+        """Call the user's function."""
         put_marks(named, self._marks)
         return self._factory(named)
 
 
 def _is_harmless(kind: type) -> bool:
-    """Whether a class of parameters differs from torch's in Python only."""
+    """Return whether a class of parameters differs from torch's in Python only."""
     own = issubclass(kind, nn.Parameter) and not kind.__module__.startswith("torch.")
     plain: Any = nn.Parameter
     given: Any = kind

@@ -105,7 +105,7 @@ def _numbers(value: Tensor) -> JSON:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether an object consists of its attributes, so that copies of those make a copy of it."""
+    """Return whether an object consists of its attributes, so that copies of those make a copy of it."""
     kind: Any = type(value)
     plain: Any = object
     copies_itself = hasattr(kind, "__deepcopy__") or hasattr(kind, "__copy__") or hasattr(kind, "__slots__")

@@ -46,7 +46,7 @@ class DeviceMessage(NamedTuple):
 
 
 class There(NamedTuple):
-    """What is there of a micro-batch: collate may leave samples out, so that the plan does not tell."""
+    """Rows and samples of a micro-batch: ``collate=`` may leave samples out, so the plan does not know them."""
 
     rows: int
     """of its tensors"""
@@ -138,7 +138,7 @@ class Layout:
         return self._told(arrived)[len(There._fields) :]
 
     def there(self, arrived: Tensor | DeviceMessage) -> There:
-        """What ``pack`` was told is there."""
+        """Return what ``pack`` was told is there."""
         return There(*self._told(arrived)[: len(There._fields)])
 
     def _told(self, arrived: Tensor | DeviceMessage) -> list[int]:

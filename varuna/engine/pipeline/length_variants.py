@@ -16,7 +16,7 @@ from varuna.partition.model import PartitionedModel
 
 
 class ToldBySamples(NamedTuple):
-    """What samples tell of their micro-batch: which graph it runs, and how large its tensors are."""
+    """The graph that a micro-batch runs, and how large its tensors are, as its samples tell."""
 
     variant: int = 0
     """index into the model's graphs"""
@@ -28,7 +28,7 @@ _NOTHING = ToldBySamples()
 
 
 class Variants:
-    """What samples told of each of one rank's micro-batches in one generation.
+    """Graphs and sizes of one rank's micro-batches in one generation, as samples told them.
 
     The loader's thread notes it, all others read it.
     """
@@ -53,7 +53,7 @@ class Variants:
             self._known[step, micro_batch] = ToldBySamples(variant, found)
 
     def told(self, step: int, micro_batch: int) -> ToldBySamples:
-        """What is told of a micro-batch, once its samples have been read."""
+        """Return what is told of a micro-batch, once its samples have been read."""
         return self._known[step, micro_batch] if self._tell else _NOTHING
 
     def of(self, step: int, micro_batch: int) -> int:

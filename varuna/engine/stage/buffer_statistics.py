@@ -1,4 +1,4 @@
-"""What buffers that forward() writes are updated from, and the update itself.
+"""Statistics from which buffers that forward() writes are updated, and the update itself.
 
 A section returns the statistics of each micro-batch next to its results. Those of the micro-batch's first run in
 a step count (F), never those of a recompute (R). When a section is through with a step, its replicas tell each other

@@ -1,4 +1,4 @@
-"""What follows the parameters that the optimizer makes: averages in their place, and what ``after_step`` changes."""
+"""Values that follow the optimizer's parameters: averages in their place, and what ``after_step`` changes."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -19,7 +19,7 @@ class KeepsState(Protocol):
 
 
 def averaged(computed: Mapping[str, Tensor], optimizer: KeepsState) -> dict[str, Tensor]:
-    """What sections compute with, by parameter: averages where there are any, as they would compute with the value."""
+    """Return the values that sections compute with, by parameter: averages where there are any."""
     found = {name: optimizer.state_of(name)[0].get(AVERAGE) for name in computed}
     return {
         name: value if (average := found[name]) is None else average.to(value.device, value.dtype)

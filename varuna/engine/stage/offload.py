@@ -74,7 +74,7 @@ class OffloadedOptimizer:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether a step runs no code but torch's."""
+        """Return whether a step runs no code but torch's."""
         return all(section.optimizer.is_torchs for section in self._sections)
 
     def prepare(self) -> None:

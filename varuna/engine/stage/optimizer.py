@@ -114,7 +114,7 @@ class StageOptimizer:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether a step runs no code but torch's."""
+        """Return whether a step runs no code but torch's."""
         return self._optimizer is None or is_torchs(self._optimizer)
 
     def prepare(self) -> None:

@@ -68,7 +68,7 @@ class Steering(NamedTuple):
 
     @property
     def is_none(self) -> bool:
-        """Whether it has told nothing."""
+        """Return whether it has told nothing."""
         return not self.measured and self.written is None
 
 

@@ -1,4 +1,4 @@
-"""What the training loop keeps of its own: the user's state, what a scheduler has measured, options it has written.
+"""State of the training loop: the user's, measurements for a scheduler, options that the loop has written.
 
 The loop runs on every worker, so each has the same. A worker that joins, returns or resumes gets that of a worker whose
 loop is farthest, or the checkpoint's. If it lacks the loop's turn after the newest step, the loop gets that step again.
@@ -156,7 +156,7 @@ class LoopState:
 
     @property
     def steering(self) -> Steering:
-        """What the loop has told the optimizer and its scheduler."""
+        """Return what the loop has told the optimizer and its scheduler."""
         return Steering(tuple(self.measured), self.written)
 
     def write(self, steps: int, values: Writes) -> None:

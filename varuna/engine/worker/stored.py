@@ -93,7 +93,7 @@ def _either(one: Wanted | None, other: Wanted, name: str) -> bool:
 
 
 def _of_parameter(parameter: str) -> Wanted:
-    """Whether an entry of a section's state belongs to a parameter."""
+    """Return whether an entry of a section's state belongs to a parameter."""
     exactly, begin = (f"parameters/{parameter}", f"{FROZEN}{parameter}"), f"optimizer/{parameter}/"
     return lambda name: name in exactly or name.startswith(begin)
 

@@ -197,7 +197,7 @@ class _OverVaruna(OnMainRank):
 
     @property
     def _has_own_callbacks(self) -> bool:
-        """Whether a callback is not the library's: it may write the optimizer's options."""
+        """Return whether a callback is not the library's: it may write the optimizer's options."""
         kinds = {type(each) for each in self.callback_handler.callbacks}
         return any(not kind.__module__.startswith("transformers.") for kind in kinds)
 

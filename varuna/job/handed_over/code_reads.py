@@ -1,4 +1,4 @@
-"""What a function reads around it, found in its bytecode: closures, globals, and attributes of its object.
+"""Values that a function reads around it, found in its bytecode: closures, globals, attributes of its object.
 
 Functions that it calls by such a name count, too, unless a library has defined them. What it stores itself does not:
 a counter or a cache of its own. What is read by another way, such as ``globals()[name]`` or a C extension, is not seen.
@@ -44,7 +44,7 @@ class ReadPlace(NamedTuple):
     """as the user's code says it"""
 
     def value(self) -> Any:
-        """What is there now."""
+        """Return what is there now."""
         found = self.base
         for key in self.keys:
             found = _step(found, key)
@@ -60,7 +60,7 @@ class ReadPlace(NamedTuple):
 
 @dataclass
 class Reads:
-    """What some functions read."""
+    """Places that some functions read."""
 
     places: dict[tuple[int, tuple[Key, ...]], ReadPlace] = field(default_factory=dict)
     written: set[tuple[int, tuple[Key, ...]]] = field(default_factory=set)
@@ -175,7 +175,7 @@ class Reads:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to Python, or to something that was installed."""
+    """Return whether a file belongs to Python, or to something that was installed."""
     return any(part in file for part in LIBRARIES) or file.startswith("<frozen")
 
 
@@ -262,7 +262,7 @@ def _is_subscript(step: dis.Instruction) -> bool:
 
 
 def _stored(steps: Sequence[dis.Instruction]) -> Iterator[tuple[Key, ...]]:
-    """What is stored to at the end of a way: ``x.a = ``, ``x["a"] = ``, ``x[i] = ``, ``x.a += ``, ``x["a"] += ``."""
+    """Yield the places stored to after a way: ``x.a = ``, ``x["a"] = ``, ``x[i] = ``, ``x.a += ``, ``x["a"] += ``."""
     names = [step.opname for step in steps]
     if names[:1] == ["STORE_ATTR"]:
         yield ((".", steps[0].argval),)

@@ -28,7 +28,7 @@ def mark(value: Any, names: Collection[str] = (), depth: int = 0) -> Any:
 
     Args:
         value: anything. Of an object that is none of Python's own, its plain attributes in ``names``.
-        names: of attributes that somebody reads.
+        names: of attributes that are read.
         depth: of containers around it.
     """
     if isinstance(value, PLAIN):
@@ -56,7 +56,7 @@ def mark(value: Any, names: Collection[str] = (), depth: int = 0) -> Any:
 
 @lru_cache(maxsize=1024)
 def _is_plain_object(module: str) -> bool:
-    """Whether objects of a class from there are the user's own values, and no library's machinery, such as a logger."""
+    """Return whether objects of classes from there are the user's values, not a library's, as a logger is."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return module in ("types", "argparse") or not any(part in file for part in LIBRARIES)
 

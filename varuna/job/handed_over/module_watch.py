@@ -2,7 +2,7 @@
 
 Its parameters and buffers become instances of a class whose ``__torch_function__`` hears of every operation on them,
 also of ``.data`` and ``.grad``. That costs nothing in a step. Attributes and modes are compared instead, since plain
-Python values tell nobody.
+Python values cannot tell.
 """
 
 import copy
@@ -147,7 +147,7 @@ class ModuleWatch:
                     yield f"{path}.{key}" if path else key, key, inner, copy.copy(inner)
 
     def changes(self) -> Iterator[Changed]:
-        """What differs from what was seen by ``look``, of all that the module computes with."""
+        """Return what differs from what was seen by ``look``, of all that the module computes with."""
         with torch._C.DisableTorchFunctionSubclass():
             versions = [each._version for each, _, _ in self._tensors]
             if versions != self._versions or not self._watched:  # else setting requires_grad and .data was heard
@@ -253,7 +253,7 @@ def _inside(name: str, key: str, inner: Any, before: Any, reads: Collection[str]
 
 
 def _is_cleared() -> bool:
-    """Whether it is zero_grad() that looks for gradients: there are none, so it does nothing."""
+    """Return whether it is zero_grad() that looks for gradients: there are none, so it does nothing."""
     frame: Any = sys._getframe(2)
     for _ in range(8):
         if frame is None:

@@ -1,4 +1,4 @@
-"""What the script has handed over to its Trainer, watched while the script has control.
+"""One object for all that the script has handed over to its Trainer, watched while the script has control.
 
 Training runs on copies: of the model and the optimizer, and of what the loss computed when it was captured. What the
 script then does to its own objects would have no effect, or another one on each worker, so it is taken over or refused.
@@ -75,7 +75,7 @@ _DONE = {
 
 
 class Role(NamedTuple):
-    """What a function of the user's is for, and when its code runs."""
+    """The use of a user's function, and when its code runs."""
 
     name: str
     captured: bool
@@ -124,7 +124,7 @@ class _Watched:
             self._value, self.mark = value, mark(value, self._names)
 
     def is_changed(self) -> bool:
-        """Whether something else is there."""
+        """Return whether something else is there."""
         value = self.place.value()
         return not (value is self._value and isinstance(value, _FIXED)) and mark(value, self._names) != self.mark
 
@@ -271,7 +271,7 @@ class HandedOver:
         )
 
     def _refresh(self) -> None:
-        """What the user's functions have changed in a step, a check or a capture is no change of the script's."""
+        """Take everything as it is now: the user's functions may have changed it in a step, a check or a capture."""
         for each in self._watched:
             each.look()
 

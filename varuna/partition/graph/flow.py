@@ -17,7 +17,7 @@ from varuna.partition.opaque.calls import NAMESPACE as MODULES
 
 
 class Together(NamedTuple):
-    """What no cut may come between: the first of some ops, and the last of these and others."""
+    """Ops that no cut may part: from the first of some to the last of these and others."""
 
     first: tuple[Node, ...]
     """operations; a placeholder stands for all that read it"""

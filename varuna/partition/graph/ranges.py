@@ -22,7 +22,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Range:
-    """What an operation can take."""
+    """The whole numbers that an operation can take."""
 
     module: GraphModule
     """``(*inputs, *constants) -> the whole numbers that it takes``"""

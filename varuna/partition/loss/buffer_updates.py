@@ -126,7 +126,7 @@ class _Part:
             self._take_all(final)
 
     def meets(self, other: "_Part") -> bool:
-        """Whether both compute with the same buffers."""
+        """Return whether both compute with the same buffers."""
         return not self._buffers().isdisjoint(other._buffers())
 
     def join(self, other: "_Part") -> None:
@@ -184,7 +184,7 @@ class _Part:
         return None
 
     def _is_in_turn(self, node: Node, state: Rows) -> bool:
-        """Whether the values of examples follow each other along the first dimension, each of its example alone."""
+        """Return whether examples follow each other along the first dimension, each value of one example alone."""
         value = node.meta["val"]
         in_turn = state.order is None or (state.order.outer == 1 and state.order.picked is None)
         slope = linear(value.shape[0], self._sizes) if value.dim() else None
@@ -192,7 +192,7 @@ class _Part:
         return in_turn and whole and state.dim == -value.dim() and not state.blames and not state.by_fact
 
     def _is_steady(self, node: Node) -> bool:
-        """Whether nothing writes to the value after it was made."""
+        """Return whether nothing writes to the value after it was made."""
         return all(self._order[writer] <= self._order[node] for writer in self._memory.writers(node))
 
     def _size(self, node: Node) -> tuple[int, int] | None:

@@ -84,7 +84,7 @@ class OpenTracking(Tracking):
         return Rows(dims[0] if dims else -1, IN_TURN, given, (), by_fact)
 
     def _total(self, node: Node) -> State:
-        """What an operation makes of values with open sizes, if it has none itself."""
+        """Return what an operation makes of values with open sizes, if it has none itself."""
         name = op_name(node)
         source = node.args[0]
         if isinstance(state := self.of(source), Rows) and state.by_fact:

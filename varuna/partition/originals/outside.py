@@ -38,7 +38,7 @@ def check_outside(
 
 
 def _reaches_loss(graph: Graph, memory: SharedMemory, source: Node) -> bool:
-    """Whether a gradient of the loss reaches a value."""
+    """Return whether a gradient of the loss reaches a value."""
     output = next(node for node in graph.nodes if node.op == "output")
     reached, before = {source}, 0
     while len(reached) > before:

@@ -1,4 +1,4 @@
-"""What a function of the script's refers to: by its closure, its globals, its defaults, its object."""
+"""Objects that a function of the script's refers to: by its closure, globals, defaults, or its own object."""
 
 import dis
 import functools
@@ -31,7 +31,7 @@ def _within(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What an object refers to, with names where it has names."""
+    """Return what an object refers to, with names where it has names."""
     if isinstance(value, functools.partial):
         yield from ((None, each) for each in (value.func, *value.args))
         yield from value.keywords.items()
