@@ -149,7 +149,8 @@ class SampleSource:
             batch[SAMPLES] = torch.tensor(0)
         chosen = select(batch, None if keys is None else self._without_step(keys, batch))
         digests = row_digests(batch, len(indices)) if compared else ()
-        return MicroBatch(self._with_step(chosen, positions, keys), digests, indices)
+        there = [position for position, sample in zip(positions, samples, strict=True) if sample is not None]
+        return MicroBatch(self._with_step(chosen, there, keys), digests, indices)
 
     @cached_property
     def _adds_step(self) -> bool:

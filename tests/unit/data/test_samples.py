@@ -257,3 +257,15 @@ def test_a_sample_that_differs_stops_the_run_with_its_name() -> None:
 def test_a_digest_too_few_is_no_agreement() -> None:
     with pytest.raises(DataError, match="stage 0 read 2 samples for a micro-batch of 3"):
         verify_digests(micro_batch(1, 2, 3), [1, 2], who="stage 0")
+
+
+def test_each_sample_that_collate_keeps_gets_the_number_of_its_step() -> None:
+    def kept(samples: list[Any]) -> dict[str, Tensor]:
+        return {"x": torch.stack([sample for sample in samples if sample is not None])}
+
+    dataset = [None if index % 3 == 1 else torch.full((2,), float(index)) for index in range(8)]
+    source = SampleSource(
+        dataset, seed=0, collate=kept, shuffles=False, step_at=lambda position: position // 4, wants_step=lambda: True
+    )
+    assert source.micro_batch(range(3, 7)).tensors["step"].tolist() == [0, 1, 1]
+    assert source.micro_batch([1]).tensors["step"].tolist() == [0]  # another sample in its place, which counts nothing
