@@ -22,8 +22,11 @@ REPORTS = ROOT / "build" / "tests"
 COSTS = ROOT / "tests" / "costs.md"
 SLOWEST = 15
 
-IN_PROCESS = tuple(f"tests/scenarios/test_{name}.py" for name in ("families", "gallery", "scale_on_paper", "inductor"))
+COMPUTING = tuple(f"tests/scenarios/test_{name}.py" for name in ("families", "gallery", "scale_on_paper", "inductor"))
 """Scenarios that compute in one process; the others start workers, and wait for much of their time."""
+
+RUNS = "tests/unit/testing"
+"""Whole runs, whose workers are threads."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,14 @@ def parts() -> tuple[Part, ...]:
     few = ("--sample", "6", "--briefly", "--at-once", "2", "--begun-within", "60")
     field = ("--sample", "16", "--begun-within", "200") if IS_NIGHTLY else few
     return (
-        Part("unit", ("pytest", "-q", "-n", "auto", "--dist", "worksteal", "tests/unit")),
-        Part("in-process", ("pytest", "-q", "-n", "auto", "--dist", "worksteal", *IN_PROCESS)),
+        Part("unit", ("pytest", "-q", "-n", "auto", "--dist", "worksteal", "tests/unit", f"--ignore={RUNS}")),
+        Part("in-process", ("pytest", "-q", "-n", "auto", "--dist", "worksteal", RUNS, *COMPUTING)),
         Part("field", ("tests.field", "--fresh", *field)),
         Part(
             "processes",
             (
                 *("pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "tests/scenarios"),
-                *(f"--ignore={path}" for path in IN_PROCESS),
+                *(f"--ignore={path}" for path in COMPUTING),
             ),
         ),
     )

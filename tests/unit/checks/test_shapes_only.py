@@ -33,6 +33,7 @@ def looked_at(build: Callable[[], nn.Module], mutate: Mutate = lambda model: mod
     return SelfCheck(recipe, source, None, None).compare(mutate(model) or model, None)
 
 
+@pytest.mark.nightly
 def test_without_data_gradients_hooks_draws_and_counters_are_seen() -> None:
     models: list[Callable[[], nn.Module]] = [Net, partial(Skipping, 0.0)]
     for sound in by_depth(models[:1], models):

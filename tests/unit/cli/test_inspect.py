@@ -119,6 +119,7 @@ def test_trace_tells_what_crosses_stages_unseen(tmp_path: Path) -> None:
     assert "clip_grad_norm=" in text
 
 
+@pytest.mark.nightly
 def test_trace_is_silent_on_a_sound_job() -> None:
     assert json.loads(inspected("--trace", "--json", JOB, *TWO, "--dropout", "0.1"))["dependencies"] == []
     assert "none found" in inspected("--trace", JOB, *TWO, "--normed")
@@ -131,12 +132,14 @@ def test_the_table_fits_a_terminal_and_names_the_modules() -> None:
     assert "tied: embed.weight" in text
 
 
+@pytest.mark.nightly
 def test_stages_are_those_that_varuna_plan_finds() -> None:
     report = json.loads(inspected("--stages", "2", "--json", JOB, *TWO))
     planned = CliRunner().invoke(app, ["plan", "--gpus", "2", "--stages", "2", "--json", JOB, "--", *TWO])
     assert [stage["sections"][0] for stage in report["stages"]] == json.loads(planned.stdout)["plans"][0]["starts"]
 
 
+@pytest.mark.nightly
 def test_too_many_stages_are_refused_with_the_number() -> None:
     with pytest.raises(NoPlanError, match=r"P=99 was requested, but the model has .* or lower --stages"):
         inspected("--stages", "99", JOB, *TWO)

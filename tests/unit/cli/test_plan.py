@@ -70,6 +70,7 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+@pytest.mark.nightly
 def test_without_a_calibration_plans_are_for_the_gpu_of_this_machine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [JOB, "--gpus", "2", "--stages", "2", "--json", "--", "--layers", "3", "--global-batch", "24"]
     unknown = json.loads(run(*arguments).out)
@@ -204,6 +205,7 @@ def test_a_batch_smaller_than_any_pipeline_still_gets_an_exact_plan(run: Any) ->
     assert found["plans"][0]["micro_batch"] == found["plans"][0]["micro_batches"] == found["plans"][0]["replicas"] == 1
 
 
+@pytest.mark.nightly
 def test_per_dollar_fewer_gpus_may_win(run: Any) -> None:
     fast, cheap = (
         json.loads(run("--calibration", SMALL, "--gpus", "100", "--objective", objective, "--json").out)["plans"][0]
@@ -253,6 +255,7 @@ def test_a_calibration_is_enough_neither_torch_nor_a_network_is_imported() -> No
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.nightly
 def test_at_a_rate_of_losses_plans_are_ranked_by_what_is_left_and_both_figures_are_shown(run: Any) -> None:
     args = ("--calibration", SMALL, "--gpus", "21", "--global-batch", "8192")
     found = json.loads(run(*args, "--losses-per-hour", "30", "--json").out)

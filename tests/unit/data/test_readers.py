@@ -152,6 +152,7 @@ def test_a_process_lets_go_of_the_sockets_of_its_parent(tmp_path: Path) -> None:
     source.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the end of children")
 def test_no_process_is_left_after_a_kill(tmp_path: Path) -> None:
     code = textwrap.dedent(f"""

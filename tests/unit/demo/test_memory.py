@@ -41,5 +41,6 @@ def test_the_memory_limit_makes_every_loss_of_a_worker_a_change_of_shape(monkeyp
     assert shapes == ["2x2", "3x1", "2x1"]
 
 
+@pytest.mark.nightly
 def test_the_standard_library_is_large_enough() -> None:
     assert dataset_size(example_folder("gpt2_text"), LENGTH) > 10_000

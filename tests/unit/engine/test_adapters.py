@@ -64,6 +64,7 @@ def test_memory_is_that_of_the_dtypes_at_hand() -> None:
     assert sum(each.parameter_bytes for each in sections) < 2 * frozen + 4 * adapters
 
 
+@pytest.mark.nightly
 def test_such_a_model_is_checked_and_goes_on_from_its_checkpoint(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

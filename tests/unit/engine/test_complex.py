@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class Spectral(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.nightly
 def test_complex_parameters_end_where_a_plain_loop_ends_and_survive_files(tmp_path: Path) -> None:
     setup = Setup(Spectral, optimizer=momentum, clip=None)
     parameters = train_plainly(setup, 4).parameters

@@ -147,6 +147,7 @@ class Heavy(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stages", [2, *nightly(1)])
 def test_offloaded_state_and_what_is_streamed_of_it_are_promised(stages: int, precision: Precision) -> None:
@@ -266,6 +267,7 @@ def test_a_stage_that_splits_uses_what_its_plan_promised() -> None:
     assert found[1] > plan.memory_bytes[1] - (live_bytes[1] - live_bytes[0])  # B whole would need less
 
 
+@pytest.mark.nightly
 def test_kept_activations_are_as_large_as_promised() -> None:
     setup = setup_of(_MICRO_BATCHES)
     plan = planned(setup, 2, memory_bytes=2**30)
@@ -332,6 +334,7 @@ def test_the_stash_never_holds_more_than_the_plan_allows() -> None:
         assert in_flight[-1] == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_state_that_is_shared_out_is_promised_for_the_fullest_replica(precision: Precision) -> None:
     setup = setup_of(8, build=Heavy, micro_batch=1, precision=precision, share=True)

@@ -107,6 +107,7 @@ def test_the_trial_of_an_optimizer_with_averages_is_remembered() -> None:
     assert tried == [1]
 
 
+@pytest.mark.nightly
 def test_a_script_evaluates_and_exports_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 

@@ -29,7 +29,7 @@ def noise(named: Any) -> None:
         p.grad.add_(rate * torch.randn_like(p.grad))
 
 
-@pytest.mark.parametrize("name", of_depth(KINDS, {"counter in the group", "wrapper", "two groups"}))
+@pytest.mark.parametrize("name", of_depth(KINDS, {"wrapper"}))
 def test_every_plan_and_a_resumed_run_train_as_a_plain_loop(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     place = str(tmp_path)
@@ -55,6 +55,7 @@ def test_a_killed_worker_changes_nothing_of_what_an_optimizer_counts(kind: str) 
     assert lived.losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_offloaded_and_sharded_optimizers_keep_what_they_count() -> None:
     kind: Any = KINDS["wrapper"]
     with single_threaded():
@@ -63,7 +64,11 @@ def test_offloaded_and_sharded_optimizers_keep_what_they_count() -> None:
         assert worst(Setup(optimizer=kind, share=True).losses(1, 3, 5), expected) < 1e-5
 
 
-@pytest.mark.parametrize("given", [{"optimizer": noisy}, {"before_step": noise}], ids=["optimizer", "before_step"])
+@pytest.mark.parametrize(
+    "given",
+    [pytest.param({"optimizer": noisy}, marks=pytest.mark.nightly), {"before_step": noise}],
+    ids=["optimizer", "before_step"],
+)
 def test_what_an_update_draws_depends_on_no_plan(given: dict[str, Any], tmp_path: Path) -> None:
     place = str(tmp_path)
     with single_threaded():

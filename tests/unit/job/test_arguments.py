@@ -166,6 +166,7 @@ def test_a_length_of_the_run_that_is_none_is_refused(n: Any, said: str) -> None:
         next(trainer().steps(n))
 
 
+@pytest.mark.nightly
 def test_a_model_that_fails_on_its_first_samples_is_no_broken_link() -> None:
     class Halved(torch.nn.Module):
         def __init__(self) -> None:

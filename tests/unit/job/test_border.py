@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import varuna
 import varuna.data
+from tests.depth import nightly_rows, of_depth
 from varuna.core.errors import DataError, ModelError, VarunaError
 from varuna.testing import run
 
@@ -186,10 +187,12 @@ SCRIPTS: list[Script] = [
     *(frozen_normalisation, replaced_forward, penalty, kept_penalty, weight_normed, unregistered),
     *(proxies_in_a_function, weights_of_tasks, frozen_teacher),
 ]
+ONE_OF_EACH = {frozen_normalisation, replaced_forward, penalty, weight_normed}
+"""what a model is asked, what it has become, what the loss asks of it, what its parameters are"""
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", of_depth(SCRIPTS, ONE_OF_EACH), ids=lambda script: script.__name__)
 def test_a_script_that_passes_what_it_has_built_trains_as_its_own_loop(script: Script) -> None:
     model, loss, more = script()
     expected = plain(model, sgd([*model.parameters(), *more]), loss)
@@ -317,10 +320,12 @@ def registered() -> nn.Module:
 @pytest.mark.parametrize(
     ("refused", "words", "advised"),
     [
-        (Hanging, r"backward of Hang at .*test_border\.py:\d+ .*add it to the model's loss", Adding),
         (Seeding, r"generator of its own .*test_border\.py:\d+.*register_buffer", Holding),
-        (Missing, r"leaves NaN out of the mean, but not out of the gradient", Choosing),
-        (Listed, r"more is a list of modules.*ModuleList", registered),
+        *nightly_rows(
+            (Hanging, r"backward of Hang at .*test_border\.py:\d+ .*add it to the model's loss", Adding),
+            (Missing, r"leaves NaN out of the mean, but not out of the gradient", Choosing),
+            (Listed, r"more is a list of modules.*ModuleList", registered),
+        ),
     ],
 )
 def test_what_is_refused_is_right_once_the_advice_is_followed(refused: Any, words: str, advised: Any) -> None:
@@ -358,7 +363,7 @@ class Single(Net):
         return F.binary_cross_entropy_with_logits(super().forward(x).squeeze(), (labels > 1).float())
 
 
-@pytest.mark.parametrize("micro_batch", [None, 1, 2])
+@pytest.mark.parametrize("micro_batch", of_depth([None, 1, 2], {1}))
 def test_squeeze_keeps_the_batch_of_a_micro_batch_of_one(micro_batch: int | None) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)

@@ -70,6 +70,7 @@ def trainer(seed: int = 3) -> tuple[varuna.Trainer, nn.Module, torch.optim.Optim
     return made, model, optimizer
 
 
+@pytest.mark.nightly
 def test_stages_replicas_and_a_lost_worker_train_as_the_plain_loop_does() -> None:
     """After the loop the script's own model is the trained one, on every worker."""
 

@@ -43,11 +43,13 @@ def test_a_job_is_measured_once_on_a_machine(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.nightly
 def test_nothing_is_measured_where_m_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VARUNA_CALIBRATION")
     assert first(job_of(micro_batch=2)) is None
 
 
+@pytest.mark.nightly
 def test_one_size_of_an_earlier_run_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = job_of()
     with single_threaded():
@@ -58,6 +60,7 @@ def test_one_size_of_an_earlier_run_is_not_enough(monkeypatch: pytest.MonkeyPatc
     assert len(measured.sizes) > 1
 
 
+@pytest.mark.nightly
 def test_what_time_had_cut_short_is_measured_once_more_and_no_third_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +92,7 @@ class OtherWorkers:
         self.offered.append(data)
 
 
+@pytest.mark.nightly
 def test_a_class_of_devices_is_measured_once_in_a_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -171,6 +171,7 @@ def test_it_trains_as_in_plain_pytorch_with_stages_replicas_and_a_lost_worker(qu
     assert [found.item() for found in lived.returned.values()] == pytest.approx([afterwards.item()] * 3, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_sizes_and_checkpoints_are_those_of_packed_numbers_and_of_adapters(tmp_path: Path) -> None:
     model = built(ours)
     made = trainer(model, checkpoints=varuna.Checkpoints(tmp_path, every=2, frozen=False))

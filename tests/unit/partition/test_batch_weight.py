@@ -77,6 +77,7 @@ def test_a_mean_by_hand_is_weighed_by_its_mask() -> None:
     check_weighing(model, recipe, materialise(recipe, 0), source, None)
 
 
+@pytest.mark.nightly
 def test_a_weight_of_the_user_replaces_what_the_loss_says() -> None:
     recipe = Recipe(MaskedMean)
     model, source = prepared(recipe, Tokens(padded=True), counts=False)

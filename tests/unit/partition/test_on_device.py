@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.depth import nightly
 from tests.unit.engine.models import tiny_gpt2, tiny_llama
 from tests.unit.engine.ranks import Setup
 from varuna.partition.model import PartitionedModel
@@ -29,7 +30,7 @@ def run(model: PartitionedModel, setup: Setup) -> dict[str, Tensor]:
     return values
 
 
-@pytest.mark.parametrize("build", [tiny_gpt2, tiny_llama])
+@pytest.mark.parametrize("build", [tiny_gpt2, *nightly(tiny_llama)])
 def test_every_tensor_is_made_on_the_device(build: Callable[[], nn.Module]) -> None:
     setup = Setup(build=build)
     made = run(on_device(setup.model, META), setup)

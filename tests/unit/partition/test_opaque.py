@@ -56,6 +56,7 @@ def test_loss_and_gradients_are_those_of_plain_eager() -> None:
     assert 1 < sum(holds_opaque(section.module.graph) for section in model.sections) < len(model.sections)
 
 
+@pytest.mark.nightly
 def test_a_number_of_tokens_that_is_always_the_same_is_learned() -> None:
     model, found = differences(Family(lambda: Net(Thinned), sample))
     assert found == []
@@ -139,6 +140,7 @@ def test_draws_belong_to_the_section_and_leave_the_generators_alone(drawn: Parti
     assert (random.getstate(), repr(np.random.get_state())) == before
 
 
+@pytest.mark.nightly
 def test_the_check_against_plain_pytorch_draws_alike(drawn: PartitionedModel) -> None:
     source = SampleSource(Samples(sample), seed=0)
     check = SelfCheck(Recipe(drawing), source, None, 2, True)

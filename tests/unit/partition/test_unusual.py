@@ -159,7 +159,7 @@ class Sizes(nn.Module):
 ODD: list[Callable[[], nn.Module]] = [Rounded, Sizes, Experts, Average, Depth, Filling]
 
 
-@pytest.mark.parametrize("middle", by_depth(ODD[:2], ODD))
+@pytest.mark.parametrize("middle", by_depth(ODD[:1], ODD))
 def test_sections_in_turn_equal_eager(middle: Callable[[], nn.Module]) -> None:
     model, found = differences(Family(lambda: Stack(middle)))
     assert found == []

@@ -5,7 +5,7 @@ from statistics import mean
 
 import pytest
 
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly
 from tests.unit.planner.models import FAST, MB, calibrated, model, request, section
 from varuna.calibration.format import Calibration, SectionKind
 from varuna.core.devices import ClassSize
@@ -50,7 +50,7 @@ def shares(plan: Plan) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("factor", [1.7, 3.0, 8.0])
+@pytest.mark.parametrize("factor", [3.0, *nightly(1.7, 8.0)])
 def test_all_end_together_near_the_sum_of_their_speeds(factor: float) -> None:
     wanted = asked({"A": 2, "B": 4}, of_class("A"), of_class("B", factor), global_batch=480)
     plan = best_plan(wanted)
@@ -151,6 +151,7 @@ def test_batches_too_small_for_all_leave_some_out() -> None:
     assert plan.replicas <= 3
 
 
+@pytest.mark.nightly
 def test_small_mixes_are_as_good_as_the_best_of_all_pairs_of_equal_pipelines() -> None:
     """Within 2 % on average and 5 % at worst of every depth and number of pipelines in each class."""
     excesses = []

@@ -25,6 +25,7 @@ def found(*offers: Offer, request: PlanRequest = WANTED) -> tuple[Rented, ...]:
     return frontier(request, offers)
 
 
+@pytest.mark.nightly
 def test_no_fleet_is_both_slower_and_dearer_than_another() -> None:
     fleets = found(offer("a", "A", 4, 4.0), offer("b", "B", 8, 0.8))
     speeds = [fleet.examples_per_s for fleet in fleets]

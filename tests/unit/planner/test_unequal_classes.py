@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly
 from tests.unit.planner.models import FAST, MB
 from tests.unit.planner.test_classes import asked, of_class
 from varuna.core.devices import ClassSize, class_in
@@ -31,7 +31,7 @@ def slowed(workers: dict[str, tuple[float, ...]], factor: float = 2.0, **rest: o
     return request.model_copy(update={"speeds": together})
 
 
-@pytest.mark.parametrize("slow", [0.7, 0.5])
+@pytest.mark.parametrize("slow", [0.5, *nightly(0.7)])
 @pytest.mark.parametrize("slow_class", ["A", "B"])
 def test_all_end_together_near_the_sum_of_their_speeds(slow: float, slow_class: str) -> None:
     workers = {"A": (1.0, 1.0), "B": (1.0, 1.0, 1.0)}
@@ -52,6 +52,7 @@ def test_a_slow_worker_more_never_makes_steps_longer() -> None:
         assert with_it.step_s <= without.step_s * (1 + 1e-9)
 
 
+@pytest.mark.nightly
 def test_deep_pipelines_of_a_class_gather_its_slow_workers() -> None:
     whole = sum(best_plan(asked({"A": 1}, of_class("A"))).memory_bytes)
     known = of_class("A"), of_class("B", 2.0, memory_bytes=whole // 3)

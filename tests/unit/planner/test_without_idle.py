@@ -36,6 +36,7 @@ def test_no_worker_is_left_over(workers: int) -> None:
         assert shares[max(best.depths)] > shares[min(best.depths)]
 
 
+@pytest.mark.nightly
 def test_some_counts_do_get_pipelines_of_two_depths() -> None:
     found = [best_plan(deep(workers)) for workers in range(6, by_depth(9, 13))]
     assert any(plan.more for plan in found)
@@ -67,6 +68,7 @@ def test_nominal_figures_are_no_reason_for_other_depths() -> None:
     assert not any(best_plan(deep(workers, leaves_idle=False)).more for workers in by_depth((7,), range(6, 13)))
 
 
+@pytest.mark.nightly
 def test_replicas_that_share_optimizer_state_are_cut_alike() -> None:
     shared = KNOWN.with_sharded_optimizer()
     assert not any(best_plan(deep(workers).model_copy(update={"calibration": shared})).more for workers in (7, 8, 11))

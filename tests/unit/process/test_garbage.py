@@ -22,6 +22,7 @@ def _not_frozen() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.mark.nightly
 def test_old_garbage_is_collected_after_the_block_and_new_garbage_within_it() -> None:
     gc.collect()
     old = Cycle()

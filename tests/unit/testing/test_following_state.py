@@ -52,6 +52,7 @@ def alone() -> tuple[float, ...]:
     return work.alone(STEPS, MICRO_BATCHES)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_step_runs_before_its_optimizer_state_is_there(alone: tuple[float, ...]) -> None:
     """Of a leaver, too, which stays until it has sent it."""

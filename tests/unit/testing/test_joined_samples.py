@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import varuna
+from tests.depth import nightly, of_depth
 from tests.unit.testing.joined import (
     JOBS,
     OfGraphs,
@@ -21,7 +22,7 @@ from varuna.testing import fail_at, run
 _REL = 2e-6
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", of_depth(JOBS, {"packed", "graphs and nodes", "boxes", "missing, two terms"}))
 def test_a_job_trains_as_a_plain_loop_in_three_stages_of_which_one_dies(name: str) -> None:
     job = JOBS[name]
     fault = fail_at(rank=1, step=2, phase="B")
@@ -30,7 +31,7 @@ def test_a_job_trains_as_a_plain_loop_in_three_stages_of_which_one_dies(name: st
     assert outcome.losses == pytest.approx(job.plainly(), rel=_REL, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", ["packed", "graphs and nodes", "lists", "missing, two terms", "nests"])
+@pytest.mark.parametrize("name", ["graphs and nodes", *nightly("packed", "lists", "missing, two terms", "nests")])
 def test_two_replicas_with_several_samples_in_a_micro_batch_train_as_a_plain_loop(name: str) -> None:
     job = replace(JOBS[name], micro_batch=2)
     outcome = run(job.script, workers=2, stages=1)
@@ -38,12 +39,14 @@ def test_two_replicas_with_several_samples_in_a_micro_batch_train_as_a_plain_loo
     assert outcome.losses == pytest.approx(job.plainly(), rel=_REL, abs=1e-7)
 
 
+@pytest.mark.nightly
 def test_a_whole_batch_may_have_no_sample_that_is_there_in_a_micro_batch() -> None:
     """Samples 2, 7, 12... are None: of micro-batches of one sample, some have none."""
     job = replace(JOBS["missing"], micro_batch=1)
     assert run(job.script, workers=2, stages=2).losses == pytest.approx(job.plainly(), rel=_REL, abs=1e-7)
 
 
+@pytest.mark.nightly
 def test_evaluation_weighs_joined_samples_as_training_does() -> None:
     job = JOBS["graphs and nodes"]
 
@@ -77,6 +80,7 @@ def test_samples_that_meet_in_a_packed_row_are_refused() -> None:
         run(replace(JOBS["packed"], model=Meeting).script)
 
 
+@pytest.mark.nightly
 def test_samples_may_meet_within_a_micro_batch_that_the_user_fixed() -> None:
     job = JOBS["packed"]
 

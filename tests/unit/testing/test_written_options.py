@@ -129,6 +129,7 @@ def test_a_schedule_by_hand_is_that_of_a_plain_loop_over_the_loss_of_a_worker(ca
         assert close(curve, expected)
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_with_the_options_of_its_checkpoint(captures: list[Any]) -> None:
     """Rates that follow from those before are right, although the script begins with its own first ones."""
     with single_threaded():

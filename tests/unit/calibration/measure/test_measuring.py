@@ -149,6 +149,7 @@ def test_messages_and_rings_are_measured_between_real_ranks() -> None:
     assert all(seconds > 0 for ring in rings[1] for _, seconds in ring.samples)
 
 
+@pytest.mark.nightly
 def test_messages_and_rings_of_a_device_are_over_when_both_copies_are() -> None:
     store, devices = local_store(), [LateStreams(), LateStreams()]
 

@@ -170,6 +170,7 @@ def test_in_each_round_of_a_tournament_everybody_plays_once_with_somebody_else(s
         assert all(rows[rows[rank][turn]][turn] == rank for rank in range(size) for turn in range(size - 1))
 
 
+@pytest.mark.nightly
 def test_keys_of_a_meeting_are_stores_of_their_own(tmp_path: Path) -> None:
     from varuna.fleet.net.client import ManagerRemote
 

@@ -115,6 +115,7 @@ def test_who_is_silent_or_does_not_report_is_named_and_not_waited_for(scene: Sce
     assert REACH_S < LINKS_S
 
 
+@pytest.mark.nightly
 def test_a_key_of_somebody_who_is_gone_is_not_waited_for(scene: Scene) -> None:
     for name in ("a", "b", "c"):
         scene.arrive(name)
@@ -126,6 +127,7 @@ def test_a_key_of_somebody_who_is_gone_is_not_waited_for(scene: Scene) -> None:
     assert scene.remote.get("/keys/at/x/2?of=2").status == 410
 
 
+@pytest.mark.nightly
 def test_a_guest_whose_meeting_ends_says_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guests, "SILENT_S", 0.0)
     monkeypatch.setattr(guests, "TorchChild", lambda: SimpleNamespace(close=lambda: None))

@@ -209,6 +209,7 @@ def test_replicas_without_a_micro_batch_take_part() -> None:
     assert [sums.loss for sums in wide] == pytest.approx([sums.loss for sums in alone], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_long_evaluation_meets_in_between() -> None:
     setup = Setup(build=SmallLanguage, micro_batch=1)
     _, alone = train(setup, 1, 1, Tokens(size=40), 40)
@@ -248,6 +249,7 @@ class MoreInEvaluation(SmallLanguage):
         return loss if self.training else loss * self.scale
 
 
+@pytest.mark.nightly
 def test_a_script_that_evaluates_hears_before_step_0_that_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     job = trainer(model=MoreInEvaluation)

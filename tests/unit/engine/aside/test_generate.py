@@ -246,6 +246,7 @@ def test_a_script_generates_with_a_module_of_its_own(monkeypatch: pytest.MonkeyP
     assert trainer.generate([[5, 9]], NEW) is None
 
 
+@pytest.mark.nightly
 def test_what_cannot_generate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     looking = Trainer(Looking, Pairs(), adamw, 4, loss=second, device="cpu")

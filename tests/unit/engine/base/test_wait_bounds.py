@@ -184,6 +184,7 @@ def test_a_link_that_breaks_in_a_deadlock_is_told_with_who_waited_for_whom() -> 
         inbox.take("gradient", lambda: GRADIENT)
 
 
+@pytest.mark.nightly
 def test_code_of_the_training_loop_may_take_longer_than_any_bound_of_a_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

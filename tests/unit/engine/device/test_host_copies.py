@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.depth import nightly_rows
 from tests.unit.engine.late import Late, LateStream, LateStreams, Rash
 from tests.unit.engine.models import Dropping, SmallLanguage, Tokens
 from tests.unit.engine.plain import same
@@ -29,9 +30,8 @@ from varuna.partition.cut.split import Crossing
 @pytest.mark.parametrize(
     ("stages", "replicas", "rounds"),
     [
-        (3, 2, False),
         (1, 2, True),
-        *(pytest.param(*grid, False, marks=pytest.mark.nightly) for grid in ((1, 1), (3, 1))),
+        *nightly_rows((3, 2, False), (1, 1, False), (3, 1, False)),
     ],
 )
 def test_a_late_device_changes_no_bit(stages: int, replicas: int, rounds: bool) -> None:

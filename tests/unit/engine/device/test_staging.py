@@ -51,6 +51,7 @@ def test_offloaded_state_passes_a_late_device_bit_for_bit(
     assert all(streams.copies and not streams.unkept for streams in late.made)
 
 
+@pytest.mark.nightly
 def test_fp16_steps_that_overflow_leave_what_was_on_its_way() -> None:
     plain = Setup(build=SmallLanguage, precision="fp16")
     offloaded = replace(plain, offload=True, traffic=Late())
@@ -58,6 +59,7 @@ def test_fp16_steps_that_overflow_leave_what_was_on_its_way() -> None:
     assert same(offloaded.states(), plain.states())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["adaptive", *nightly("gpipe")])
 def test_stashed_inputs_pass_a_late_device_bit_for_bit(policy: str) -> None:
     setup = Setup(build=Dropping, micro_batch=1, policy=policy)

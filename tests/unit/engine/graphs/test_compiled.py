@@ -51,6 +51,7 @@ class Dropping(SmallLanguage):
         return cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.nightly
 def test_a_section_is_compiled_once_whatever_the_plan() -> None:
     backend = Counting()
     setup = Setup(build=Dropping, dataset=Tokens(padded=True), compiler=Compiler(backend))

@@ -55,6 +55,7 @@ class Mixing(nn.Module):
         return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mix", [product, *nightly(attention, recurrent)])
 def test_a_plan_changes_no_bit_where_kernels_ask_for_gradients(mix: Callable[[Block, Tensor], Tensor]) -> None:
     setup = Setup(lambda: Mixing(mix))

@@ -95,8 +95,7 @@ def gradients(setup: Setup, stage: Stage, *, split: bool, keep: int = 0) -> list
     [
         SmallLanguage,
         Reused,
-        Shared,
-        *nightly(dropping, tiny_llama),
+        *nightly(Shared, dropping, tiny_llama),
     ],
 )
 def test_both_halves_give_the_bits_of_a_whole_backward(build: Callable[[], nn.Module]) -> None:
@@ -109,6 +108,7 @@ def test_both_halves_give_the_bits_of_a_whole_backward(build: Callable[[], nn.Mo
     assert deferred
 
 
+@pytest.mark.nightly
 def test_both_halves_agree_in_half_precision() -> None:
     setup = Setup(build=Dropping, dataset=Tokens(padded=True), precision="bf16")
     stage = whole_stage(setup)

@@ -121,6 +121,7 @@ def test_three_replicas_add_up_as_one_process_does_but_for_rounding() -> None:
     assert worst(setup.losses(1, 3), alone) < 1e-5
 
 
+@pytest.mark.nightly
 def test_a_missing_gradient_and_statistics_of_batches_pass() -> None:
     setup = normalised()
     expected = setup.losses(2, 2)
@@ -349,7 +350,7 @@ class Grid:
         )
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (4, 3), (5, 2), (1, 4)])
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (1, 4), *nightly_rows((4, 3), (5, 2))])
 def test_all_ranks_connect_with_all_peers_and_nobody_else(stages: int, replicas: int) -> None:
     grid = Grid(stages, replicas)
     run_all([partial(grid.connect, rank) for rank in range(stages * replicas)])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.depth import nightly
 from tests.unit.engine.ranks import Setup, connected
 from varuna.core.errors import LinkError
 from varuna.core.plan import Plan
@@ -71,7 +72,7 @@ def _awaited(inbox: Inbox) -> str:
     return doing_of("", inbox.waiting).text
 
 
-@pytest.mark.parametrize("policy", ["gpipe", "adaptive"])
+@pytest.mark.parametrize("policy", ["adaptive", *nightly("gpipe")])
 def test_forwards_wait_for_a_stage_that_takes_nothing_and_change_no_number(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_stage_that_stays_frozen_is_named_and_its_lease_ends_the_wait(monkeypa
     assert said[0] == ": waits for places for the activation of 0F3 (step 0) from rank 1"
 
 
+@pytest.mark.nightly
 def test_gradients_that_a_slow_stage_has_no_place_for_stay_where_they_were_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -49,6 +49,7 @@ def test_the_samples_are_named_and_the_newest_checkpoint_is_a_good_one() -> None
     assert "step-00000001" <= folders[-1] <= "step-00000005"
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_keeps_its_good_checkpoints() -> None:
     store = FailingStore()
     with pytest.raises(VarunaError, match=r"newest complete checkpoint is that of step [1-5]\."):
@@ -57,6 +58,7 @@ def test_a_run_that_goes_on_keeps_its_good_checkpoints() -> None:
     assert "step-00000001" <= max(saved) <= "step-00000005"
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_where_that_is_asked_for() -> None:
     losses = run(lambda: script(on_nan="continue")).losses
     assert [math.isfinite(loss) for loss in losses] == [True] * 5 + [False] * 3

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.depth import nightly
 from tests.unit.engine.plain import reference, worst
 from tests.unit.engine.ranks import Setup
 from varuna.calibration.nominal import nominal_calibration
@@ -90,7 +91,7 @@ def test_losses_are_those_of_a_plain_loop() -> None:
     assert worst(setup.losses(1, 1), reference(setup)) < 1e-5
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [3, *nightly(2)])
 def test_no_cut_changes_a_bit(setup: Setup, stages: int) -> None:
     setup.adjusted = None
     flat = setup.losses(1, 1)

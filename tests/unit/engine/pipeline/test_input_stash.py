@@ -43,6 +43,7 @@ def first_frozen() -> nn.Module:
     return model
 
 
+@pytest.mark.nightly
 def test_what_crosses_into_the_first_trained_section_of_a_stage_waits_there_too() -> None:
     setup = Setup(build=first_frozen, micro_batch=1, policy="adaptive")
     expected = setup.losses(2, 2, steps=2)

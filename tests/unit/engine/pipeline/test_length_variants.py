@@ -96,10 +96,12 @@ def test_samples_that_cannot_be_read_stop_a_stage_that_waits_for_an_activation_o
         OneUnreadable(global_batch=6, micro_batch=1, **fields).run(2, 1)  # type: ignore[arg-type]
 
 
+@pytest.mark.nightly
 def test_the_schedules_with_split_backwards_run_too() -> None:
     assert setup(policy="adaptive").losses(3, 1, steps=2) == setup().losses(1, 1, steps=2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(3, 1), *nightly((2, 1), (5, 1), (2, 2))])
 def test_a_pipeline_runs_micro_batches_in_an_order_by_length_from_the_second_step_on(shape: tuple[int, int]) -> None:
     """All stages know it: each has read the samples. In the first step none waits for all of them."""

@@ -298,6 +298,7 @@ class Pairs(Model):
         return (F.cross_entropy(alike, one) + F.cross_entropy(alike.T, other)) / 2
 
 
+@pytest.mark.nightly
 def test_counts_that_follow_from_the_number_of_examples_alone_need_no_samples() -> None:
     setup = Setup(build=Pairs, dataset=Sentences(), micro_batch=3, clip=None)
     assert setup.model.whole is not None
@@ -306,6 +307,7 @@ def test_counts_that_follow_from_the_number_of_examples_alone_need_no_samples() 
     assert worst(setup.losses(2, 2, 2), one) < 1e-6
 
 
+@pytest.mark.nightly
 def test_a_loss_that_mixes_examples_trains_within_micro_batches_if_the_user_says_so() -> None:
     def trainer(**given: Any) -> Trainer:
         return Trainer(Balanced, Sentences(), adamw, 8, device="cpu", **given)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.depth import nightly
+from tests.depth import by_depth, nightly, nightly_rows
 from tests.unit.engine.carrying import (
     GLOBAL,
     MICRO,
@@ -31,8 +31,8 @@ from varuna.job.options import Checkpoints
 from varuna.testing import fail_at, run
 from varuna.trainer import Trainer
 
-CASES = [(Taught, follow), (Balanced, balance)]
-SHAPES = [(1, 1), (3, 1), (2, 2)]
+CASES = [(Taught, follow), *nightly_rows((Balanced, balance))]
+SHAPES = by_depth([(3, 1), (2, 2)], [(1, 1), (3, 1), (2, 2)])
 
 
 def plainly(after: Any) -> Any:
@@ -98,6 +98,7 @@ def test_a_killed_worker_changes_nothing(fault: Any, plain: tuple[list[float], d
         assert all(torch.equal(each[name], given[0][name]) for each in given)
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     (whole,) = run(partial(dino, 4), captures=CAPTURES).returned.values()
     run(partial(dino, 2, tmp_path), workers=2, stages=2, captures=CAPTURES)

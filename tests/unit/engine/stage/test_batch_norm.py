@@ -64,6 +64,7 @@ def setup(**changes: Any) -> Setup:
     return Setup(build=Normalised, dataset=Points(), optimizer=sgd, global_batch=11, micro_batch=3, **changes)
 
 
+@pytest.mark.nightly
 def test_a_norm_that_is_used_twice_counts_twice() -> None:
     """``test_options`` compares all running statistics with a plain loop's."""
     job = setup()

@@ -37,6 +37,7 @@ def test_outside_a_run_nothing_changes() -> None:
         varuna.all_reduce_shared(value, op="mean")
 
 
+@pytest.mark.nightly
 def test_a_lamb_that_does_not_share_trains_another_model() -> None:
     setup = Setup(optimizer=over(Lamb), clip=None)
     assert worst(setup.losses(3, 1, steps=by_depth(3, 6)), setup.losses(1, 1, steps=by_depth(3, 6))) > 1e-5
@@ -60,6 +61,7 @@ def test_before_step_shares_what_one_process_sees() -> None:
     assert seen[0] == pytest.approx(one, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_stage_with_nothing_to_train_makes_nobody_wait() -> None:
     def frozen() -> nn.Module:
         model = SmallLanguage()
@@ -71,6 +73,7 @@ def test_a_stage_with_nothing_to_train_makes_nobody_wait() -> None:
     assert worst(setup.losses(3, 1), setup.losses(1, 1)) < 1e-6
 
 
+@pytest.mark.nightly
 def test_a_job_that_does_not_share_pays_for_one_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     original = Stage.apply_tentatively

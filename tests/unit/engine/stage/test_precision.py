@@ -41,6 +41,7 @@ def test_fp16_skips_the_steps_that_a_plain_loop_skips(grid: tuple[int, int]) -> 
     assert all(value.dtype is torch.float32 for value in setup.parameters().values())
 
 
+@pytest.mark.nightly
 def test_shared_values_are_combined_though_the_first_steps_are_skipped() -> None:
     seen: list[float] = []
 

@@ -83,6 +83,7 @@ def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
         Setup(optimizer=talking, share=True).losses(1, 1, steps=1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("saved_shared", [True, *nightly(False)])
 @pytest.mark.parametrize("precision", ["bf16", *nightly("fp32")])
 def test_a_checkpoint_is_resumed_with_and_without(saved_shared: bool, precision: Precision, tmp_path: Path) -> None:
@@ -97,6 +98,7 @@ def test_a_checkpoint_is_resumed_with_and_without(saved_shared: bool, precision:
     assert first + second == undisturbed
 
 
+@pytest.mark.nightly
 def test_a_shared_checkpoint_is_resumed_in_another_plan(tmp_path: Path) -> None:
     undisturbed = Setup().losses(1, 1)
     first = train(Setup(directory=str(tmp_path), share=True), 1, 3, STEPS // 2, str(tmp_path))

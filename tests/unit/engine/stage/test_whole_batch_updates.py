@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.depth import nightly
 from tests.unit.engine.carrying import (
     Centred,
     Codebook,
@@ -22,7 +23,7 @@ from tests.unit.engine.ranks import single_threaded
 from varuna.core.errors import ModelError
 
 
-@pytest.mark.parametrize("build", [Centred, replaced, Codebook, Queued, Normalised, Spectral, Scaled])
+@pytest.mark.parametrize("build", [Codebook, Normalised, Scaled, *nightly(Centred, replaced, Queued, Spectral)])
 def test_losses_and_buffers_are_those_of_whole_batches(build: Any) -> None:
     with single_threaded():
         expected, model = one_process(build)

@@ -41,6 +41,7 @@ def test_what_a_generation_held_goes_when_it_ends_and_not_once_python_looks_for_
     wait_for(lambda: all(each() is None for each in held), 5.0)  # threads that have them are ending
 
 
+@pytest.mark.nightly
 def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_thread_that_made_them() -> None:
     """The thread that waits for it has looked before there were any."""
     plan = Plan(stages=1, replicas=1, micro_batch=1, global_batch=8, starts=(0,), sections=1, stash_limits=(1,))

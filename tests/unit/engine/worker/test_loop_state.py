@@ -126,6 +126,7 @@ def plateau_script(checkpoints: Any = None, fails: bool = False, wrong: bool = F
     return curve
 
 
+@pytest.mark.nightly
 def test_plateau_is_torchs_own_after_a_loss_and_after_a_resume() -> None:
     expected = plain(8)
     assert len({lr for _, lr in expected}) > 1

@@ -89,6 +89,7 @@ def test_another_plan_continues_within_rounding(undisturbed: Losses, tmp_path: P
     )
 
 
+@pytest.mark.nightly
 def test_frozen_parameters_are_left_out_and_come_from_where_the_run_began(tmp_path: Path) -> None:
     """Embedding and head are tied, frozen and in bf16; the first section trains nothing."""
     place = str(tmp_path / "saved")
@@ -117,6 +118,7 @@ def _saved(place: str, step: int) -> set[str]:
     return {name.removeprefix("parameters/") for name in names if name.startswith("parameters/")}
 
 
+@pytest.mark.nightly
 def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
     class Rescaled(Adapted):
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.depth import nightly
 from tests.unit.engine.late import Late, LateStream, LateStreams
 from tests.unit.engine.models import SmallLanguage, adamw
 from tests.unit.engine.optimizers import momentum
@@ -164,6 +165,7 @@ def test_an_update_that_does_not_wait_tears_the_snapshot(given: dict[str, Any], 
     assert torn
 
 
+@pytest.mark.nightly
 def test_a_step_that_overflows_changes_buffers_and_the_loss_scale_but_not_those_that_are_saved(store: Store) -> None:
     """Both change at a commit, without an update of the optimizer."""
     setup = normalised(precision="fp16")
@@ -187,7 +189,7 @@ def test_a_copy_is_queued_behind_the_update_and_not_behind_the_next_step() -> No
     assert torch.frombuffer(bytearray(part.data), dtype=torch.float32).eq(7.0).all()
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [True, *nightly(False)])
 def test_a_checkpoint_of_a_late_device_continues_bit_for_bit(offload: bool, tmp_path: Path) -> None:
     plain = Setup(build=SmallLanguage)
     undisturbed = plain.losses(2, 1)

@@ -103,6 +103,7 @@ class Frozen(SmallLanguage):
             layer.requires_grad_(False)
 
 
+@pytest.mark.nightly
 def test_a_morph_reads_frozen_parameters_from_disk_and_moves_the_others(tmp_path: Path) -> None:
     file = tmp_path / "base.safetensors"
     save_model(Frozen(), str(file))

@@ -60,6 +60,7 @@ def desired(client: Any) -> int:
     return int(group["DesiredCapacity"])
 
 
+@pytest.mark.nightly
 def test_the_group_grows_and_shrinks_as_wished_and_is_given_back(client: Any, endpoint: str, tmp_path: Path) -> None:
     provider = provider_in(tmp_path, endpoint)
     provider.resize(4)

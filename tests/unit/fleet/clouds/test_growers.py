@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.depth import nightly_rows
 from tests.unit.fleet.clouds.test_growth import Cloud
 from tests.waiting import wait_for
 from varuna.core.errors import FleetError
@@ -41,7 +42,7 @@ def test_each_is_asked_for_its_most_and_gets_back_what_it_gave() -> None:
     assert ends == []
 
 
-@pytest.mark.parametrize(("error", "code"), [(REFUSED, 1), (CANCELLED, 0)])
+@pytest.mark.parametrize(("error", "code"), [(CANCELLED, 0), *nightly_rows((REFUSED, 1))])
 def test_a_run_ends_when_none_of_them_gives_nodes_any_more(error: FleetError, code: int) -> None:
     one, two = Cloud(most=8, error=error), Cloud(most=8)
     several, warnings, ends = growers(one, two)

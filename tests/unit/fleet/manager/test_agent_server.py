@@ -418,7 +418,7 @@ frames = st.one_of(
 )
 
 
-@settings(max_examples=by_depth(13, 80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=by_depth(6, 80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=st.booleans(), frame=frames)
 def test_no_frame_breaks_the_door_or_disturbs_others(gate: Gate, first: bool, frame: str | bytes) -> None:
     with gate.visit(gate.me, session="calm") as calm:

@@ -15,6 +15,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 from websockets.sync.client import connect
 
+from tests.depth import nightly
 from varuna.fleet.net.ca import CertificateAuthority, open_authority
 from varuna.fleet.net.client import ManagerRemote
 from varuna.fleet.net.connection_limits import ConnectionLimits, origin_of
@@ -59,7 +60,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> CertificateAuthority:
 
 
 LOOPS = pytest.mark.parametrize(
-    "loop", [None, asyncio.new_event_loop], ids=["the fastest loop that is installed", "asyncio's own"]
+    "loop",
+    [None, pytest.param(asyncio.new_event_loop, marks=pytest.mark.nightly)],
+    ids=["the fastest loop that is installed", "asyncio's own"],
 )
 Loop = Callable[[], asyncio.AbstractEventLoop]
 
@@ -85,7 +88,7 @@ def get(port: int, path: str = "/") -> str:
     return body
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"])
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\nX: ", *nightly(b"", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")])
 def test_who_brings_no_request_or_no_second_one_is_sent_away(port: int, said: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), 5) as stranger:
         stranger.sendall(said)

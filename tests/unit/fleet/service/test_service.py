@@ -25,6 +25,7 @@ def local(folder: Path, port: int = 0) -> ManagerService[LocalWorkers]:
     return ManagerService(place, LocalLaunch(Path(__file__)), config=FleetConfig(workers=1), planner=make_plan)
 
 
+@pytest.mark.nightly
 def test_what_was_built_before_a_part_that_fails_is_given_back(tmp_path: Path) -> None:
     first = local(tmp_path / "first")
     with pytest.raises(FleetError, match=f"port {first.port} on 127.0.0.1 cannot be used"):

@@ -97,6 +97,7 @@ def test_a_world_of_two_nodes_of_the_same_host_shares_a_store_and_ends_the_run(m
     assert (stop.reason, stop.exit_code) == ("torchrun: 1 of 1 nodes have finished", 0)
 
 
+@pytest.mark.nightly
 def test_waits_end_and_name_what_was_waited_for(manager: Manager) -> None:
     lonely = rendezvous(manager.join(), 2, 3)
     with pytest.raises(

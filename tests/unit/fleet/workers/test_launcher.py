@@ -123,6 +123,7 @@ def test_a_full_disk_costs_log_lines_and_not_the_worker(bench: Bench, capfd: pyt
     assert capfd.readouterr().err.count("w0.log is missing output: No space left on device. The worker continues.") == 1
 
 
+@pytest.mark.nightly
 def test_a_grandchild_may_speak_when_the_run_is_over(bench: Bench) -> None:
     said = bench.folder / "said"
     speaker = f"import time, pathlib; time.sleep(0.4); print('late', flush=True); pathlib.Path({str(said)!r}).touch()"

@@ -264,6 +264,7 @@ def test_work_of_others_is_taken_over_before_a_worker_joins(server: WorkerServer
     member.close()
 
 
+@pytest.mark.nightly
 def test_work_that_nobody_answers_for_is_asked_for_again_and_then_done_here(
     server: WorkerServer, events: Events
 ) -> None:

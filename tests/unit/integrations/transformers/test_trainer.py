@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
+from tests.depth import of_depth
 from tests.unit.engine.models import SmallLanguage, Tokens
 from varuna.core.errors import UsageError
 from varuna.integrations.transformers import Trainer
@@ -125,7 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", of_depth(CASES, {"accumulated", "sequential", "own"}))
 def test_losses_are_those_of_hugging_faces_trainer(case: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"per_device_train_batch_size": 4, **CASES[case]}
     expected = losses(made(transformers.Trainer, tmp_path, **options))
@@ -185,6 +186,7 @@ def test_any_number_of_workers_trains_and_evaluates_alike(tmp_path: Path) -> Non
     assert (tmp_path / "many" / "checkpoint-4" / "model.safetensors").exists()
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_from_its_checkpoint_and_keeps_its_history(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
     expected = losses(made(Trainer, tmp_path / "whole", **options))
@@ -205,6 +207,7 @@ def test_a_run_resumes_from_its_checkpoint_and_keeps_its_history(tmp_path: Path)
     assert over.evaluate()["eval_loss"] == again.evaluate()["eval_loss"]
 
 
+@pytest.mark.nightly
 def test_early_stopping_and_the_best_model(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "max_steps": 30,

@@ -131,6 +131,7 @@ class Looking(Layers):
         return -x if x.sum() > 0 else super().layer(layer, x)
 
 
+@pytest.mark.nightly
 def test_a_branch_on_random_numbers_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     batch = SampleSource(Plain(), seed=0).micro_batch([0, 1]).tensors
     with pytest.raises(ModelError, match=rf"{Path(__file__).name}:\d+: .*(?s:.)*Two ways out"):
@@ -214,6 +215,7 @@ class Asking(Layers):
         return super().layer(layer, x) * mask[:, None, None]  # type: ignore[index]
 
 
+@pytest.mark.nightly
 def test_a_path_for_compilation_that_fails_gives_way_to_that_of_eager() -> None:
     assert differences(Family(Asking))[1] == []
 

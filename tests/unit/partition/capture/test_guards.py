@@ -102,6 +102,7 @@ def test_a_step_for_which_a_branch_goes_another_way_is_refused_and_not_applied(s
             job.run(*shape, steps=8)
 
 
+@pytest.mark.nightly
 def test_samples_that_disagree_at_once_are_refused_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     recipe, source = Recipe(Large), SampleSource(Small(), seed=0)
     model = partition(recipe, source.micro_batch([0, 1]).tensors)
@@ -187,6 +188,7 @@ class Counting(Layers):
 UNDECIDED: list[type[Layers]] = [Updated, Tossing, Counting]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("build", by_depth(UNDECIDED[:1], UNDECIDED))
 def test_what_no_sample_decides_stays_refused(build: type[Layers]) -> None:
     batch = SampleSource(Small(), seed=0).micro_batch([0, 1]).tensors

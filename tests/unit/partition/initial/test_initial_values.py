@@ -121,6 +121,7 @@ class BuiltByEach(Setup):
         return self.beginning.parameters(names)
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_not_a_function_of_the_seed_is_caught() -> None:
     def unseeded() -> nn.Module:
         model = SmallLanguage()
