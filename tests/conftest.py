@@ -45,6 +45,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """Pytest looks for errors of finalizers five times; once is enough, and what is then left stays."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker of ``-n auto`` more than there are cores: some tests wait for sockets and processes."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What tests, and the processes that they start, leave in the temporary folder goes with pytest's."""

@@ -130,6 +130,7 @@ def test_a_person_sees_the_best_plan_its_runners_up_and_what_does_not_fit(run: A
         assert words in ran.out
 
 
+@pytest.mark.nightly
 def test_slow_gpus_get_fewer_micro_batches(run: Any) -> None:
     ran = run("--calibration", SMALL, "--gpus", "24", "--slower", "8x0.5")
     text = " ".join(ran.out.split())

@@ -54,6 +54,7 @@ def test_complex_parameters_end_where_a_plain_loop_ends_and_survive_files(tmp_pa
     assert distance(load_file(tmp_path / "m.safetensors"), setup.parameters()) == 0
 
 
+@pytest.mark.nightly
 def test_memory_of_complex_parameters_is_counted_in_pairs() -> None:
     facts = Setup(Spectral).model.facts
     assert [tied.name for tied in facts.tied] == ["filters.0"]

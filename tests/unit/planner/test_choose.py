@@ -129,6 +129,7 @@ def test_where_all_are_of_one_class_the_plan_is_the_same_and_says_so() -> None:
             assert found[1].device_class == "V100"
 
 
+@pytest.mark.nightly
 def test_each_class_has_its_own_memory() -> None:
     sizes = (
         ClassSize(name="A", workers=2, memory_bytes=100 * GB),

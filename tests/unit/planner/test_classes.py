@@ -97,6 +97,7 @@ def test_each_class_is_cut_for_its_own_memory() -> None:
         assert cut.device_class == "A" or max(cut.memory_bytes) <= whole // 3
 
 
+@pytest.mark.nightly
 def test_memory_that_workers_tell_counts_where_none_was_calibrated() -> None:
     whole = sum(best_plan(asked({"A": 1}, of_class("A"))).memory_bytes)
     wanted = asked({"A": 2, "B": 8}, of_class("A"), of_class("B", 2.0))

@@ -164,6 +164,7 @@ LATE = Trace(changes=(Change(0.0, ("a",), ()), Change(0.4, ("b", "c", "d"), ()))
 """Its nodes come as it ends."""
 
 
+@pytest.mark.nightly
 @settings(max_examples=by_depth(3, 20), deadline=None)
 @given(recordings(), some.sampled_from([0.0, 30.0, 600.0]))
 @example(LATE, 0.0)

@@ -10,8 +10,8 @@ from torch import nn
 import varuna
 import varuna.core.sums
 from tests.unit.engine.models import Dropping, Tokens, adamw
-from tests.unit.engine.pipeline.test_length_variants import LENGTHS, Positions, Sentences, padded
 from tests.unit.testing import work
+from tests.unit.testing.test_length_variants import LENGTHS, Positions, Sentences, padded
 from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed
 from varuna.core.sums import HeldSums, Spans, deal, numbers_of, spans_of
 from varuna.engine.base.spans import Span

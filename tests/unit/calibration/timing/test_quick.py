@@ -30,6 +30,7 @@ def forbidden(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimize
     pytest.fail("the user's optimizer is not asked for stand-ins")
 
 
+@pytest.mark.nightly
 def test_every_section_has_times_at_every_size_and_nothing_else_changes() -> None:
     setup = Setup(Dropping)
     job = replace(setup.job(), optimizer=forbidden)

@@ -140,6 +140,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
         server.shutdown()
 
 
+@pytest.mark.nightly
 def test_a_bucket_without_the_right_to_write_is_named_with_what_it_said(refusing: ThreadingHTTPServer) -> None:
     found = try_store("s3://bucket/runs", mark="m", owner="h", seeks_mark=False)
     assert [step.name for step in found.steps] == ["write"]

@@ -45,6 +45,7 @@ def test_a_late_device_changes_no_bit(stages: int, replicas: int, rounds: bool) 
     assert all(streams.copies and not streams.unkept for streams in late.made)
 
 
+@pytest.mark.nightly
 def test_statistics_of_batches_pass_a_late_device() -> None:
     setup = normalised()
     expected = setup.losses(2, 2)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tests.depth import by_depth, nightly
 from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw, dropping, tiny_llama
-from tests.unit.engine.pipeline.test_length_variants import LENGTHS
-from tests.unit.engine.pipeline.test_length_variants import setup as of_lengths
 from tests.unit.engine.ranks import Setup
+from tests.unit.testing.test_length_variants import LENGTHS
+from tests.unit.testing.test_length_variants import setup as of_lengths
 from varuna.core.plan import Plan
 from varuna.engine.graphs import split_backward_check
 from varuna.engine.graphs.run_once import SectionOutcome, outcome

@@ -40,6 +40,7 @@ class TwoTied(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.nightly
 def test_exchanges_of_tied_parameters_have_the_same_numbers_on_all_stages() -> None:
     setup = Setup(TwoTied)
     _, layer = setup.model.facts.tied

@@ -13,7 +13,7 @@ from tests.depth import nightly
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2
 from tests.unit.engine.optimizers import grouped, momentum, warm
 from tests.unit.engine.ranks import STEPS, Setup
-from tests.unit.engine.worker.test_resuming import train
+from tests.unit.testing.test_resuming import train
 from varuna.checkpoint.io.section_state import from_bytes, to_bytes
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts, Memory

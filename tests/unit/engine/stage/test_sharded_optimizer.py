@@ -14,7 +14,7 @@ from tests.unit.engine.optimizers import grouped, warm
 from tests.unit.engine.plain import same, worst
 from tests.unit.engine.ranks import STEPS, Setup
 from tests.unit.engine.stage.test_offload import halved
-from tests.unit.engine.worker.test_resuming import train
+from tests.unit.testing.test_resuming import train
 from varuna.core.errors import UsageError
 from varuna.core.messages import Held
 from varuna.core.precision import Precision

@@ -15,8 +15,8 @@ from tests.unit.engine.models import SmallLanguage, adamw
 from tests.unit.engine.optimizers import momentum
 from tests.unit.engine.ranks import STEPS, Setup
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
-from tests.unit.engine.worker.test_resuming import train
 from tests.unit.engine.worker.test_snapshotter import assigned, make_plan, manifest_of, stage_of
+from tests.unit.testing.test_resuming import train
 from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.io.snapshot import SnapshotBuffer, parts_of

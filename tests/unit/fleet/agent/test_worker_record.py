@@ -64,6 +64,7 @@ def test_what_nobody_has_recorded_is_said_again_and_nothing_else() -> None:
     assert w.snapshot().generation == 0
 
 
+@pytest.mark.nightly
 def test_a_greeting_after_a_long_absence_fits_into_a_frame() -> None:
     """Thousands of steps of thousands of micro-batches: all but the newest vote are totals."""
     plan = PLAN.model_copy(update={"global_batch": 2 * 8192})

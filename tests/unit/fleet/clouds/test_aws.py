@@ -71,6 +71,7 @@ def test_the_group_grows_and_shrinks_as_wished_and_is_given_back(client: Any, en
     assert desired(client) == 1
 
 
+@pytest.mark.nightly
 def test_a_manager_that_starts_again_knows_the_size_from_before_the_run(
     client: Any, endpoint: str, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from tests.unit.engine.models import Dropping, SmallLanguage, Tokens
 from tests.unit.engine.optimizers import by_step, trained_only
 from tests.unit.engine.plain import Curve, reference, worst
 from tests.unit.engine.ranks import Setup, dealt
-from tests.unit.engine.test_options import frozen
+from tests.unit.testing.test_options import frozen
 from varuna.core.plan import Plan
 from varuna.engine.stage.optimizer import NamedParameters
 from varuna.schedule.actions import Kind

@@ -12,7 +12,7 @@ from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.engine.plain import reference, worst
 from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.engine.stage.optimizers import KINDS, Noisy, values
-from tests.unit.engine.worker.test_resuming import train
+from tests.unit.testing.test_resuming import train
 from varuna.core.errors import WorkerError
 from varuna.testing import fail_at, run
 from varuna.trainer import Trainer

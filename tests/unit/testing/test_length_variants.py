@@ -181,6 +181,7 @@ class Changing(Positions):
         return nn.functional.cross_entropy(self.head(self.embed(input_ids)).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.nightly
 def test_lengths_that_change_the_model_are_refused() -> None:
     batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "labels": torch.zeros(2, 6, dtype=torch.long)}
     with pytest.raises(ModelError, match="operations differ"):

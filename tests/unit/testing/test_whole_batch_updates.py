@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.depth import nightly
-from tests.unit.engine.carrying import (
+from tests.unit.engine.ranks import single_threaded
+from tests.unit.testing.carrying import (
     Centred,
     Codebook,
     Normalised,
@@ -19,7 +20,6 @@ from tests.unit.engine.carrying import (
     setup,
     state_of,
 )
-from tests.unit.engine.ranks import single_threaded
 from varuna.core.errors import ModelError
 
 

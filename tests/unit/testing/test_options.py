@@ -24,8 +24,6 @@ from tests.unit.engine.optimizers import (
     trained_only,
     warm,
 )  # fmt: skip
-from tests.unit.engine.pipeline import test_length_variants, test_terms
-from tests.unit.engine.pipeline.test_terms import Sentences
 from tests.unit.engine.plain import same, shifted_targets, targets, train_plainly, worst
 from tests.unit.engine.ranks import Setup
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
@@ -34,6 +32,8 @@ from tests.unit.engine.test_adapters import Adapted, in_bf16
 from tests.unit.engine.test_complex import Spectral
 from tests.unit.partition import odd_modules
 from tests.unit.partition.hidden import SharedLamb, over
+from tests.unit.testing import test_length_variants, test_terms
+from tests.unit.testing.test_terms import Sentences
 from varuna.engine.graphs.compiled import Compiler
 
 STEPS = by_depth(2, 5)

@@ -88,6 +88,7 @@ def test_bf16_sections_compile_to_the_same_in_every_plan() -> None:
     assert worst(flat, Setup(build=SmallLanguage, precision="bf16").losses(1, 1)) < 2e-2
 
 
+@pytest.mark.nightly
 def test_compiled_backwards_run_whole() -> None:
     def halved(plan: Plan) -> Plan:
         return plan.model_copy(update={"split_last": 3})

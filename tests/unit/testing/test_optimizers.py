@@ -15,7 +15,7 @@ from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.engine.optimizers import muon_and_adamw
 from tests.unit.engine.plain import Curve, train_plainly
 from tests.unit.engine.ranks import Setup, single_threaded
-from tests.unit.engine.worker.test_resuming import train
+from tests.unit.testing.test_resuming import train
 from varuna.checkpoint.io.export import export_checkpoint
 from varuna.checkpoint.manifest import read_manifest
 from varuna.core.errors import UsageError

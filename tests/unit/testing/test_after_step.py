@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.depth import by_depth, nightly, nightly_rows
-from tests.unit.engine.carrying import (
+from tests.unit.engine.ranks import single_threaded
+from tests.unit.testing.carrying import (
     GLOBAL,
     MICRO,
     STEPS,
@@ -25,7 +26,6 @@ from tests.unit.engine.carrying import (
     state_of,
     teach,
 )
-from tests.unit.engine.ranks import single_threaded
 from varuna.core.errors import UsageError
 from varuna.job.options import Checkpoints
 from varuna.testing import fail_at, run
@@ -153,6 +153,7 @@ def renew(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     counts.zero_()
 
 
+@pytest.mark.nightly
 def test_draws_are_the_same_wherever_they_are_made() -> None:
     with single_threaded():
         runs = []

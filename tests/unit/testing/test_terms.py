@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.depth import by_depth
-from tests.unit.engine.aside.test_evaluate import eager_loss, train
 from tests.unit.engine.models import adamw
 from tests.unit.engine.plain import reference, targets, train_plainly, worst
 from tests.unit.engine.ranks import Setup
-from tests.unit.engine.worker.test_resuming import train as resumed
+from tests.unit.testing.test_evaluate import eager_loss, train
+from tests.unit.testing.test_resuming import train as resumed
 from varuna.core.errors import DataError, ModelError
 from varuna.core.precision import Precision
 from varuna.engine.graphs.compiled import Compiler
@@ -217,6 +217,7 @@ class Uneven(Sentences):
         return {**super().__getitem__(index), "mask": torch.ones(9)}
 
 
+@pytest.mark.nightly
 def test_examples_that_cannot_be_counted_end_an_evaluation_instead_of_a_thread() -> None:
     with pytest.raises(DataError, match="'mask'"):
         train(Setup(build=HandMaskedClamped, dataset=Sentences(), micro_batch=3, clip=None), 1, 1, Uneven(), 9)
