@@ -39,6 +39,11 @@ def test_two_replicas_with_several_samples_in_a_micro_batch_train_as_a_plain_loo
     assert outcome.losses == pytest.approx(job.plainly(), rel=_REL, abs=1e-7)
 
 
+def test_a_batch_may_be_one_micro_batch_of_two_stages() -> None:
+    job = replace(JOBS["packed"], micro_batch=8)
+    assert run(job.script, workers=2, stages=2).losses == pytest.approx(job.plainly(), rel=_REL, abs=1e-7)
+
+
 @pytest.mark.nightly
 def test_a_whole_batch_may_have_no_sample_that_is_there_in_a_micro_batch() -> None:
     """Samples 2, 7, 12... are None: of micro-batches of one sample, some have none."""

@@ -77,6 +77,11 @@ def test_micro_batches_of_all_lengths_train_as_in_one_process_at_any_depth() -> 
     assert job.losses(3, 1, steps) == job.losses(1, 1, steps)
 
 
+def test_a_stage_with_one_micro_batch_a_step_waits_for_no_lengths_that_only_later_steps_tell() -> None:
+    job = setup(size=1)
+    assert job.losses(3, 1, 3) == job.losses(1, 1, 3)
+
+
 class Unreadable(Sentences):
     """On a machine whose disk is gone."""
 

@@ -184,15 +184,22 @@ class ForwardPass:
     def expected(
         self, kind: str, layout: Callable[[int, int], Layout], order: Callable[[int], Sequence[int]], steps: range
     ) -> Iterator[Expected | None]:
-        """Key and sizes of each message of a link, as ``Receiver`` wants them; waits for lengths that samples tell."""
+        """Key and sizes of each message of a link, as ``Receiver`` wants them; waits for lengths that samples tell.
+
+        What is not known yet may be told only once earlier messages have come: samples of the step after the next are
+        not read before the next begins.
+        """
         for step in steps:
-            if self._is_ordered(step):
+            needed = self._work_of(step) if self._is_ordered(step) else ()
+            if not self.variants.are_known(step, needed):
                 yield None
-                if not self.variants.wait(step, *self._work_of(step)):
+                if not self.variants.wait(step, *needed):
                     return
             for micro_batch in order(step):
-                if not self.variants.wait(step, micro_batch):
-                    return
+                if not self.variants.are_known(step, (micro_batch,)):
+                    yield None
+                    if not self.variants.wait(step, micro_batch):
+                        return
                 message = layout(step, micro_batch)
                 yield (kind, step, micro_batch), message.size_bytes, message.body_bytes
 

@@ -64,6 +64,10 @@ class Variants:
         """The first of these whose samples have not been read, or could not be."""
         return next((micro_batch for micro_batch in micro_batches if (step, micro_batch) not in self._known), None)
 
+    def are_known(self, step: int, micro_batches: Sequence[int]) -> bool:
+        """Return whether nothing has to be told of these, or all is told."""
+        return not self._tell or self.first_unread(step, micro_batches) is None
+
     def wait(self, step: int, *micro_batches: int) -> bool:
         """Wait until all samples of these have been read; False if the generation ends first."""
         if not self._tell:
