@@ -9,6 +9,7 @@ from tests.unit.partition.families import Family, Samples
 from varuna.data.samples import SampleSource
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors, backward, crossing
 from varuna.partition.apply_updates import MicroBatchStatistics, apply_updates
+from varuna.partition.batch_weight import numbers_of
 from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.graph.costs import Cost
 from varuna.partition.graph.flow import Flow
@@ -24,6 +25,8 @@ def run_in_turn(
     values: dict[str, Tensor] = {}
     statistics: dict[str, Tensor] = {}
     runners, leaves = [], []
+    known = {} if model.whole is None else numbers_of(model, [tensors], buffers)[0]
+    examples = Examples({**tensors, **known}, size)
 
     def noted(section: int, micro_batch: int, found: Sequence[Tensor]) -> None:
         statistics.update(zip((each.name for each in model.sections[section].statistics), found, strict=True))
@@ -37,8 +40,8 @@ def run_in_turn(
         fixed = [buffers[name] for name in section.buffers] + [model.constants[n] for n in section.constants]
         runner = SectionRunner(section, Tensors(tuple(mine.values()), tuple(fixed)), crossings, 0, note=noted)
         runners.append(runner)
-        values.update(zip(section.makes, runner.forward(values, Examples(tensors, size), 0, 0), strict=True))
-    tapes = [runner.record(values, Examples(tensors, size), 0, 0) for runner in runners]
+        values.update(zip(section.makes, runner.forward(values, examples, 0, 0), strict=True))
+    tapes = [runner.record(values, examples, 0, 0) for runner in runners]
     for tape in tapes:
         for name, again in zip(tape.section.makes, crossing(tape.made), strict=True):
             assert torch.equal(again, values[name]) or again.isnan().any(), f"{name} differs when it is recomputed"

@@ -106,14 +106,13 @@ def test_the_same_loss_gives_the_same_bits() -> None:
     def watched() -> None:
         def note(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             for name, value in named:
-                seen[trainer_step[0], name] = value.detach().numpy().tobytes()
+                seen[now["step"], name] = value.detach().numpy().tobytes()
 
-        seen, trainer_step = parameters[-1], [0]
-        trainer = varuna.Trainer(
-            Dropping, Tokens(padded=True), adamw, 2 * MICRO_BATCHES, micro_batch=2, clip_grad_norm=1.0, before_step=note
-        )
+        seen, now = parameters[-1], {"step": 0}
+        job = (Dropping, Tokens(padded=True), adamw, 2 * MICRO_BATCHES)
+        trainer = varuna.Trainer(*job, micro_batch=2, clip_grad_norm=1.0, before_step=note, state={"now": now})
         for step in trainer.steps(STEPS):
-            trainer_step[0] = step.index + 1
+            now["step"] = step.index + 1
 
     outcomes = []
     for _ in range(2):
