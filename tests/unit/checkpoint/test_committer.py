@@ -10,7 +10,7 @@ from tests.unit.checkpoint.saves import (
 from tests.unit.store.flaky import down
 from varuna.checkpoint import committer
 from varuna.checkpoint.committer import CheckpointCommitter
-from varuna.checkpoint.manifest import survey
+from varuna.checkpoint.manifest import read_manifest, survey
 from varuna.store.base import Store
 from varuna.store.opening import open_store
 from varuna.testing.stores import HookedStore
@@ -49,6 +49,20 @@ def test_complete_steps_are_committed_and_old_ones_go(place: str) -> None:
     keep.close()
     assert warnings == []
     assert is_given_back(keep.store)
+
+
+def test_checkpoints_of_a_run_that_resumes_bear_the_name_of_the_run_that_it_goes_on_with(place: str) -> None:
+    plan, names = make_plan(), list[str]()
+    for step in (3, 6):
+        keep = keeper(place, [])
+        found = keep.newest()
+        keep.begin(0, plan, first_step=0 if found is None else found[0].step, rollback=True)
+        for shard in save_parts(keep.store, step, plan):
+            keep.collect(shard)
+        assert keep.wait_for(step, 10)
+        names.append(read_manifest(keep.store, step).run_id)
+        keep.close()
+    assert names[0] == names[1]
 
 
 def test_an_error_nobody_foresaw_costs_one_checkpoint_and_is_said(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
