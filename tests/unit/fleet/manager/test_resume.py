@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.fleet.support import Driver, make_vote, two_stages
 from varuna.core.messages import Assign, Beat, Held, Hello, Hold, RaiseFlag, Suspect, Voted
-from varuna.fleet.manager.reconcile import Reconciliation, reconcile
+from varuna.fleet.manager.reconcile import Reconciliation, node_of, reconcile
 from varuna.fleet.manager.resume import lost_workers, resume
 from varuna.fleet.net.protocol import WorkerSnapshot
 from varuna.fleet.run_folder.journal import Journal, read_events
@@ -25,6 +25,7 @@ from varuna.fleet.state.inputs import (
 )
 from varuna.fleet.state.outputs import Instruction, Publish, Send
 from varuna.fleet.state.phases import Running, Stopping
+from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import Answered, Asked, GenerationStarted, RunEnded, StepRecorded
 from varuna.fleet.state.stutter import Straggler
 
@@ -155,6 +156,28 @@ def test_a_generation_that_nobody_was_told_of_is_given_up_and_its_number_is_not_
     for name in shell.driver.fleet.live_members:
         shell.say(name, Held(generation=1, next_step=1, sections=_sections(old, name)))
     assert shell.driver.fleet.generation == 2
+
+
+def test_a_vote_of_a_timeline_that_a_rollback_abandoned_does_not_count_for_the_next_manager_either(
+    shell: Shell,
+) -> None:
+    for step in range(4):
+        shell.vote(step)
+    shell.driver.checkpoint = Checkpoint("ck/step-2", 2, 2)
+    [*first], [*second] = ([name for name in NAMES if each in shell.driver.seat_sections(name)] for each in (0, 2))
+    stale = {name: shell.held(name, 4) for name in first}
+    for name in second:
+        shell.driver.kill(name)
+    for name in first:
+        shell.say(name, stale[name])
+    shell.driver.wait(2)
+    shell.write()
+    assert (shell.driver.fleet.generation, shell.driver.fleet.recorded_step) == (1, 1)
+    shell.die_and_start_again()
+    for name in first:
+        shell.reconcile(node_of(name), shell.snapshot(name, generation=1))
+    shell.say(first[0], stale[first[0]].model_copy(update={"generation": 1}))  # it had not reloaded yet
+    assert (shell.driver.fleet.votes, shell.driver.fleet.recorded_step) == ({}, 1)
 
 
 def _sections(fleet: Fleet, name: str) -> tuple[int, ...]:
