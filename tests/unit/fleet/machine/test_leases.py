@@ -179,9 +179,11 @@ def test_main_rank_out_of_sight_other_ranks_beats_prove_that_steps_go_on() -> No
     assert driver.fleet.recorded_step == 61
 
 
-def test_a_step_that_takes_minutes_is_no_step_that_stands_still() -> None:
+@pytest.mark.parametrize("at_work", ["w0", "w2"])
+def test_a_step_that_takes_minutes_is_no_step_that_stands_still(at_work: str) -> None:
     driver = on_machines("abcd")
-    driver.wait(120, hidden=("d",), still=False)  # somebody computes
+    driver.wait(120, hidden=("d",), at_work=(at_work,))  # the others wait for it
+    assert isinstance(driver.fleet.phase, Running)
     assert not lost(driver)
 
 
@@ -332,9 +334,14 @@ def test_a_worker_that_is_silent_while_its_machine_is_heard_is_frozen() -> None:
     assert any(isinstance(item, Kill) and item.worker == "w1" for item in driver.done)
 
 
-def test_an_agent_that_stood_still_costs_none_of_its_workers() -> None:
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_agent_that_stood_still_costs_none_of_its_workers(trains: bool) -> None:
+    """Whether steps have proved meanwhile that its workers live, or the step takes longer than its silence."""
     driver = on_machines("aabb")
-    train(driver, 20, hidden=("b",))
+    if trains:
+        train(driver, 20, hidden=("b",))
+    else:
+        driver.wait(20, hidden=("b",), still=False)
     driver.feed(NodeHeard("b"))  # its pulse comes before its workers' beats
     driver.feed(Tick())
     train(driver, 3)
