@@ -65,6 +65,7 @@ def test_a_circle_of_waits_ends_and_is_named() -> None:
     watched = scene(since(other, 110, read_s=409), since(VOTING, 120, read_s=421))
     assert watched.fault(WAITING, 430, PATIENCE) is None  # known since 120, and for rank 1 until 409
     watched = scene(since(other, 110, read_s=420), since(VOTING, 120, read_s=421))
+    assert watched.fault(WAITING._replace(since_s=130.0), 450, PATIENCE) is None  # this rank has just begun to wait
     fault = watched.fault(WAITING, 430, PATIENCE)
     assert fault is not None
     assert fault.startswith(
