@@ -75,6 +75,7 @@ def test_a_file_written_by_hand_is_short_and_comes_back_as_it_was(tmp_path: Path
         ("kinds/layer/forward_s", [0.01], "forward_s has 1 times for 2 micro_batches"),
         ("kinds/layer/input_s", [0.01, 0.03], "input_s and weight_s are halves of B: give both, or none"),
         ("kinds/layer/micro_batches", [4, 1], "micro_batches [4, 1] must ascend"),
+        ("kinds/layer/micro_batches", [4, 4], "micro_batches [4, 4] must ascend"),
         ("kinds/layer/micro_batches", [0, 1], "greater than or equal to 1"),
         ("kinds/layer/parameter_bytes", -1, "greater than or equal to 0"),
         ("kinds/layer/parameter_bytes", 0.5, "valid integer"),
