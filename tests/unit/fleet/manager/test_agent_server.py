@@ -321,19 +321,24 @@ def test_two_agents_with_one_identity_do_not_take_turns(gate: Gate) -> None:
         assert first.sync() == 0
 
 
-def test_an_agent_speaks_for_its_own_workers_only(gate: Gate) -> None:
+@pytest.mark.parametrize("says_so_itself", [False, True])
+def test_an_agent_speaks_for_its_own_workers_only_and_they_for_themselves(gate: Gate, says_so_itself: bool) -> None:
     other = gate.join()
+    mine, foreign = f"{gate.me.node}.0", f"{other.node}.0"
     with gate.visit(other) as victim:
         victim.hear()
         with gate.visit() as agent:
             agent.hear()
-            agent.say(Started(worker=f"{gate.me.node}.0"))
-            agent.say(ProcessEnded(worker=f"{other.node}.0", exited=Exited(code=1)))
+            agent.say(Started(worker=mine))
+            if says_so_itself:
+                agent.say(Said(worker=mine, message=Hello(worker=foreign, pid=1, version="1", job=make_job())))
+            else:
+                agent.say(ProcessEnded(worker=foreign, exited=Exited(code=1)))
             assert agent.closed()[0] == 4400
         assert victim.sync() == 0
-    assert ConnectionLost(f"{gate.me.node}.0", "its agent sent a malformed message") in gate.events
-    assert not [event for event in gate.events if isinstance(event, WorkerExited)]
-    assert "speaks for worker" in gate.refusals()[-1]
+    assert ConnectionLost(mine, "its agent sent a malformed message") in gate.events
+    assert not [event for event in gate.events if isinstance(event, WorkerExited | MessageReceived)]
+    assert ("claims to be" if says_so_itself else "speaks for worker") in gate.refusals()[-1]
 
 
 @pytest.mark.parametrize(
