@@ -122,6 +122,16 @@ def test_copies_over_the_parts_of_a_model_train_as_the_scripts_own_optimizer(
         assert torch.equal(found[name], expected[name]), name
 
 
+def test_a_scheduler_finds_the_rates_from_before_the_scripts_own() -> None:
+    model = net()
+    whole, named = scheduled(model), list(model.named_parameters())
+    rates = [
+        OptimizerLike(whole, named, is_scheduled=is_scheduled)(named).param_groups[0] for is_scheduled in (False, True)
+    ]
+    assert [group["lr"] for group in rates] == [0.05, 0.1]
+    assert "initial_lr" not in rates[1]
+
+
 def closes_over(model: nn.Module) -> Optimizer:
     found = SGD(model.parameters(), lr=0.1)
 
