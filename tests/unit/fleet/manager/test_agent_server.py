@@ -321,8 +321,10 @@ def test_two_agents_with_one_identity_do_not_take_turns(gate: Gate) -> None:
         assert first.sync() == 0
 
 
-@pytest.mark.parametrize("says_so_itself", [False, True])
-def test_an_agent_speaks_for_its_own_workers_only_and_they_for_themselves(gate: Gate, says_so_itself: bool) -> None:
+@pytest.mark.parametrize(
+    ("claim", "said"), [("exit", "speaks for worker"), ("beat", "speaks for worker"), ("name", "claims to be")]
+)
+def test_an_agent_speaks_for_its_own_workers_only_and_they_for_themselves(gate: Gate, claim: str, said: str) -> None:
     other = gate.join()
     mine, foreign = f"{gate.me.node}.0", f"{other.node}.0"
     with gate.visit(other) as victim:
@@ -330,15 +332,20 @@ def test_an_agent_speaks_for_its_own_workers_only_and_they_for_themselves(gate: 
         with gate.visit() as agent:
             agent.hear()
             agent.say(Started(worker=mine))
-            if says_so_itself:
-                agent.say(Said(worker=mine, message=Hello(worker=foreign, pid=1, version="1", job=make_job())))
-            else:
-                agent.say(ProcessEnded(worker=foreign, exited=Exited(code=1)))
+            match claim:
+                case "exit":
+                    agent.say(ProcessEnded(worker=foreign, exited=Exited(code=1)))
+                case "beat":
+                    beats = {foreign: Beat(generation=0, step=0, activity="")}
+                    agent.session.send_text(Pulse(received=0, beats=beats).model_dump_json())
+                case _:
+                    agent.say(Said(worker=mine, message=Hello(worker=foreign, pid=1, version="1", job=make_job())))
             assert agent.closed()[0] == 4400
         assert victim.sync() == 0
     assert ConnectionLost(mine, "its agent sent a malformed message") in gate.events
     assert not [event for event in gate.events if isinstance(event, WorkerExited | MessageReceived)]
-    assert ("claims to be" if says_so_itself else "speaks for worker") in gate.refusals()[-1]
+    assert said in gate.refusals()[-1]
+    assert not gate.pulses
 
 
 @pytest.mark.parametrize(
