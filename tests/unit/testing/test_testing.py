@@ -1,5 +1,7 @@
 """``varuna.testing``: a job on threads computes what one process computes, whatever is lost, and ends in words."""
 
+import threading
+
 import pytest
 
 import varuna
@@ -35,13 +37,17 @@ def alone() -> tuple[float, ...]:
 
 
 def test_a_job_trains_the_same_on_two_by_two_and_after_a_loss(alone: tuple[float, ...]) -> None:
-    """Rank 1 dies in B of step 2: the three that are left redo it as a pipeline of two, and the third waits."""
-    fault = fail_at(rank=1, step=2, phase="B")
+    """Rank 1 dies in B of step 2: the three that are left redo it as a pipeline of two, and the third waits.
+
+    No thread of either generation is left.
+    """
+    fault, others = fail_at(rank=1, step=2, phase="B"), set(threading.enumerate())
     outcome = run(script, captures=CAPTURES, workers=4, stages=2, faults=[fault])
     assert fault.happened
     assert outcome.plans == ("2x2", "2x1")
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert len(outcome.returned) == 3
+    wait_for(lambda: set(threading.enumerate()) <= others, 60)
 
 
 def test_a_failing_bucket_ends_in_words_and_another_run_goes_on_from_what_it_has(alone: tuple[float, ...]) -> None:
