@@ -27,7 +27,8 @@ def alone() -> tuple[float, ...]:
     ("rank", "phase", "after"),
     [
         (4, "B", 2),
-        *nightly_rows((1, "F", 3), (2, "B", 2), (0, "sum", 0), (3, "vote", 0), (4, "apply", 0)),
+        (0, "sum", 0),
+        *nightly_rows((1, "F", 3), (2, "B", 2), (3, "vote", 0), (4, "apply", 0)),
     ],
 )
 def test_one_dies(alone: tuple[float, ...], rank: int, phase: Phase, after: int) -> None:
