@@ -115,7 +115,6 @@ def planned(setup: Setup, stages: int, memory_bytes: int | None = None) -> Plan:
     )
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_single_stage_uses_what_its_plan_promised(precision: str) -> None:
     setup = setup_of(2, precision=precision)
@@ -128,7 +127,7 @@ def test_no_stage_of_a_pipeline_exceeds_its_promise(precision: str) -> None:
     setup = setup_of(_MICRO_BATCHES, precision=precision)
     plan = planned(setup, 2).model_copy(update={"split_last": 0})
     for found, promised in zip(peaks(setup, plan), plan.memory_bytes, strict=True):
-        assert 0.5 * promised < found < 1.1 * promised  # how much was in flight at once is a matter of luck
+        assert 0.5 * promised < found < 1.02 * promised  # how much was in flight at once is a matter of luck
 
 
 class Heavy(nn.Module):
