@@ -15,15 +15,19 @@ from tests.unit.engine.models import SmallLanguage
 from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.collector import Collector
 from varuna.checkpoint.io.restore import everything, read_states
-from varuna.checkpoint.manifest import Manifest, commit
-from varuna.core.errors import CheckpointError
+from varuna.checkpoint.io.sums import fingerprint, write_sums
+from varuna.checkpoint.manifest import Manifest, commit, look
+from varuna.checkpoint.names import checkpoint_place, sums_file
+from varuna.checkpoint.saved_sums import SumsLabel
+from varuna.core.errors import CheckpointError, DamagedCheckpoint
 from varuna.core.messages import Assignment
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
+from varuna.core.sums import RestOfStep, SectionSum, TakenSum
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker import snapshotter
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
-from varuna.engine.worker.stored import initial_states
+from varuna.engine.worker.stored import initial_states, stored_sums
 from varuna.store.base import Chunks, Store
 from varuna.store.opening import open_store
 
@@ -302,3 +306,25 @@ def test_a_folder_that_cannot_be_written_is_found_out_before_training(tmp_path: 
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file"):
         check_writable(open_store(tmp_path / "file" / "below"))
+
+
+def test_saved_sums_of_other_parameters_are_removed_and_not_gone_on_from(store: Store, setup: Setup) -> None:
+    """Every update changes the parameters, so sums from before one are not sums of the step that follows it."""
+    plan = make_plan(setup)
+    states = initial_states(setup.model, [1], setup.beginning.parameters, setup.job().buffers)
+    own = {name: states[1].tensors[f"parameters/{name}"] for name in setup.model.sections[1].parameters}
+    file, part = sums_file(1, 0, "0123456789abcdef", 0), SectionSum(section=1, micro_batches=((0, 3),))
+    taken = TakenSum(**part.model_dump(), source_rank=0, file=file)
+    rest = RestOfStep(work=((3, 8),), taken=(taken,), kept=(part,))
+    given = {"fresh": False, "checkpoint": checkpoint_place(store.url, 4), "rest": rest}
+    assignment = assigned(plan).model_copy(update=given)
+
+    def taken_of(parameters: int) -> list[str]:
+        label = SumsLabel(job="j", parameters=parameters, sections=9, micro_batch=1, micro_batches=8, sums=part)
+        write_sums(store, 4, file, label, {"sums": torch.ones(4)})
+        return [at.file for _, at in stored_sums(setup.model, states, assignment, torch.float32)]
+
+    assert taken_of(fingerprint(own, torch.float32)) == [file]
+    with pytest.raises(DamagedCheckpoint, match="belongs to another state; it is removed"):
+        taken_of(fingerprint(own, torch.float32) + 1)
+    assert file not in look(store, 4).sizes
