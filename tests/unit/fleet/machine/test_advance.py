@@ -10,6 +10,7 @@ from varuna.core.messages import (
     Assign,
     Failed,
     Finish,
+    Held,
     Hold,
     RaiseFlag,
     Recorded,
@@ -182,6 +183,27 @@ def test_a_spare_takes_a_lost_seat_with_a_copy_of_its_sections() -> None:
         (3, 1, 3),
     ]
     assert driver.fleet.record.moved_sections == 2
+
+
+def test_a_spare_that_takes_a_seat_one_step_behind_is_given_state_and_not_the_vote() -> None:
+    """It has the parameters from before that step, but took no part in it: it has no gradients to apply."""
+    driver = Driver(FleetConfig(workers=6, replace=False), plan=two_stages)
+    driver.gather()
+    driver.voted(0, 1)
+    driver.kill("w5")
+    for name in driver.fleet.live_members:
+        driver.held(name, 2)
+    driver.voted(2)
+    driver.kill("w0")
+    for name, next_step in (("w1", 3), ("w2", 3), ("w3", 3), ("w4", None)):
+        driver.held(name, next_step)
+    assert "w4" in driver.fleet.record.grid
+    driver.kill("w2")
+    done = len(driver.done)
+    for name in ("w1", "w3"):
+        driver.held(name, 3)
+    driver.say("w4", Held(generation=2, next_step=2, sections=(0, 1)))  # its state has not come yet
+    assert not sends(driver.done[done:], Apply)
 
 
 def test_a_lost_spare_is_no_reason_to_morph_once_the_generation_trains() -> None:
