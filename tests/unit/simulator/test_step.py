@@ -148,7 +148,7 @@ def test_varuna_keeps_any_stash_limits_and_its_bound(
 def check_times(trace: StepTrace) -> None:
     for row in trace.rows:
         assert all(before.end_s <= after.start_s for before, after in pairwise(row))
-    assert 0 <= trace.bubble_fraction < 1
+    assert 0 <= trace.bubble_fraction <= 1  # 1 if nothing but messages takes any time
     for times in trace.stage_times:
         assert min(times) >= 0
         assert sum(times) == pytest.approx(trace.step_s)
