@@ -226,6 +226,7 @@ def test_a_rank_ends_itself_only_if_its_work_lasts_far_longer_than_any_before_an
         "ends itself, since for 3601 s it runs the code of the training loop after step 11, at train.py:42, while rank "
         "2 waits for it (rank 2: runs step 12: waits for the vote on step 12 from ranks 0 and 1)"
     )
+    assert overdue(1, LOOP, 3601.0, 3600.0, {0: since(BUSY, 0), 2: waits}, PATIENCE) == why  # one is enough
     assert overdue(1, LOOP, 3599.0, 3600.0, {2: waits}, PATIENCE) is None
     assert overdue(2, LOOP, 3601.0, 3600.0, {1: waits}, PATIENCE) is None  # who waits, waits for others
     assert overdue(1, LOOP, 3601.0, 3600.0, {2: hear(None, VOTING, 20.0)}, PATIENCE) is None  # it has just come
