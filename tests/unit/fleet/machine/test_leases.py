@@ -211,6 +211,15 @@ def test_a_machine_out_of_sight_is_put_aside_when_the_step_stands_still() -> Non
     assert order.index(WorkerLost) < len(order) - 1 - order[::-1].index(GenerationStarted)  # fenced off first
 
 
+def test_a_spare_that_holds_up_the_beginning_of_a_generation_is_given_up_like_a_rank() -> None:
+    driver = on_machines("abcde", steps=())
+    driver.wait(60, hidden=("e",))
+    assert driver.fleet.workers["w4"].standing is Standing.ASIDE
+    stop(driver, "w0", "w1", "w2", "w3", next_step=0)
+    assert lost(driver) == {"w4"}
+    assert driver.fleet.live_members == ("w0", "w1", "w2", "w3")
+
+
 def test_who_is_heard_before_the_next_generation_is_written_down_is_taken_back_with_what_it_committed() -> None:
     driver = on_machines("abcd")
     vote = driver.vote(2)
