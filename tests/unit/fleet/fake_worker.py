@@ -27,6 +27,10 @@ class FakeWorker:
     def next_step(self) -> int:
         return int(self.counter.read_text()) if self.counter.exists() else 0
 
+    def beat(self) -> Beat:
+        generation = -1 if self.assignment is None else self.assignment.generation
+        return Beat(generation=generation, step=0, activity="fakes")
+
     def on_hold(self, generation: int) -> None:
         with self.lock:
             if self.assignment is not None and generation == self.assignment.generation and not self.stopped:
@@ -54,7 +58,7 @@ class FakeWorker:
     def run(self) -> None:
         self.member.join(
             make_job(steps=self.steps),
-            beat=lambda: Beat(generation=0, step=0, activity="fakes"),
+            beat=self.beat,
             on_hold=self.on_hold,
             on_flag=self.on_flag,
         )
