@@ -66,7 +66,7 @@ def watched_us(layers: int, *, watches: bool) -> float:
     if watches:
         handed.begin()
     taken = []
-    for _ in range(ROUNDS):
+    for repeat in range(ROUNDS):
         begin_s = time.thread_time()
         for step in range(STEPS):
             options = [{**group, "params": []} for group in optimizer.param_groups]
@@ -74,7 +74,7 @@ def watched_us(layers: int, *, watches: bool) -> float:
                 with handed.script(options):
                     optimizer.param_groups[0]["lr"] = 1e-3 / (1 + step)
                 handed.check(None)
-                handed.written()
+                handed.written(repeat * STEPS + step)
             else:
                 optimizer.param_groups[0]["lr"] = 1e-3 / (1 + step)
         taken.append((time.thread_time() - begin_s) / STEPS * 1e6)

@@ -228,11 +228,11 @@ class Trainer:
                 with handed.script(self._session.options()):
                     yield done
                 handed.check(sys._getframe(1))
-                self._session.write(handed.written())
+                self._session.write(handed.written(done.index))
             self._give_back()
         except GeneratorExit:
             if not sys.is_finalizing() and not failed.is_set():
-                self._session.write(handed.written())
+                self._session.write(handed.written(done.index))
                 self._session.stop()
                 for _ in committed:  # the stop flag travels with the next step's vote
                     pass

@@ -167,7 +167,7 @@ class ModuleWatch:
                 yield from self._of_attributes(each, path, own)
             for table, before in zip(_TABLES, tables, strict=True):
                 if not _same(now[table], before):
-                    yield from _of_table(path, before, now[table])
+                    yield from _of_table(path, before, now[table], of_hooks=table.endswith("_hooks"))
 
     def _of_tensor(self, value: Tensor, trains: bool) -> Iterator[Changed]:
         name = self._names.get(id(value), "a tensor")
@@ -206,8 +206,10 @@ class ModuleWatch:
         what = getter if method in ("__get__", "__set__", "__delete__") else method
         if not sets and what in _METADATA:
             return
+        if what == "copy_" and _is_called_by("_load_from_state_dict"):
+            return  # it would tell an error once for each tensor; what it writes is seen when the loop goes on
         if what in ("grad", "_grad"):
-            if (sets and args[1] is None) or _is_cleared():
+            if (sets and args[1] is None) or _is_called_by("zero_grad"):  # there are no gradients: it does nothing
                 return
             self._refuse(self._name(args, kwargs), "gradient")
         if what in ("requires_grad", "requires_grad_"):
@@ -217,7 +219,8 @@ class ModuleWatch:
                     return
             self._refuse(self._name(args, kwargs), "requires_grad")
         # what .data returns can be written without a trace
-        writes = sets or what in ("data", "__setitem__", *_IN_PLACE) or "out" in kwargs
+        writes = sets or what in ("__setitem__", *_IN_PLACE) or "out" in kwargs
+        writes = writes or (what == "data" and not _is_called_by("__deepcopy__"))
         writes = writes or (what.endswith("_") and not what.endswith("__"))
         if writes or not self.may_read:
             touched = {id(each) for each in _flat((args, kwargs))}
@@ -252,13 +255,13 @@ def _inside(name: str, key: str, inner: Any, before: Any, reads: Collection[str]
             yield Changed(f"{name}.{each}", old, new, str(each))
 
 
-def _is_cleared() -> bool:
-    """Return whether it is zero_grad() that looks for gradients: there are none, so it does nothing."""
+def _is_called_by(name: str) -> bool:
+    """Return whether a function of this name has touched the tensor."""
     frame: Any = sys._getframe(2)
     for _ in range(8):
         if frame is None:
             return False
-        if frame.f_code.co_name == "zero_grad":
+        if frame.f_code.co_name == name:
             return True
         frame = frame.f_back
     return False
@@ -275,10 +278,11 @@ def _same(now: Any, before: Any) -> bool:
         return False
 
 
-def _of_table(path: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[Changed]:
+def _of_table(path: str, before: dict[str, Any], now: dict[str, Any], *, of_hooks: bool) -> Iterator[Changed]:
     for key in {**before, **now}:
         if before.get(key) is not now.get(key):
-            yield Changed(f"{path}.{key}" if path else key, before.get(key), now.get(key), key)
+            name = f"a forward hook of {path or 'the root'}" if of_hooks else f"{path}.{key}" if path else key
+            yield Changed(name, before.get(key), now.get(key), "" if of_hooks else key)
 
 
 def _pointer(value: Tensor) -> int:

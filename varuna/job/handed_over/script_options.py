@@ -18,6 +18,10 @@ from varuna.engine.stage.parameter_groups import Writes
 from varuna.job.handed_over.marks import shown
 
 _TAKEN = (bool, int, float, str, type(None))
+_REMEMBERED = 10_000
+"""Turns of the script; a run goes back to its newest checkpoint."""
+_NEAR = 1e-4
+"""Relative; a loss that another plan has computed differs by rounding."""
 
 
 class ScriptOptions:
@@ -29,6 +33,10 @@ class ScriptOptions:
         self._shown: list[dict[str, Any]] = []
         self._listed: list[list[Any]] = []
         self._tensors: list[tuple[Tensor, int]] = []
+        self._turns: dict[int, Writes] = {}
+        """by step, what the script wrote after it"""
+        self._next = 0
+        """the step after the newest turn"""
         self.look()
 
     def look(self) -> None:
@@ -49,6 +57,37 @@ class ScriptOptions:
                     group[key], is_new = copy.deepcopy(value), True
         if is_new:
             self.look()
+
+    def written_after(self, step: int) -> Writes:
+        """Options that the script has written in its turn after ``step``.
+
+        Raises:
+            UsageError: it has changed something else in them; or the run has gone back and repeats the step, and the
+                script writes something else than the first time.
+        """
+        found = self.written()
+        if step < self._next:
+            self._check_repeated(step, found)
+        self._next = max(self._next, step + 1)
+        if found:
+            self._turns[step] = found
+            while len(self._turns) > _REMEMBERED:
+                self._turns.pop(next(iter(self._turns)))
+        return found
+
+    def _check_repeated(self, step: int, found: Writes) -> None:
+        if len(self._turns) == _REMEMBERED and step < min(self._turns):
+            return  # forgotten
+        before = self._turns.get(step, {})
+        for number, key in {**before, **found}:
+            first, now = before.get((number, key)), found.get((number, key))
+            if first != now and not _is_near(first, now):
+                raise UsageError(
+                    f"a worker was lost, and the run has gone back to an earlier step. After step {step} the loop has "
+                    f"now written {key}={shown(now)} into param_groups[{number}], and {shown(first)} the first time. "
+                    "What it follows from (a scheduler, a best loss) has not gone back. Name it in state=, which the "
+                    'run keeps: Trainer(..., state={"scheduler": scheduler}).'
+                )
 
     def written(self) -> Writes:
         """Options that the script has written since.
@@ -115,6 +154,11 @@ def _same(groups: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) ->
         return bool(groups == before)
     except Exception:  # noqa: BLE001 - tensors that differ
         return False
+
+
+def _is_near(one: Any, two: Any) -> bool:
+    numbers = isinstance(one, int | float) and isinstance(two, int | float)
+    return bool(numbers and abs(one - two) <= _NEAR * max(abs(one), abs(two)))
 
 
 def _is_plain(value: Any) -> bool:

@@ -11,10 +11,12 @@ the script's own business: a list to which it appends losses, a key of a dict or
 what such code stores itself (a counter, a cache), random generators, and whatever state= names for before_step=.
 """
 
+import copy
 import functools
 import inspect
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -132,6 +134,24 @@ class _Watched:
     mark: Any = None
 
 
+_ON_THE_WORKERS = (
+    "The state is on the workers, where copies of the optimizer train: the loop can neither read nor change it. To "
+    "begin anew with empty state, train in two runs: trainer.export(path) after the first, and weights=path in the "
+    "second."
+)
+
+
+def _refuse_state(*_: object, **__: object) -> NoReturn:
+    raise UsageError(f"the script asked for the state of the optimizer{_place('', _script_frame())}. {_ON_THE_WORKERS}")
+
+
+class _StateAway(defaultdict[Any, Any]):
+    """The state of the script's optimizer while others train."""
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse_state
+    get = items = keys = values = pop = popitem = setdefault = update = clear = copy = _refuse_state
+
+
 class HandedOver:
     """Everything that training has from the script, as it was when the script last had no control."""
 
@@ -198,8 +218,22 @@ class HandedOver:
         if self.options is not None:
             self.options.show(options)
         self._refresh()
-        with nullcontext() if self.watch is None else self.watch.script():
+        with nullcontext() if self.watch is None else self.watch.script(), self._state_away():
             yield
+
+    @contextmanager
+    def _state_away(self) -> Iterator[None]:
+        """In this block the script's optimizer has no state: whoever asks for it is told so."""
+        if self._optimizer is None:
+            yield
+            return
+        own, away = vars(self._optimizer), _StateAway()
+        own["state"] = away
+        try:
+            yield
+        finally:
+            if own["state"] is away:  # else the script has put another in its place
+                own["state"] = self._state
 
     @contextmanager
     def callbacks(self, *, may_read: bool) -> Iterator[None]:
@@ -233,13 +267,13 @@ class HandedOver:
                 f"and is now {shown(change.now)}{_place(change.last, where)}. {way_out}"
             )
 
-    def written(self) -> Writes:
-        """Options of the optimizer's groups that the script has written since it got control.
+    def written(self, step: int) -> Writes:
+        """Options of the optimizer's groups that the script has written in its turn after ``step``.
 
         Raises:
-            UsageError: it has changed something else in the groups.
+            UsageError: it has changed something else in the groups, or writes otherwise when a step is repeated.
         """
-        return {} if self.options is None or not self._begun else self.options.written()
+        return {} if self.options is None or not self._begun else self.options.written_after(step)
 
     # -- looking --------------------------------------------------------------------------------------------
 
@@ -302,9 +336,9 @@ class HandedOver:
                         change,
                         "Copies of it train on the workers. Set it before the loop, or keep it in param_groups.",
                     )
-            if own["state"] is not self._state or len(own["state"]):
+            if own["state"] is not self._state:
                 change = Changed("the state of the optimizer", "empty", "other state", "state")
-                yield change, "The state is on the workers, and cannot be changed from the loop. Leave it alone."
+                yield change, _ON_THE_WORKERS
 
     def _refuse_written_in_step(self) -> None:
         if self.options is not None and (found := self.options.written()):
@@ -338,9 +372,9 @@ def _refuse_touch(name: str, what: str) -> NoReturn:
 
 
 def _script_frame() -> FrameType | None:
-    """The innermost frame that is neither torch's nor ours."""
+    """The innermost frame that is neither torch's, nor ours, nor a deepcopy's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename.startswith((*OWN, "<"))):
+    while frame is not None and frame.f_code.co_filename.startswith((*OWN, "<", copy.__file__)):
         frame = frame.f_back
     return frame
 

@@ -272,8 +272,8 @@ def test_options_that_the_loop_writes_are_taken_over(case: str) -> None:
     with handed.script():
         write(script.optimizer.param_groups[0])
     handed.check(None)
-    assert handed.written() == {(0, key): value for key, value in expected.items()}
-    assert handed.written() == {}
+    assert handed.written(0) == {(0, key): value for key, value in expected.items()}
+    assert handed.written(1) == {}
     handed.end()
 
 
@@ -282,7 +282,7 @@ def test_the_scripts_groups_show_what_the_next_step_uses() -> None:
     handed = script.handed()
     with handed.script([{"params": [], "lr": 0.7, "momentum": 0.9}]):
         assert script.optimizer.param_groups[0]["lr"] == 0.7
-    assert handed.written() == {}
+    assert handed.written(0) == {}
     handed.end()
 
 
