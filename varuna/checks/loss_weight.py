@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from varuna.checks.cause import Evidence, refused
 from varuna.checks.draws import NoDraws
 from varuna.checks.outcome import controlled
 from varuna.checks.probes import computing
@@ -27,6 +28,7 @@ from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
+from varuna.partition.watching.side_effects import watched
 from varuna.process.console import warn
 
 _LOOKED_AT = 16
@@ -148,7 +150,14 @@ class _Check:
         shown = magnified > max(_TOLERANCE, _CERTAIN * rounded) and error > _CERTAIN * max(rounding, _LEAST)
         if not (certain or shown):
             return None
-        return self._of_alone(self._otherwise(positions)) or self._message(positions, plain)
+        return self._drawn(positions) or self._of_alone(self._otherwise(positions)) or self._message(positions, plain)
+
+    def _drawn(self, positions: Sequence[int]) -> str | None:
+        """The message about draws that are not torch's, if there are any: micro-batches would draw otherwise."""
+        with watched() as seen:
+            self._loss(positions)
+        cause = refused(Evidence(draws=tuple(seen.draws))) if seen.draws else None
+        return None if cause is None else f"{cause.what} {cause.remedy}"
 
     def _whole(self, positions: Sequence[int]) -> float | None:
         """The loss of all samples at once; None where it proves nothing."""

@@ -74,6 +74,11 @@ def _hint(mixing: Sequence[Mixing]) -> str:
             "for each example from it and take the mean outside, or pass loss=varuna.Loss(..., weight=fn), where "
             "fn(batch) returns the number of what it averages over; samples then show whether that is so."
         )
+    if "aten::randperm" in operations:
+        return (
+            " Mixup and cutmix: let dataset[i] draw the number of the other example (torch.randint), and mix the two "
+            "there."
+        )
     if {each.what for each in mixing} == {PLACES}:
         return (
             " To compute with two kinds of examples (chosen and rejected), keep them under two keys of a sample, and "

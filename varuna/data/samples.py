@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from varuna.core.errors import DataError
 from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
@@ -261,6 +262,18 @@ class SampleSource:
             return self._collator.mixes(samples, positions[0])
 
 
+def _of_sampler(loader: DataLoader[Any]) -> str:
+    """Say how to keep an order that a loader's own sampler makes; nothing of the usual ones."""
+    sampler = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
+    if type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler):
+        return ""
+    return (
+        f" Its {type(sampler).__name__} would not be asked. To choose samples by weights or in an order of your own, "
+        "pass a dataset without __len__: its __getitem__(position) gets the place in the run, from 0, and decides "
+        "which sample that is, with a generator that is seeded by the position where it draws."
+    )
+
+
 def _check_dataset(dataset: Any) -> None:
     """Refuse what has no ``dataset[i]``, or whose ``dataset[i]`` is no sample.
 
@@ -273,7 +286,7 @@ def _check_dataset(dataset: Any) -> None:
             raise DataError(
                 "the dataset is a DataLoader, which makes batches itself. Pass loader.dataset: Varuna shuffles and "
                 "batches its samples. If the loader has them, pass collate=loader.collate_fn and "
-                "num_workers=loader.num_workers too."
+                f"num_workers=loader.num_workers too.{_of_sampler(dataset)}"
             )
         dataset, name = dataset.dataset, f"{type(dataset.dataset).__name__} in a DataLoader"
     if isinstance(dataset, Mapping) and dataset and all(isinstance(key, str) for key in dataset):

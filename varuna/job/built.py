@@ -20,12 +20,14 @@ from varuna.data.columns import TARGETS
 from varuna.engine.stage.optimizer import OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.agreement import checksum
 from varuna.job.given_optimizer import OptimizerLike, an, options_of
+from varuna.partition.capture.building import uninitialised
 from varuna.partition.capture.capture import LossFunction
 from varuna.partition.opaque.quantized import quantized_layers, with_plain_tensors
 from varuna.partition.originals.copying import copied_whole
 from varuna.partition.originals.referred import tensors_and_modules
 from varuna.partition.originals.with_loss import ModelAndLoss
 from varuna.partition.parameter_marks import mark_of, put_mark
+from varuna.partition.watching.side_effects import gradient_hooks
 from varuna.process.console import say
 
 
@@ -80,8 +82,19 @@ class GivenModel:
         return f"{checksum([*self.pattern.parameters(), *self.pattern.buffers()]) % 2**64:016x}"
 
     def guard(self) -> None:
-        """From now on refuse to compute with the module or to save it, until it gets other values."""
+        """From now on refuse to compute with the module or to save it, until it gets other values.
+
+        Raises:
+            UsageError: it has hooks that copies of it would not call.
+        """
         module = self.module
+        if hooks := gradient_hooks(self.whole):
+            more = f" and {len(hooks) - 1} more" if len(hooks) > 1 else ""
+            raise UsageError(
+                f"the model has hooks on gradients ({hooks[0]}{more}), as wandb.watch registers them. Workers train "
+                "copies of it, and none of these hooks would be called. Change or log gradients in before_step=, which "
+                "is called with names and parameters before each update; step.grad_norm is their norm."
+            )
         self._guards += [
             module.register_forward_pre_hook(self._refuse_use),
             module.register_state_dict_pre_hook(self._refuse_use),  # type: ignore[no-untyped-call]
@@ -167,6 +180,8 @@ def fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _check_bare(module: nn.Module) -> None:
+    if lazy := uninitialised(module):
+        raise UsageError(lazy)
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise UsageError(
             f"model= is wrapped in {type(module).__name__}. Pass the module inside, without torch.distributed: Varuna "

@@ -273,6 +273,8 @@ def _weigh(
     try:
         splitting.rewrite()
     except CannotCountError as error:
+        if any(each.certain for each in mixing):  # the reason, which check_mixing tells
+            return None, None, mixing
         raise ModelError(
             f"the loss divides by a number of the whole batch{_at(error.node)} that cannot be counted for each part of "
             "the batch and added up. Sums, counts and sizes of inputs can. Pass loss=varuna.Loss(..., "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import UsageError
 from varuna.data.randomness import next_in_turn
-from varuna.partition.optimizers import SeveralOptimizers, is_torchs
+from varuna.partition.optimizers import SeveralOptimizers, calls_closure, is_torchs
 from varuna.partition.plain_values import MOST_ELEMENTS, NotPlainError, as_json, from_json, is_plain_object
 
 BESIDE = "~beside"
@@ -186,7 +186,12 @@ class OptimizerState:
             return
         before = self._marks()
         next_in_turn(0)
-        self._optimizer.step()
+        try:
+            self._optimizer.step()
+        except Exception as error:
+            if "closure" in str(error):  # as those of SAM say it
+                raise UsageError(calls_closure(self._optimizer)) from error
+            raise
         after = self._marks()
         changed = {key for key in before.keys() | after.keys() if before.get(key, ...) != after.get(key, ...)}
         self._moved |= {key for key in changed if after.get(key, ...) is not None}  # a cache of tensors is not state

@@ -142,6 +142,14 @@ def is_torchs(built: torch.optim.Optimizer) -> bool:
     )
 
 
+def calls_closure(optimizer: torch.optim.Optimizer) -> str:
+    """Return why an optimizer cannot be used whose step() runs the model again, and the way out."""
+    return (
+        f"optimizer= returned {type(optimizer).__name__}, whose step() calls a closure that runs the model again. "
+        "Varuna runs the model once per step: use an optimizer that needs only the gradients, such as AdamW."
+    )
+
+
 def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
@@ -156,8 +164,4 @@ def _check(optimizer: Any) -> None:
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise UsageError(
-            f"optimizer= returned {type(optimizer).__name__}, whose step() calls a closure that runs the model "
-            "again. Varuna runs the model once per step: use an optimizer that needs only the gradients, such as "
-            "AdamW."
-        )
+        raise UsageError(calls_closure(optimizer))

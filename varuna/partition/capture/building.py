@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -88,6 +89,8 @@ def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> 
         raise ModelError(f"model= must build a torch.nn.Module, but returned {type(model).__name__}")
     if layers := quantized_layers(model):
         raise ModelError(quantized_by_function(layers))
+    if lazy := uninitialised(model):
+        raise ModelError(lazy)
     buffers: dict[str, Tensor] = {}
     if known:
         buffers = {name: value for name, value in model.named_buffers() if not value.is_meta}
@@ -95,6 +98,18 @@ def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> 
     _fill_attributes(model, build)
     with mode:
         return BuiltModel(model, buffers)
+
+
+def uninitialised(model: nn.Module) -> str:
+    """Return what to do about layers that take their sizes from a first batch (``nn.LazyLinear``); empty: none is."""
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(value):
+            return (
+                f"{name} has no shape yet: its layer takes it from the first batch. Give the layer its sizes "
+                "(nn.Linear(8, 16) in place of nn.LazyLinear(16)), or let the model run once on a batch of one sample "
+                "before it is passed: with torch.no_grad(): model(...)"
+            )
+    return ""
 
 
 def cast_fakes(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:

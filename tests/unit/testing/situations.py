@@ -1,0 +1,1235 @@
+"""Situations of public scripts, in our own words: each is a script that runs as a plain loop and over Varuna.
+
+A situation says what its user would look for, where somebody met it, and what has to come out: the losses of the plain
+loop, or a refusal in words with a way out, which is a situation that comes out right.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler, default_collate
+
+import varuna
+import varuna.data
+
+STEPS, BATCH, SAMPLES = 4, 8, 40
+WIDTH, CLASSES = 12, 5
+
+
+class Points:
+    """Ten features and one of five classes."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x = torch.randn(10, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "labels": x[:CLASSES].argmax()}
+
+
+class Net(nn.Module):
+    """A backbone and a head."""
+
+    def __init__(self, width: int = WIDTH, drop: float = 0.0) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Dropout(drop), nn.Linear(width, width))
+        self.middle = nn.Sequential(nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.middle(self.backbone(x)))
+
+
+class Way:
+    """A way to train: what the script has built, and functions of the loop that may use it between steps."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def train(
+        self,
+        model: Any,
+        dataset: Any,
+        optimizer: Any,
+        *,
+        before: Callable[[int], None] = lambda step: None,
+        told: Callable[[int, float], None] = lambda step, loss: None,
+        **options: Any,
+    ) -> None:
+        """Train for some steps.
+
+        Args:
+            before: is called before each step with its number, as a line at the beginning of the loop's body.
+            told: is called after each step with its number and its loss.
+        """
+        raise NotImplementedError
+
+
+class OverVaruna(Way):
+    """The script with ``varuna.Trainer``."""
+
+    def train(
+        self,
+        model: Any,
+        dataset: Any,
+        optimizer: Any,
+        *,
+        before: Callable[[int], None] = lambda step: None,
+        told: Callable[[int, float], None] = lambda step, loss: None,
+        **options: Any,
+    ) -> None:
+        trainer = varuna.Trainer(model, dataset, optimizer, BATCH, device="cpu", **options)
+        before(0)
+        for step in trainer.steps(STEPS):
+            self.losses.append(step.loss)
+            told(step.index, step.loss)
+            before(step.index + 1)
+
+
+class PlainLoop(Way):
+    """The script's own loop, over the same samples."""
+
+    def train(
+        self,
+        model: Any,
+        dataset: Any,
+        optimizer: Any,
+        *,
+        before: Callable[[int], None] = lambda step: None,
+        told: Callable[[int, float], None] = lambda step, loss: None,
+        loss: Any = None,
+        collate: Any = default_collate,
+        clip_grad_norm: float | None = None,
+        lr_scheduler: Any = None,
+        before_step: Any = None,
+        after_step: Any = None,
+        micro_batch: int | None = None,
+        metrics: Any = None,
+        **_: Any,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            model = model()
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer(model.named_parameters())
+        for step in range(STEPS):
+            before(step)
+            samples = [
+                dataset[varuna.data.sample_index(step * BATCH + place, size=len(dataset), seed=0)]
+                for place in range(BATCH)
+            ]
+            optimizer.zero_grad()
+            total, size = 0.0, micro_batch or BATCH
+            for first in range(0, BATCH, size):
+                part = _loss(model, collate(samples[first : first + size]), loss) * size / BATCH
+                part.backward()  # type: ignore[no-untyped-call]
+                total += float(part.detach())
+            if before_step is not None:
+                before_step(list(model.named_parameters()))
+            if clip_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
+            optimizer.step()
+            if lr_scheduler is not None:
+                lr_scheduler.step()
+            if after_step is not None:
+                with torch.no_grad():
+                    after_step(dict(model.named_parameters()), dict(model.named_buffers()), step)
+            self.losses.append(total)
+            told(step, total)
+
+
+def _loss(model: nn.Module, batch: Any, loss: Any) -> Tensor:
+    given = (
+        batch if isinstance(batch, Mapping) and loss is None else {"x": batch["x" if isinstance(batch, Mapping) else 0]}
+    )
+    output = model(**given)
+    if loss is None:
+        return output if isinstance(output, Tensor) else output["loss"]
+    if isinstance(loss, nn.Module):
+        return loss(output, batch["labels"] if isinstance(batch, Mapping) else batch[1])  # type: ignore[no-any-return]
+    return loss(output, batch)  # type: ignore[no-any-return]
+
+
+Script = Callable[[Way], object]
+
+
+class Situation(NamedTuple):
+    """A script, and what comes out."""
+
+    title: str
+    """as its user would look for it"""
+    script: Script
+    met: str
+    """the thread where somebody met it, if it is from one; else it is in many scripts"""
+    refused: str = ""
+    """words of the refusal, as a regular expression; empty: it works"""
+    instead: Script | None = None
+    """the script once the advice is followed"""
+    fails_plainly: bool = False
+    """it fails in plain PyTorch, too"""
+
+
+def built(width: int = WIDTH, drop: float = 0.0) -> tuple[Net, torch.optim.SGD]:
+    """Build a model and its optimizer, as a script does."""
+    torch.manual_seed(0)
+    model = Net(width, drop)
+    return model, sgd(model.parameters())
+
+
+def sgd(parameters: Iterable[Any], lr: float = 0.2) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def cross_entropy(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output, batch["labels"])
+
+
+# -- the loop and the optimizer -----------------------------------------------------------------------------------
+
+
+def weight_decay_follows_a_cosine(way: Way) -> None:
+    model, _ = built()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def before(step: int) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.4 - 0.36 * math.cos(math.pi * step / STEPS)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+
+
+def plateau_scheduler_in_the_loop(way: Way) -> None:
+    model, optimizer = built()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
+
+    def told(step: int, loss: float) -> None:
+        plateau.step(loss)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, told=told, state={"plateau": plateau})
+
+
+def momentum_warms_up(way: Way) -> None:
+    model, optimizer = built()
+
+    def before(step: int) -> None:
+        for group in optimizer.param_groups:
+            group["momentum"] = 0.5 if step < 2 else 0.9
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+
+
+def group_added_when_unfreezing(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = sgd([*model.middle.parameters(), *model.head.parameters()])
+
+    def before(step: int) -> None:
+        if step == 2:
+            optimizer.add_param_group({"params": list(model.backbone.parameters()), "lr": 0.01})
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+
+
+def group_that_begins_later(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [*model.middle.parameters(), *model.head.parameters()], "lr": 0.2},
+            {"params": list(model.backbone.parameters()), "lr": 0.0},
+        ],
+        lr=0.2,
+    )
+
+    def before(step: int) -> None:
+        if step == 2:
+            optimizer.param_groups[1]["lr"] = 0.01
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+
+
+def optimizer_state_cleared(way: Way) -> None:
+    model, optimizer = built()
+
+    def before(step: int) -> None:
+        if step == 2:
+            optimizer.state.clear()
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+
+
+def gradients_maximised(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, maximize=True, foreach=True)
+    way.train(model, Points(), optimizer, loss=lambda output, batch: -cross_entropy(output, batch))
+
+
+def rate_as_a_tensor(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    way.train(model, Points(), optimizer, loss=cross_entropy, lr_scheduler=schedule)
+
+
+def closure_optimizer(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    way.train(model, Points(), torch.optim.LBFGS(model.parameters()), loss=cross_entropy)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM: climbs first, and needs the gradients there."""
+
+    def __init__(self, parameters: Iterable[Any], base: type[torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is None:
+            raise RuntimeError("Sharpness needs a closure for its second pass")
+        self.base.step()
+
+
+def two_passes(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    way.train(model, Points(), Sharpness(model.parameters(), torch.optim.SGD, lr=0.1), loss=cross_entropy)
+
+
+def frozen_by_setting_gradients_to_none(way: Way) -> None:
+    model, optimizer = built()
+
+    def before_step(named: Any) -> None:
+        for name, parameter in named:
+            if name.startswith("backbone"):
+                parameter.grad = None
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before_step=before_step)
+
+
+def gradients_clipped_adaptively(way: Way) -> None:
+    model, optimizer = built()
+
+    def before_step(named: Any) -> None:
+        for _, parameter in named:
+            most = 0.01 * parameter.detach().norm().clamp(min=1e-3)
+            parameter.grad.mul_((most / parameter.grad.norm().clamp(min=1e-6)).clamp(max=1.0))
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before_step=before_step)
+
+
+# -- the loop and the model ---------------------------------------------------------------------------------------
+
+
+def dropout_follows_a_schedule(way: Way) -> None:
+    model, optimizer = built(drop=0.5)
+
+    def before(step: int) -> None:
+        for each in model.modules():
+            if isinstance(each, nn.Dropout):
+                each.p = 0.5 * (1 - step / STEPS)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+
+
+class Tempered(Net):
+    """Divides its logits by a temperature, which is a buffer."""
+
+    temperature: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) / self.temperature
+
+
+def temperature_in_a_buffer(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Tempered()
+
+    def before(step: int) -> None:
+        model.temperature.fill_(2.0 - 0.3 * step)
+
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy, before=before)
+
+
+def temperature_after_each_step(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Tempered()
+
+    def after_step(parameters: Any, buffers: Any, step: int) -> None:
+        buffers["temperature"].fill_(2.0 - 0.3 * (step + 1))
+
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy, after_step=after_step)
+
+
+def best_model_kept_by_deepcopy(way: Way) -> None:
+    model, optimizer = built()
+    best: list[Any] = []
+
+    def told(step: int, loss: float) -> None:
+        best.append(copy.deepcopy(model))
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, told=told)
+
+
+def norms_of_weights_logged(way: Way) -> None:
+    model, optimizer = built()
+    logged: list[float] = []
+
+    def told(step: int, loss: float) -> None:
+        logged.append(sum(float(parameter.detach().norm()) for parameter in model.parameters()))
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, told=told)
+
+
+def parameters_counted_in_the_loop(way: Way) -> None:
+    model, optimizer = built()
+    counted: list[int] = []
+
+    def told(step: int, loss: float) -> None:
+        counted.append(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, told=told)
+    assert len(set(counted)) == 1
+
+
+def gradients_watched_by_hooks(way: Way) -> None:
+    """As ``wandb.watch(model)``: a hook for each parameter."""
+    model, optimizer = built()
+    seen: list[float] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(float(gradient.norm())))  # type: ignore[no-untyped-call]
+    way.train(model, Points(), optimizer, loss=cross_entropy)
+
+
+def norms_before_the_update(way: Way) -> None:
+    model, optimizer = built()
+    seen: list[float] = []
+
+    def before_step(named: Any) -> None:
+        seen.extend(float(parameter.grad.norm()) for _, parameter in named)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before_step=before_step)
+    assert len(seen) >= STEPS
+
+
+def gradients_scaled_by_hooks(way: Way) -> None:
+    """Another way to give the backbone a smaller rate."""
+    model, optimizer = built()
+    for parameter in model.backbone.parameters():
+        parameter.register_hook(lambda gradient: 0.1 * gradient)  # type: ignore[no-untyped-call]
+    way.train(model, Points(), optimizer, loss=cross_entropy)
+
+
+def gradients_scaled_before_the_update(way: Way) -> None:
+    model, optimizer = built()
+
+    def before_step(named: Any) -> None:
+        for name, parameter in named:
+            if name.startswith("backbone"):
+                parameter.grad.mul_(0.1)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before_step=before_step)
+
+
+def gradients_scaled_by_a_module(way: Way) -> None:
+    model, optimizer = built()
+
+    def scaled(_: nn.Module, given: Any, __: Any) -> Any:
+        return (0.1 * given[0],)
+
+    model.middle.register_full_backward_hook(scaled)
+    way.train(model, Points(), optimizer, loss=cross_entropy)
+
+
+class NewRowsOnly(nn.Module):
+    """Trains only some rows of a table, by a hook that its constructor registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(10, WIDTH), nn.Linear(WIDTH, CLASSES)
+        mask = (torch.arange(WIDTH) >= WIDTH // 2)[:, None].float()
+        self.first.weight.register_hook(lambda gradient: gradient * mask)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(torch.tanh(self.first(x)))
+
+
+def rows_frozen_by_a_hook(way: Way) -> None:
+    torch.manual_seed(0)
+    model = NewRowsOnly()
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy)
+
+
+def rows_frozen_by_a_hook_of_a_function(way: Way) -> None:
+    torch.manual_seed(0)
+    way.train(NewRowsOnly, Points(), lambda named: sgd([p for _, p in named]), loss=cross_entropy)
+
+
+def rows_frozen_before_the_update(way: Way) -> None:
+    model, optimizer = built()
+
+    def before_step(named: Any) -> None:
+        for name, parameter in named:
+            if name == "backbone.0.weight":
+                parameter.grad[: WIDTH // 2] = 0
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before_step=before_step)
+
+
+def variance_of_adam_logged(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    logged: list[float] = []
+
+    def told(step: int, loss: float) -> None:
+        logged.append(sum(float(state["exp_avg_sq"].mean()) for state in optimizer.state.values()))
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, told=told)
+
+
+def rolled_back_in_the_loop(way: Way) -> None:
+    model, optimizer = built()
+    best = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def before(step: int) -> None:
+        if step == 2:
+            model.load_state_dict(best)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+
+
+def gradients_cleared_in_the_loop(way: Way) -> None:
+    model, optimizer = built()
+
+    def told(step: int, loss: float) -> None:
+        optimizer.zero_grad()
+        model.zero_grad(set_to_none=True)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, told=told)
+
+
+def generators_seeded_in_the_loop(way: Way) -> None:
+    model, optimizer = built()
+
+    def before(step: int) -> None:
+        torch.manual_seed(step)
+        random.seed(step)
+        np.random.seed(step)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+
+
+def model_moved_in_the_loop(way: Way) -> None:
+    model, optimizer = built()
+
+    def told(step: int, loss: float) -> None:
+        model.to("cpu").train()
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, told=told)
+
+
+def layer_replaced_in_the_loop(way: Way) -> None:
+    model, optimizer = built()
+
+    def before(step: int) -> None:
+        if step == 2:
+            model.head = nn.Linear(WIDTH, CLASSES)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+
+
+def hook_added_in_the_loop(way: Way) -> None:
+    model, optimizer = built()
+
+    def before(step: int) -> None:
+        if step == 2:
+            model.head.register_forward_hook(lambda module, given, output: output * 0.5)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+
+
+def model_replaced_by_data_parallel(way: Way) -> None:
+    model, optimizer = built()
+    way.train(nn.DataParallel(model), Points(), optimizer, loss=cross_entropy)
+
+
+# -- forward ------------------------------------------------------------------------------------------------------
+
+
+class CountsForwards(Net):
+    """Anneals by the number of its own forward passes, a Python number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.passes += 1
+        return super().forward(x) * min(1.0, 0.5 + 0.1 * self.passes)
+
+
+def forward_counts_its_passes(way: Way) -> None:
+    torch.manual_seed(0)
+    model = CountsForwards()
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy)
+
+
+class StepInTheBatch(Net):
+    """The same by the step."""
+
+    def forward(self, x: Tensor, labels: Tensor, step: Tensor) -> Any:  # type: ignore[override]
+        scale = (0.6 + 0.1 * step).clamp(max=1.0)
+        return F.cross_entropy(super().forward(x) * scale[:, None], labels)
+
+
+def forward_reads_the_step(way: Way) -> None:
+    torch.manual_seed(0)
+    model = StepInTheBatch()
+    if isinstance(way, PlainLoop):
+        now = [0]
+
+        def collate(samples: list[Any]) -> Any:
+            return {**default_collate(samples), "step": torch.full((len(samples),), now[0])}
+
+        way.train(model, Points(), sgd(model.parameters()), collate=collate, before=partial(now.__setitem__, 0))
+    else:
+        way.train(model, Points(), sgd(model.parameters()))
+
+
+class DropsLayers(Net):
+    """LayerDrop, as fairseq's first one."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.backbone(x)
+        if np.random.rand() > 0.5:
+            x = self.middle(x)
+        return self.head(x)
+
+
+def layers_dropped_by_numpy(way: Way) -> None:
+    np.random.seed(0)
+    torch.manual_seed(0)
+    model = DropsLayers()
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy)
+
+
+class DropsByTensor(DropsLayers):
+    """The same with torch's numbers, one for each example, as StochasticDepth does it."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.backbone(x)
+        return self.head(torch.where(torch.rand(x.shape[0], 1) > 0.5, self.middle(x), x))
+
+
+def layers_dropped_by_torch(way: Way) -> None:
+    torch.manual_seed(0)
+    model = DropsByTensor()
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy)
+
+
+class MixesExamples(Net):
+    """Mixup within forward: each example meets another one of the batch."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        other = torch.randperm(x.shape[0], device=x.device)
+        output = super().forward(0.7 * x + 0.3 * x[other])
+        return 0.7 * F.cross_entropy(output, labels) + 0.3 * F.cross_entropy(output, labels[other])
+
+
+def examples_mixed_in_forward(way: Way) -> None:
+    torch.manual_seed(0)
+    model = MixesExamples()
+    way.train(model, Points(), sgd(model.parameters()))
+
+
+class Mixed(Points):
+    """Mixes each sample with another one, whose number it draws."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        other = int(torch.randint(SAMPLES, (), generator=torch.Generator().manual_seed(index)))
+        one, two = super().__getitem__(index), super().__getitem__(other)
+        return {"x": 0.7 * one["x"] + 0.3 * two["x"], "labels": one["labels"], "others": two["labels"]}
+
+
+class OfMixed(Net):
+    """The loss of mixed samples."""
+
+    def forward(self, x: Tensor, labels: Tensor, others: Tensor) -> Any:  # type: ignore[override]
+        output = super().forward(x)
+        return 0.7 * F.cross_entropy(output, labels) + 0.3 * F.cross_entropy(output, others)
+
+
+def examples_mixed_in_the_dataset(way: Way) -> None:
+    torch.manual_seed(0)
+    model = OfMixed()
+    way.train(model, Mixed(), sgd(model.parameters()))
+
+
+class TiesInForward(nn.Module):
+    """Ties its head to its embedding whenever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(10, WIDTH, bias=False)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.middle(self.embed(x)))
+        return F.linear(x, self.embed.weight.t())[:, :CLASSES] + 0 * self.head(x)[:, :CLASSES]
+
+
+def weights_shared_in_forward(way: Way) -> None:
+    torch.manual_seed(0)
+    model = TiesInForward()
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy)
+
+
+class Lazy(nn.Module):
+    """Its first layer finds its size in the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.LazyLinear(WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(torch.tanh(self.first(x)))
+
+
+def lazy_layers(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Lazy()
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy)
+
+
+def lazy_layers_after_a_first_batch(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Lazy()
+    with torch.no_grad():
+        model(torch.zeros(1, 10))
+    torch.manual_seed(0)
+    for each in (model.first, model.head):
+        each.reset_parameters()
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy)
+
+
+class ChecksValues(Net):
+    """Stops at NaN, and keeps what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.backbone(x)
+        if torch.isnan(x).any():
+            raise ValueError("NaN in the backbone")
+        self.seen.append(x.mean().item())
+        return self.head(self.middle(x))
+
+
+def forward_checks_and_keeps_values(way: Way) -> None:
+    torch.manual_seed(0)
+    model = ChecksValues()
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy)
+
+
+class GradientPenalty(Net):
+    """The loss has the gradient of the output by the input."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        x = x.clone().requires_grad_()
+        output = super().forward(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return F.cross_entropy(output, labels) + 0.1 * slope.pow(2).sum(1).mean()
+
+
+def gradient_penalty_in_forward(way: Way) -> None:
+    torch.manual_seed(0)
+    model = GradientPenalty()
+    way.train(model, Points(), sgd(model.parameters()))
+
+
+class Doubles(Net):
+    """A model in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.double())
+
+
+def model_in_double_precision(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Doubles()
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy)
+
+
+# -- losses -------------------------------------------------------------------------------------------------------
+
+
+def smoothing_of_a_loss_module_changes(way: Way) -> None:
+    model, optimizer = built()
+    loss = nn.CrossEntropyLoss(label_smoothing=0.2)
+
+    def before(step: int) -> None:
+        loss.label_smoothing = 0.2 * (1 - step / STEPS)
+
+    way.train(model, Points(), optimizer, loss=loss, before=before)
+
+
+def class_weights_renewed_in_place(way: Way) -> None:
+    model, optimizer = built()
+    weights = torch.ones(CLASSES)
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return (F.cross_entropy(output, batch["labels"], reduction="none") * weights[batch["labels"]]).mean()
+
+    def before(step: int) -> None:
+        weights[0] = 1.0 + step
+
+    way.train(model, Points(), optimizer, loss=loss, before=before)
+
+
+def loss_is_a_partial(way: Way) -> None:
+    model, optimizer = built()
+    smooth = partial(F.cross_entropy, label_smoothing=0.1)
+    way.train(model, Points(), optimizer, loss=lambda output, batch: smooth(output, batch["labels"]))
+
+
+def focal_loss(way: Way) -> None:
+    model, optimizer = built()
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        each = F.cross_entropy(output, batch["labels"], reduction="none")
+        return ((1 - (-each).exp()) ** 2 * each).mean()
+
+    way.train(model, Points(), optimizer, loss=loss)
+
+
+def summed_loss(way: Way) -> None:
+    model, optimizer = built()
+    optimizer.param_groups[0]["lr"] = 0.02
+    way.train(model, Points(), optimizer, loss=nn.CrossEntropyLoss(reduction="sum"))
+
+
+def dice_over_the_batch(way: Way) -> None:
+    model, optimizer = built()
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        probability, truth = output.softmax(1), F.one_hot(batch["labels"], CLASSES).float()
+        return 1 - (2 * (probability * truth).sum(0) / (probability + truth).sum(0).clamp(min=1e-3)).mean()
+
+    way.train(model, Points(), optimizer, loss=loss)
+
+
+def dice_within_micro_batches(way: Way) -> None:
+    model, optimizer = built()
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        probability, truth = output.softmax(1), F.one_hot(batch["labels"], CLASSES).float()
+        return 1 - (2 * (probability * truth).sum(0) / (probability + truth).sum(0).clamp(min=1e-3)).mean()
+
+    given: Any = loss if isinstance(way, PlainLoop) else varuna.Loss(loss, per_micro_batch=True)
+    way.train(model, Points(), optimizer, loss=given, micro_batch=4)
+
+
+# -- data ---------------------------------------------------------------------------------------------------------
+
+
+def pairs() -> TensorDataset:
+    samples = [Points()[index] for index in range(SAMPLES)]
+    return TensorDataset(
+        torch.stack([each["x"] for each in samples]), torch.stack([each["labels"] for each in samples])
+    )
+
+
+def tensor_dataset(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, pairs(), optimizer, loss=nn.CrossEntropyLoss())
+
+
+class Growing(Points):
+    """Samples are added while it trains, as in active learning."""
+
+    def __init__(self) -> None:
+        self.chosen = list(range(SAMPLES))
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(self.chosen[index])
+
+
+def samples_added_in_the_loop(way: Way) -> None:
+    model, optimizer = built()
+    dataset = Growing()
+
+    def before(step: int) -> None:
+        if step == 2:
+            dataset.chosen.extend(range(SAMPLES, 2 * SAMPLES))
+
+    way.train(model, dataset, optimizer, loss=cross_entropy, before=before)
+
+
+def samples_shuffled_in_the_loop(way: Way) -> None:
+    model, optimizer = built()
+    dataset = Growing()
+
+    def before(step: int) -> None:
+        random.Random(step).shuffle(dataset.chosen)
+
+    way.train(model, dataset, optimizer, loss=cross_entropy, before=before)
+
+
+def data_loader_as_dataset(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, DataLoader(pairs(), batch_size=BATCH, shuffle=True), optimizer, loss=nn.CrossEntropyLoss())
+
+
+class Stream(IterableDataset[Any]):
+    """Samples one after the other."""
+
+    def __iter__(self) -> Any:
+        return (Points()[index] for index in range(SAMPLES))
+
+
+def iterable_dataset(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Stream(), optimizer, loss=cross_entropy)
+
+
+class Weighted:
+    """Draws the samples of each position with weights, as ``WeightedRandomSampler`` does for a whole epoch."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.weights = torch.tensor(weights)
+
+    def __getitem__(self, position: int) -> Any:
+        drawn = torch.multinomial(self.weights, 1, generator=torch.Generator().manual_seed(position))
+        return Points()[int(drawn)]
+
+
+WEIGHTS = [1.0 + index % 3 for index in range(SAMPLES)]
+
+
+def weighted_sampler_in_a_loader(way: Way) -> None:
+    model, optimizer = built()
+    loader = DataLoader(pairs(), batch_size=BATCH, sampler=WeightedRandomSampler(WEIGHTS, SAMPLES))
+    way.train(model, loader, optimizer, loss=nn.CrossEntropyLoss())
+
+
+def weighted_by_position(way: Way) -> None:
+    model, optimizer = built()
+    if isinstance(way, PlainLoop):
+        weighted = Weighted(WEIGHTS)
+        position = iter(range(STEPS * BATCH))
+
+        class Following:
+            def __len__(self) -> int:
+                return SAMPLES
+
+            def __getitem__(self, index: int) -> Any:
+                return weighted[next(position)]
+
+        way.train(model, Following(), optimizer, loss=cross_entropy)
+    else:
+        way.train(model, Weighted(WEIGHTS), optimizer, loss=cross_entropy)
+
+
+class Named(Points):
+    """Each sample has the name of its file."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "file": f"{index}.png"}
+
+
+def samples_with_texts(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Named(), optimizer, loss=cross_entropy)
+
+
+class OfNumpy(Points):
+    """Double precision, as numpy makes it."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        return {"x": sample["x"].double().numpy(), "labels": int(sample["labels"])}
+
+
+def samples_of_numpy_in_double(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, OfNumpy(), optimizer, loss=cross_entropy)
+
+
+def collate_that_makes_floats(way: Way) -> None:
+    model, optimizer = built()
+
+    def collate(samples: list[Any]) -> Any:
+        batch = default_collate(samples)
+        return {"x": batch["x"].float(), "labels": batch["labels"]}
+
+    way.train(model, OfNumpy(), optimizer, loss=cross_entropy, collate=collate)
+
+
+SITUATIONS = [
+    # the loop and the optimizer
+    Situation("weight decay that follows a schedule", weight_decay_follows_a_cosine, ""),
+    Situation("ReduceLROnPlateau, stepped in the loop", plateau_scheduler_in_the_loop, ""),
+    Situation("momentum that warms up", momentum_warms_up, ""),
+    Situation("a learning rate that is a tensor", rate_as_a_tensor, ""),
+    Situation("`maximize=True`, `foreach=True`", gradients_maximised, ""),
+    Situation(
+        "`add_param_group` when layers unfreeze",
+        group_added_when_unfreezing,
+        "Lightning-AI/pytorch-lightning#514",
+        r"groups cannot be added in the loop.*\"lr\": 0.0",
+        group_that_begins_later,
+    ),
+    Situation(
+        "clearing the optimizer's state in the loop",
+        optimizer_state_cleared,
+        "pytorch/pytorch#37410",
+        r"asked for the state of the optimizer \(situations\.py:\d+\).*train in two runs",
+    ),
+    Situation(
+        "logging values of the optimizer's state",
+        variance_of_adam_logged,
+        "pytorch/pytorch#37410",
+        r"asked for the state of the optimizer \(situations\.py:\d+\)",
+    ),
+    Situation("LBFGS", closure_optimizer, "", r"a closure that runs the model again", fails_plainly=True),
+    Situation(
+        "SAM: two passes a step",
+        two_passes,
+        "davda54/sam#66",
+        r"a closure that runs the model again",
+        fails_plainly=True,
+    ),
+    Situation(
+        "freezing by `p.grad = None` in `before_step=`", frozen_by_setting_gradients_to_none, "allenai/allennlp#4502"
+    ),
+    Situation("adaptive gradient clipping in `before_step=`", gradients_clipped_adaptively, ""),
+    Situation("`zero_grad()` left in the loop", gradients_cleared_in_the_loop, ""),
+    # the loop and the model
+    Situation(
+        "a dropout or drop path rate that follows a schedule",
+        dropout_follows_a_schedule,
+        "whai362/PVT#2",
+        r"changed backbone\.2\.p of the model: it was 0\.5.*a parameter of forward\(\) that is named step",
+        forward_reads_the_step,
+    ),
+    Situation(
+        "a temperature in a buffer that the loop writes",
+        temperature_in_a_buffer,
+        "ethanfetaya/NRI#14",
+        r"wrote to temperature.*after_step=",
+        temperature_after_each_step,
+    ),
+    Situation(
+        "keeping the best model by `copy.deepcopy(model)`",
+        best_model_kept_by_deepcopy,
+        "pytorch/tutorials#188",
+        r"read backbone\.0\.weight.*trainer\.export\(path\)\. \(situations\.py:\d+\)",
+    ),
+    Situation(
+        "going back to earlier weights by `load_state_dict` in the loop",
+        rolled_back_in_the_loop,
+        "WenjieDu/PyPOTS#667",
+        r"changed backbone\.0\.weight of the model",
+    ),
+    Situation(
+        "logging norms of weights",
+        norms_of_weights_logged,
+        "wandb/wandb#1074",
+        r"read backbone\.0\.weight.*before_step=",
+    ),
+    Situation("counting parameters in the loop", parameters_counted_in_the_loop, ""),
+    Situation("seeding generators in the loop", generators_seeded_in_the_loop, ""),
+    Situation(
+        "`wandb.watch(model)`",
+        gradients_watched_by_hooks,
+        "wandb/wandb#1594",
+        r"hooks on gradients \(Parameter\.register_hook on backbone\.0\.weight and 7 more\), as wandb\.watch",
+        norms_before_the_update,
+    ),
+    Situation(
+        "a smaller rate by `register_hook`",
+        gradients_scaled_by_hooks,
+        "facebookresearch/detectron2#2486",
+        r"none of these hooks would be called.*before_step=",
+        gradients_scaled_before_the_update,
+    ),
+    Situation(
+        "a smaller rate by `register_full_backward_hook`",
+        gradients_scaled_by_a_module,
+        "",
+        r"register_full_backward_hook on middle.*before_step=",
+        gradients_scaled_before_the_update,
+    ),
+    Situation(
+        "training only new rows of a table, by a hook",
+        rows_frozen_by_a_hook,
+        "",
+        r"Parameter\.register_hook on first\.weight.*before_step=",
+        rows_frozen_before_the_update,
+    ),
+    Situation(
+        "the same, and the model is a function",
+        rows_frozen_by_a_hook_of_a_function,
+        "",
+        r"Parameter\.register_hook on first\.weight.*before_step",
+        rows_frozen_before_the_update,
+    ),
+    Situation(
+        "a forward hook that the loop adds",
+        hook_added_in_the_loop,
+        "meta-pytorch/torchtune#1430",
+        r"changed a forward hook of head of the model",
+    ),
+    Situation(
+        "a layer that the loop replaces",
+        layer_replaced_in_the_loop,
+        "",
+        r"changed head of the model",
+    ),
+    Situation(
+        "`nn.DataParallel(model)`", model_replaced_by_data_parallel, "wandb/wandb#1819", r"Pass the module inside"
+    ),
+    # forward
+    Situation(
+        "forward counts its own passes",
+        forward_counts_its_passes,
+        "",
+        r"a number that forward\(\) itself changes: passes",
+        forward_reads_the_step,
+    ),
+    Situation("forward reads the step", forward_reads_the_step, "PlaytikaOSS/pybandits#137"),
+    Situation(
+        "LayerDrop with numpy's numbers",
+        layers_dropped_by_numpy,
+        "facebookresearch/fairseq2#484",
+        r"draws from NumPy's random at .*situations\.py:\d+.*torch\.where",
+        layers_dropped_by_torch,
+    ),
+    Situation(
+        "mixup inside of forward",
+        examples_mixed_in_forward,
+        "mosaicml/composer#875",
+        r"takes examples by their place in the batch at .*situations\.py:\d+.*Mixup and cutmix: let dataset\[i\] draw",
+        examples_mixed_in_the_dataset,
+    ),
+    Situation("weights that forward uses twice", weights_shared_in_forward, ""),
+    Situation(
+        "`nn.LazyLinear`",
+        lazy_layers,
+        "",
+        r"first\.weight has no shape yet.*let the model run once",
+        lazy_layers_after_a_first_batch,
+    ),
+    Situation("forward stops at NaN and keeps what it saw", forward_checks_and_keeps_values, ""),
+    Situation(
+        "a gradient penalty inside of forward",
+        gradient_penalty_in_forward,
+        "",
+        r"forward\(\) computes gradients itself at .*situations\.py:\d+",
+    ),
+    Situation(
+        "a model in double precision",
+        model_in_double_precision,
+        "",
+        r"is float64.*Build the model in float32",
+        tensor_dataset,
+    ),
+    # losses
+    Situation(
+        "label smoothing that the loop changes",
+        smoothing_of_a_loss_module_changes,
+        "omihub777/ViT-CIFAR#2",
+        r"changed label_smoothing of a module that loss= uses: it was 0\.2.*batch\[\"step\"\]",
+    ),
+    Situation(
+        "class weights that the loop renews in place",
+        class_weights_renewed_in_place,
+        "richardaecn/class-balanced-loss#17",
+        r"changed weights, which loss= reads.*batch\[\"step\"\]",
+    ),
+    Situation("a loss that is a partial", loss_is_a_partial, ""),
+    Situation("focal loss", focal_loss, ""),
+    Situation("a summed loss", summed_loss, ""),
+    Situation(
+        "Dice loss over the batch",
+        dice_over_the_batch,
+        "",
+        r"not composed of the losses of its examples.*micro_batch=.*per_micro_batch=True",
+        dice_within_micro_batches,
+    ),
+    # data
+    Situation("`TensorDataset`", tensor_dataset, ""),
+    Situation(
+        "a `DataLoader` as dataset",
+        data_loader_as_dataset,
+        "huggingface/accelerate#2865",
+        r"Pass loader\.dataset",
+        tensor_dataset,
+        fails_plainly=True,
+    ),
+    Situation(
+        "`WeightedRandomSampler`",
+        weighted_sampler_in_a_loader,
+        "open-mmlab/mmsegmentation#3104",
+        r"WeightedRandomSampler would not be asked.*without __len__",
+        weighted_by_position,
+        fails_plainly=True,
+    ),
+    Situation(
+        "an `IterableDataset`",
+        iterable_dataset,
+        "",
+        r"cannot be indexed.*map-style",
+        tensor_dataset,
+        fails_plainly=True,
+    ),
+    Situation(
+        "samples that the loop adds",
+        samples_added_in_the_loop,
+        "pytorch/pytorch#97326",
+        r"changed dataset\.chosen, which dataset reads.*dataset\[position\]",
+        weighted_by_position,
+    ),
+    Situation(
+        "samples that the loop shuffles",
+        samples_shuffled_in_the_loop,
+        "huggingface/datasets#6673",
+        r"changed dataset\.chosen, which dataset reads",
+        tensor_dataset,
+    ),
+    Situation("samples with texts", samples_with_texts, ""),
+    Situation(
+        "samples of numpy in double precision",
+        samples_of_numpy_in_double,
+        "",
+        r"mat1 and mat2 must have the same dtype",
+        collate_that_makes_floats,
+        fails_plainly=True,
+    ),
+]
+"""Further situations are in the tests of each kind: test_border, test_updates, test_after_step and others."""
