@@ -99,7 +99,7 @@ class StepTrace:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of the stages, in [0, 1), from the start to the last backward of the pipeline."""
+        """Idle share of the stages, in [0, 1], from the start to the last backward of the pipeline."""
         span = len(self.rows) * max(self.ends_s)
         busy = sum(sum(row.ends_s) - sum(row.starts_s) for row in self.rows)
         return max(0.0, 1.0 - busy / span) if span else 0.0
