@@ -65,7 +65,8 @@ class OnMainRank(_Base):
         """Write the whole model from the main rank; call it on every rank."""
         self._gather()
         if self._is_main:
-            super().save_model(output_dir, _internal_call)
+            with self._writes_model():  # it notes the dtype in the model's config
+                super().save_model(output_dir, _internal_call)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the worker that prints and writes; that may become another one."""

@@ -91,14 +91,15 @@ class ModuleWatch:
 
     @contextmanager
     def engine(self) -> Iterator[None]:
-        """In this block Varuna works, though the script has called it."""
+        """In this block Varuna works, though the script has called it; what changes is not the script's doing."""
         before, self._thread = self._thread, None
+        is_changed = next(self.changes(), None) is not None  # before the block, and is still to be told
         try:
             yield
         finally:
             self._thread = before
             if self._tensors:
-                self.look_at_tensors()
+                (self.look_at_tensors if is_changed else self.look)()
 
     @contextmanager
     def script(self) -> Iterator[None]:

@@ -336,7 +336,7 @@ class HandedOver:
                         change,
                         "Copies of it train on the workers. Set it before the loop, or keep it in param_groups.",
                     )
-            if own["state"] is not self._state:
+            if own["state"] is not self._state and not isinstance(own["state"], _StateAway):
                 change = Changed("the state of the optimizer", "empty", "other state", "state")
                 yield change, _ON_THE_WORKERS
 

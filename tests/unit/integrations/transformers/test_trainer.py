@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from tests.depth import of_depth
-from tests.unit.engine.models import SmallLanguage, Tokens
+from tests.unit.engine.models import SmallLanguage, Tokens, tiny_llama
 from varuna.core.errors import UsageError
 from varuna.integrations.transformers import Trainer
 from varuna.testing import run
@@ -55,7 +55,7 @@ class Counting(Small):
         return {"loss": nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch, **found}
 
 
-def model(kind: type[nn.Module] = Small) -> nn.Module:
+def model(kind: Callable[[], nn.Module] = Small) -> nn.Module:
     torch.manual_seed(7)
     return kind()
 
@@ -66,7 +66,13 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 
 
 def made(
-    kind: Made, folder: Path, *, more: Any = None, built: type[nn.Module] = Small, padded: bool = False, **options: Any
+    kind: Made,
+    folder: Path,
+    *,
+    more: Any = None,
+    built: Callable[[], nn.Module] = Small,
+    padded: bool = False,
+    **options: Any,
 ) -> Any:
     data = {"train_dataset": Tokens(size=24, padded=padded), "eval_dataset": Tokens(size=6)}
     return kind(model(built), arguments(folder, **options), **data, **(more or {}))
@@ -247,3 +253,9 @@ def test_callbacks_inside_a_step_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="Looks has on_pre_optimizer_step"):
         made(Trainer, tmp_path, max_steps=1, more={"callbacks": [Looks()]}).train()
+
+
+def test_a_model_of_the_library_trains_on_after_it_was_saved(tmp_path: Path) -> None:
+    trainer = made(Trainer, tmp_path, built=tiny_llama, max_steps=2, save_strategy="steps", save_steps=1)
+    assert len(losses(trainer)) == 2
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
