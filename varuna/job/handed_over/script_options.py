@@ -80,8 +80,8 @@ class ScriptOptions:
             return  # forgotten
         before = self._turns.get(step, {})
         for number, key in {**before, **found}:
-            first, now = before.get((number, key)), found.get((number, key))
-            if first != now and not _is_near(first, now):
+            first, now = before.get((number, key), "nothing"), _plain(self._optimizer.param_groups[number].get(key))
+            if not _equal(first, now) and not _is_near(first, now):
                 raise UsageError(
                     f"a worker was lost, and the run has gone back to an earlier step. After step {step} the loop has "
                     f"now written {key}={shown(now)} into param_groups[{number}], and {shown(first)} the first time. "
@@ -101,7 +101,7 @@ class ScriptOptions:
             return {}
         self._check_parameters()
         found = {
-            (number, key): value.item() if isinstance(value, np.generic) else value
+            (number, key): _plain(value)
             for number, (group, before) in enumerate(zip(groups, self._shown, strict=True))
             for key, value in group.items()
             if key != "params" and (key not in before or not _equal(before[key], value) or self._is_touched(value))
@@ -154,6 +154,10 @@ def _same(groups: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) ->
         return bool(groups == before)
     except Exception:  # noqa: BLE001 - tensors that differ
         return False
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _is_near(one: Any, two: Any) -> bool:
