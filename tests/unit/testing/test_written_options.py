@@ -191,20 +191,3 @@ def test_a_scheduler_of_the_loops_own_is_taken_over_as_it_steps(captures: list[A
         expected = plain(steps_it)
     [curve] = run(lambda: script(steps_it), captures=captures).returned.values()
     assert close(curve, expected)
-
-
-def test_a_rate_that_follows_from_what_has_not_gone_back_with_the_run_is_refused_and_state_is_the_way_out() -> None:
-    def script(*, keeps: bool) -> None:
-        model, optimizer = built()
-        halvings = {"made": 0}
-        job = varuna.Trainer(model, points(), optimizer, BATCH, state={"halvings": halvings} if keeps else None)
-        for _ in job.steps(4):
-            halvings["made"] += 1
-            optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** halvings["made"]
-
-    def lived(*, keeps: bool) -> Any:
-        return run(partial(script, keeps=keeps), workers=3, stages={3: 3, 2: 2}, faults=[fail_at(rank=1, step=2)])
-
-    with pytest.raises(VarunaError, match=r"has now written lr=.* the first time.*Trainer\(\.\.\., state="):
-        lived(keeps=False)
-    assert lived(keeps=True).plans == ("3x1", "2x1")

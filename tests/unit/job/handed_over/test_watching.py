@@ -277,6 +277,27 @@ def test_options_that_the_loop_writes_are_taken_over(case: str) -> None:
     handed.end()
 
 
+def test_a_run_that_has_gone_back_must_be_written_the_same_and_state_is_the_way_out() -> None:
+    script = Script()
+    handed = script.handed()
+
+    def turn(step: int, shown: float, rate: float) -> None:
+        with handed.script([{**group, "params": [], "lr": shown} for group in script.optimizer.param_groups]):
+            script.optimizer.param_groups[0]["lr"] = rate
+        handed.written(step)
+
+    turn(0, 0.1, 0.1)
+    turn(1, 0.1, 0.05)
+    turn(2, 0.05, 0.025)
+    turn(1, 0.1, 0.05000001)  # by a loss that another plan has computed
+    turn(2, 0.025, 0.025)
+    with pytest.raises(UsageError, match=r"gone back.*After step 1 .*lr=0\.0125.*0\.05.* the first time.*state="):
+        turn(1, 0.1, 0.0125)
+    with pytest.raises(UsageError, match=r"After step 0 .*lr=0\.2.*nothing.*the first time"):
+        turn(0, 0.1, 0.2)
+    handed.end()
+
+
 def test_the_scripts_groups_show_what_the_next_step_uses() -> None:
     script = Script()
     handed = script.handed()
