@@ -6,6 +6,7 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -124,6 +125,7 @@ def main() -> int:
     known = {part.name: part for part in parts()}
     if unknown := [name for name in arguments.parts if name not in known]:
         parser.error(f"needs parts of {', '.join(known)}; found {', '.join(unknown)}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind nohup: tests press Ctrl-C
     REPORTS.mkdir(parents=True, exist_ok=True)
     costs, status = [], 0
     for part in [known[name] for name in arguments.parts] or known.values():
