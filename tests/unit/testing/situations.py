@@ -1,7 +1,7 @@
 """Situations of public scripts, in our own words: each is a script that runs as a plain loop and over Varuna.
 
-A situation says what its user would look for, where somebody met it, and what has to come out: the losses of the plain
-loop, or a refusal in words with a way out, which is a situation that comes out right.
+A situation has a title, the thread that it is from, and its outcome: the losses of the plain loop, or a refusal in
+words with a way out, which is a script that trains as its plain loop does.
 """
 
 import copy
@@ -161,13 +161,13 @@ Script = Callable[[Way], object]
 
 
 class Situation(NamedTuple):
-    """A script, and what comes out."""
+    """A script, and its outcome."""
 
     title: str
     """as its user would look for it"""
     script: Script
     met: str
-    """the thread where somebody met it, if it is from one; else it is in many scripts"""
+    """the thread that it is from; empty: many scripts do it"""
     refused: str = ""
     """words of the refusal, as a regular expression; empty: it works"""
     instead: Script | None = None
@@ -407,7 +407,7 @@ def parameters_counted_in_the_loop(way: Way) -> None:
 
 
 def gradients_watched_by_hooks(way: Way) -> None:
-    """As ``wandb.watch(model)``: a hook for each parameter."""
+    """Register a hook for each parameter, as ``wandb.watch(model)`` does."""
     model, optimizer = built()
     seen: list[float] = []
     for parameter in model.parameters():

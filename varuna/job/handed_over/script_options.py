@@ -83,7 +83,7 @@ class ScriptOptions:
             first, now = before.get((number, key), "nothing"), _plain(self._optimizer.param_groups[number].get(key))
             if not _equal(first, now) and not _is_near(first, now):
                 raise UsageError(
-                    f"a worker was lost, and the run has gone back to an earlier step. After step {step} the loop has "
+                    f"the run has gone back to an earlier step, and repeats it. After step {step} the loop has "
                     f"now written {key}={shown(now)} into param_groups[{number}], and {shown(first)} the first time. "
                     "What it follows from (a scheduler, a best loss) has not gone back. Name it in state=, which the "
                     'run keeps: Trainer(..., state={"scheduler": scheduler}).'

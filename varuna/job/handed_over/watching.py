@@ -146,7 +146,7 @@ def _refuse_state(*_: object, **__: object) -> NoReturn:
 
 
 class _StateAway(defaultdict[Any, Any]):
-    """The state of the script's optimizer while others train."""
+    """A stand-in for the state of the script's optimizer; any access to it is an error."""
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse_state
     get = items = keys = values = pop = popitem = setdefault = update = clear = copy = _refuse_state
@@ -223,7 +223,7 @@ class HandedOver:
 
     @contextmanager
     def _state_away(self) -> Iterator[None]:
-        """In this block the script's optimizer has no state: whoever asks for it is told so."""
+        """Refuse access to the state of the script's optimizer in this block."""
         if self._optimizer is None:
             yield
             return

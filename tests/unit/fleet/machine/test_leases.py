@@ -345,7 +345,7 @@ def test_a_worker_that_is_silent_while_its_machine_is_heard_is_frozen() -> None:
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_an_agent_that_stood_still_costs_none_of_its_workers(trains: bool) -> None:
-    """Whether steps have proved meanwhile that its workers live, or the step takes longer than its silence."""
+    """Say whether steps went on while the agent was silent, or one step took longer than the silence."""
     driver = on_machines("aabb")
     if trains:
         train(driver, 20, hidden=("b",))
