@@ -39,6 +39,9 @@ class Cause:
     what: str
     remedy: str
 
+    def __str__(self) -> str:
+        return f"{self.what} {self.remedy}"
+
 
 _CAPTURED_ONCE = "Varuna captures forward() once and runs that graph in every step"
 
@@ -48,8 +51,8 @@ def refused(evidence: Evidence) -> Cause | None:
     if evidence.hooks:
         return Cause(
             f"the model has hooks on gradients ({_some(evidence.hooks)}). {_CAPTURED_ONCE}: no hook would be called.",
-            "Change gradients in Trainer(before_step=...), which sees them with their parameters' names, or write an "
-            "operation with the gradient that you want as a torch.autograd.Function.",
+            "Change or log gradients (wandb.watch) in Trainer(before_step=...), which sees them with their parameters' "
+            "names, or write an operation with the gradient that you want as a torch.autograd.Function.",
         )
     if evidence.written:
         return Cause(

@@ -157,7 +157,7 @@ class _Check:
         with watched() as seen:
             self._loss(positions)
         cause = refused(Evidence(draws=tuple(seen.draws))) if seen.draws else None
-        return None if cause is None else f"{cause.what} {cause.remedy}"
+        return None if cause is None else str(cause)
 
     def _whole(self, positions: Sequence[int]) -> float | None:
         """The loss of all samples at once; None where it proves nothing."""

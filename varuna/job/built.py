@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from varuna.checkpoint.io.export import is_exported
+from varuna.checks.cause import Evidence, refused
 from varuna.core.errors import UsageError
 from varuna.data.columns import TARGETS
 from varuna.engine.stage.optimizer import OptimizerFactory, SchedulerFactory
@@ -88,13 +89,8 @@ class GivenModel:
             UsageError: it has hooks that copies of it would not call.
         """
         module = self.module
-        if hooks := gradient_hooks(self.whole):
-            more = f" and {len(hooks) - 1} more" if len(hooks) > 1 else ""
-            raise UsageError(
-                f"the model has hooks on gradients ({hooks[0]}{more}), as wandb.watch registers them. Workers train "
-                "copies of it, and none of these hooks would be called. Change or log gradients in before_step=, which "
-                "is called with names and parameters before each update; step.grad_norm is their norm."
-            )
+        if cause := refused(Evidence(hooks=tuple(gradient_hooks(self.whole)))):
+            raise UsageError(str(cause))
         self._guards += [
             module.register_forward_pre_hook(self._refuse_use),
             module.register_state_dict_pre_hook(self._refuse_use),  # type: ignore[no-untyped-call]
