@@ -5,15 +5,17 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# torch first and by exact version: the extras then find it installed and never pull another build.
-TORCH := torch==2.13.0
+# torch first and by exact version: the extras then find it installed and never pull another build. TORCH=2.15.0 puts
+# another in its place, which stays until it is named again.
+PINNED_TORCH := 2.13.0
+TORCH ?= $(or $(shell cat $(STAMP) 2>/dev/null),$(PINNED_TORCH))
 # Also where the environment forbids it: each process of tests would compile all of them anew, for five seconds.
 export PYTHONDONTWRITEBYTECODE :=
 IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	if $$p $(IS_PYTHON_311) 2>/dev/null; then echo $$p; break; fi; done)
 
-.PHONY: chaos docs help install azurite fake-gcs kubernetes-tools image-check field-libraries page-tools demo test unit nightly test-field field-table check format clean bench-peers sbom wheel
+.PHONY: test-torch chaos docs help install azurite fake-gcs kubernetes-tools image-check field-libraries page-tools demo test unit nightly test-field field-table check format clean bench-peers sbom wheel
 
 help:
 	@echo "make demo     train GPT-2 on 4 local workers, kill two, and check every loss (about 3 minutes)"
@@ -25,7 +27,8 @@ help:
 	@echo "              namespaces (as root); every loss is compared (SECONDS=, SEED=)"
 	@echo "make check    format, lint, strict types, documentation, tests: what CI runs"
 	@echo "make docs     the documentation as a site, in build/docs/site; broken links are errors"
-	@echo "make install  create .venv with everything; nothing to do when it is current"
+	@echo "make install  create .venv with everything; nothing to do when it is current (TORCH=2.15.0: with another torch)"
+	@echo "make test-torch VERSION=2.15.0  what depends on torch's inside, with that version, beside the one in .venv"
 	@echo "make format   rewrite the sources in the project's format"
 	@echo "make bench-peers  install torch, DeepSpeed and Megatron-core in .peers, for benchmarks/schedule_vs_peers.py"
 	@echo "make wheel    dist/: wheel and sdist, the same byte by byte from the same sources; make sbom lists what they need"
@@ -35,14 +38,18 @@ help:
 
 install: $(STAMP)
 
+ifneq ($(TORCH),$(shell cat $(STAMP) 2>/dev/null))
+.PHONY: $(STAMP)
+endif
+
 $(STAMP): pyproject.toml
 	@"$(PYTHON)" $(IS_PYTHON_311) 2>/dev/null || { \
 		echo "Varuna needs Python 3.11 or newer; found: $$("$(PYTHON)" --version 2>/dev/null || echo no Python)." >&2; \
 		echo "Name one: make install PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	@touch $(STAMP)
+	@echo "$(TORCH)" >$(STAMP)
 
 demo: install
 	@$(BIN)/varuna demo
@@ -112,7 +119,12 @@ test: install azurite fake-gcs field-libraries kubernetes-tools page-tools
 unit: install
 	@$(BIN)/python -m tests.parts unit
 
-# Every storm, grid, family and scenario, at full depth.
+# What depends on torch's inside, with another version, which lies in .torch/ and leaves .venv as it is.
+test-torch: install
+	@test -n "$(VERSION)" || { echo "Name one: make test-torch VERSION=2.15.0" >&2; exit 1; }
+	@$(BIN)/python -m tests.other_torch "$(VERSION)"
+
+# Every storm, grid, family and scenario, at full depth, and the sensitive tests with the oldest and the newest torch.
 nightly: install azurite fake-gcs field-libraries kubernetes-tools page-tools
 	@NIGHTLY=1 $(BIN)/python -m tests.parts
 
@@ -136,7 +148,7 @@ bench-peers: .peers/.installed
 
 .peers/.installed:
 	@test -x .peers/bin/python || "$(PYTHON)" -m venv .peers
-	.peers/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	.peers/bin/python -m pip install --quiet --disable-pip-version-check torch==$(PINNED_TORCH)
 	.peers/bin/python -m pip install --quiet --disable-pip-version-check deepspeed==0.19.8 megatron-core==0.16.1
 	@touch $@
 
@@ -157,5 +169,5 @@ sbom: wheel
 	rm -rf dist/sbom-environment dist/sbom-tool
 
 clean:
-	rm -rf $(VENV) .azurite .fake-gcs .kubernetes-tools .page-tools .image-check .field .peers build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .azurite .fake-gcs .kubernetes-tools .page-tools .image-check .field .peers .torch build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,6 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from tests.depth import IS_NIGHTLY
+from tests.other_torch import NEWEST, OLDEST
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "build" / "tests"
@@ -53,6 +54,7 @@ def parts() -> tuple[Part, ...]:
     """Return all parts, the quickest to fail first."""
     few = ("--sample", "6", "--briefly", "--at-once", "2", "--begun-within", "60")
     field = ("--sample", "16", "--begun-within", "200") if IS_NIGHTLY else few
+    others = (OLDEST, NEWEST) if IS_NIGHTLY else ()
     return (
         Part("unit", ("pytest", "-q", "-n", "auto", "--dist", "worksteal", "tests/unit", f"--ignore={RUNS}")),
         Part("in-process", ("pytest", "-q", "-n", "auto", "--dist", "worksteal", RUNS, *COMPUTING)),
@@ -64,6 +66,7 @@ def parts() -> tuple[Part, ...]:
                 *(f"--ignore={path}" for path in COMPUTING),
             ),
         ),
+        *(Part(f"torch-{each}", ("tests.other_torch", each, "--field", "6")) for each in others),
     )
 
 

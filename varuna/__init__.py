@@ -17,7 +17,7 @@ from varuna.core.errors import (
     WorkerError,
 )
 from varuna.core.plan import Plan
-from varuna.core.version import __version__
+from varuna.core.version import TORCH_RANGE, __version__, is_tested_torch
 
 if TYPE_CHECKING:
     from varuna.core.model import Memory, Network
@@ -68,9 +68,6 @@ _LATE = {
 }
 """Where names are that are loaded when they are asked for: planning and the command line run without torch."""
 
-_TORCH = "2.13"
-"""A capture relies on what differs between versions."""
-
 
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
@@ -110,6 +107,6 @@ def _remedy(error: Exception, torch_version: str | None) -> str:
     """What to do about an error while torch, or what uses it, is imported; empty if that is not known."""
     if torch_version is None or getattr(error, "name", None) == "torch":
         return "Training needs torch. In a clone of Varuna: pip install '.[torch]'"
-    if torch_version.startswith(f"{_TORCH}."):
+    if is_tested_torch(torch_version):
         return ""
-    return f"Varuna {__version__} needs torch {_TORCH}, found {torch_version}: pip install 'torch=={_TORCH}.*'"
+    return f"Varuna {__version__} needs torch{TORCH_RANGE}, found {torch_version}: pip install 'torch{TORCH_RANGE}'"

@@ -78,8 +78,8 @@ def test_a_torch_that_is_missing_or_too_new_is_said_with_the_command_that_helps(
         raise AttributeError("no attribute '__func__'")
 
     monkeypatch.setattr(varuna, "import_module", odd)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.15.0")
-    with pytest.raises(ImportError, match=r"'__func__'\. .* found 2\.15\.0: pip install 'torch==2\.13\.\*'$"):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.16.0")
+    with pytest.raises(ImportError, match=r"'__func__'\. .* found 2\.16\.0: pip install 'torch>=2\.11,<2\.16'$"):
         _ = varuna.Trainer
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu")
     with pytest.raises(AttributeError, match=r"^no attribute '__func__'$"):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from varuna.core.errors import UsageError
+from varuna.core.version import TORCH_RANGE
 
 
 def demo(
@@ -32,7 +33,8 @@ def demo(
     """
     absent = [name for name in ("torch", "transformers") if not _is_installed(name)]
     if absent:
-        raise UsageError(f"varuna demo needs {' and '.join(absent)}. Install: pip install 'torch==2.13.*' transformers")
+        install = f"pip install 'torch{TORCH_RANGE}' transformers"
+        raise UsageError(f"varuna demo needs {' and '.join(absent)}. Install: {install}")
 
     from varuna.demo.run import run_demo
 

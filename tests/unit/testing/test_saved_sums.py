@@ -30,7 +30,7 @@ from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault
 
 STEPS, STEP, MICRO_BATCHES = 3, 1, by_depth(36, 72)
-SECTIONS, ENOUGH, LATE = 6, 8, 20
+SECTIONS, ENOUGH, LATE = 6, 8, MICRO_BATCHES // 4
 
 
 class AllAtOnce(Fault):
@@ -44,12 +44,12 @@ class AllAtOnce(Fault):
     def is_here(self, span: Span) -> bool:
         """At the first backward of rank 0 that begins after that: the others are lost first.
 
-        Sums are saved as something is added to them, and on a busy machine later: late backwards wait a second each.
+        Sums are saved as something is added to them, and on a busy machine later: late backwards wait some seconds.
         """
         if self.happened or (span.name, span.phase, span.rank, span.step) != ("B", "begin", self.rank, self.step):
             return False
         self._backwards += 1
-        until_s = time.monotonic() + (1.0 if self._backwards > LATE else 0.0)
+        until_s = time.monotonic() + (4.0 if self._backwards > LATE else 0.0)
         while saved(self._store, self.step) <= self._more_than:
             if time.monotonic() >= until_s:
                 return False

@@ -7,7 +7,7 @@ from varuna.core.errors import FleetError
 from varuna.fleet.net.serving import bind
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 START_S = 300.0
 """Bound on starting: importing torch takes seconds, from a cold network drive minutes."""
@@ -44,7 +44,7 @@ class StoreHost:
 
     def _start(self) -> None:
         try:
-            from torch._C._distributed_c10d import TCPStore
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
             # Given a socket, it listens there; left alone, on all interfaces, for everyone.
             listener = bind(self._host, 0)

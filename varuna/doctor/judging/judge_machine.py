@@ -4,12 +4,11 @@ import ipaddress
 from collections.abc import Callable
 
 from varuna.core.units import counted, format_bytes, format_duration
+from varuna.core.version import OLDEST_TORCH, TORCH_RANGE, is_tested_torch, series
 from varuna.doctor.judging.facts import FolderFacts, GpuFacts, MachineFacts
 from varuna.doctor.judging.finding import Finding, fault, ok, warning
 
-TORCH = "2.13"
-"""The version of torch that this Varuna was tested with."""
-_INSTALL = f"Install what workers need: pip install 'torch=={TORCH}.*' safetensors numpy"
+_INSTALL = f"Install what workers need: pip install 'torch{TORCH_RANGE}' safetensors numpy"
 _FEW_BYTES = 1 << 30
 _FEW_SHARED_BYTES = 1 << 30
 _FEW_AVAILABLE_BYTES = 2 << 30
@@ -60,12 +59,16 @@ def _torch(facts: MachineFacts) -> list[Finding]:
     if torch.problem:
         more = " A machine that only manages does not need it." if not torch.version else ""
         return [fault("torch", torch.problem, f"{_INSTALL}.{more}")]
-    if not torch.version.startswith(f"{TORCH}."):
-        text = f"{torch.version} is installed, but this Varuna needs {TORCH}"
+    if series(torch.version) < OLDEST_TORCH:
+        text = f"{torch.version} is installed, but this Varuna needs torch{TORCH_RANGE}"
         return [fault("torch", text, _INSTALL)]
     if torch.missing:
         return [fault("torch", f"{torch.version}, but {' and '.join(torch.missing)} is missing", _INSTALL)]
-    return [ok("torch", f"{torch.version}, built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs'}")]
+    text = f"{torch.version}, built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs'}"
+    if not is_tested_torch(torch.version):
+        remedy = f"If a model cannot be captured: pip install 'torch{TORCH_RANGE}'"
+        return [warning("torch", f"{text}; this Varuna was tested with torch{TORCH_RANGE}", remedy)]
+    return [ok("torch", text)]
 
 
 def _gpus(facts: MachineFacts) -> list[Finding]:

@@ -100,9 +100,7 @@ def compiler_of(choice: bool | str, device: torch.device) -> Compiler | None:
     if choice is False:
         return None
     name = "inductor" if choice is True else choice
-    from torch._dynamo import list_backends
-
-    known = list_backends(exclude_tags=())
+    known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
         raise UsageError(f"compile={choice!r}: torch has no such backend. Pass True or one of {', '.join(known)}.")
     if name == "inductor" and (missing := _missing(device)):

@@ -39,6 +39,7 @@ from varuna.partition.opaque.own_draws import OwnDrawsError
 from varuna.partition.watching.explaining import ASKS_FOR_DATA, ForwardFindings, NotExportedError
 from varuna.partition.watching.noticing import Noticing
 from varuna.partition.watching.own_code import OWN
+from varuna.partition.watching.torch_versions import normalised
 from varuna.partition.watching.user_caches import without_fakes
 
 _trace: Any = _torch_trace
@@ -199,7 +200,7 @@ def _attempt(
         dynamic = ({key: {0: batch} for key in fake} if sizes is None else _open_dims(fake, sizes, (batch, *more)),)
         helped = kept_functions(), general_sizes(), general_lengths(), hashed_sizes(), _lines_of_functions()
         with without_fakes(), _all(helped):
-            return torch.export.export(module, (dict(fake),), strict=False, dynamic_shapes=dynamic)
+            return normalised(torch.export.export(module, (dict(fake),), strict=False, dynamic_shapes=dynamic))
 
     count = 1 if sizes is None else len(sizes.places)
     try:

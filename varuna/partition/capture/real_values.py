@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from varuna.data.randomness import generator_lock
 from varuna.partition.graph.detached_copies import follow_copy
 from varuna.partition.watching.explaining import user_line
+from varuna.partition.watching.torch_versions import follow_number, followed_numbers, known_sizes
 
 MOST_BYTES = 2**28
 """The largest result that is computed where only the code is known: no branch is worth more."""
@@ -110,7 +111,7 @@ class RealValues:
 
         def deferring(environment: ShapeEnv, expression: Any, message: str, *given: Any, **how: Any) -> Any:
             if message.startswith("propagate_real_tensors"):  # it asks for a value that is no more than an example
-                numbers = expression.free_symbols - environment.backed_var_to_val.keys()
+                numbers = expression.free_symbols - known_sizes(environment).keys()
                 self.decided.append(frozenset(map(str, numbers)))
             return defer(environment, expression, message, *given, **how)
 
@@ -313,8 +314,8 @@ def _number(mode: FakeTensorMode, symbol: Any) -> Any:
     environment = mode.shape_env
     if environment is None:
         return None
-    known = symbol.node.expr.xreplace(environment.backed_var_to_val)
-    known = known.xreplace(environment.real_tensor_prop_unbacked_vals)
+    known = symbol.node.expr.xreplace(known_sizes(environment))
+    known = known.xreplace(followed_numbers(environment))
     return None if known.free_symbols else symbol.node.pytype(known)
 
 
@@ -325,5 +326,5 @@ def _bind(mode: FakeTensorMode, symbol: Any, value: Any) -> None:
     expression = symbol.node.expr
     if expression.is_Equality and expression.rhs == 1:  # of a truth
         expression, value = expression.lhs, int(value)
-    if expression.is_Symbol and expression not in mode.shape_env.backed_var_to_val:
-        mode.shape_env.set_real_tensor_prop_unbacked_vals(expression, value)
+    if expression.is_Symbol and expression not in known_sizes(mode.shape_env):
+        follow_number(mode.shape_env, expression, value)

@@ -20,8 +20,25 @@ from varuna.partition.opaque.met import met
 
 NAMESPACE = "varuna_functions"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # lives as the process does
-apply_of_torch = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_apply: Any = torch.autograd.Function.__dict__["apply"]
+"""A class method, of C from torch 2.14 on."""
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+def apply_of_torch(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """``function.apply`` as torch has it."""
+    return _apply.__get__(None, function)(*args, **kwargs)
+
+
+@contextmanager
+def plain_functions() -> Iterator[None]:
+    """In the middle of ``kept_functions``, apply autograd Functions as torch does."""
+    kept = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = kept  # type: ignore[method-assign]
 
 
 @dataclass
@@ -69,7 +86,7 @@ def kept_functions() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.Function.apply = classmethod(apply_of_torch)  # type: ignore[assignment]
+        torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
 
 
 def _as_called(run: Callable[..., Any], _preserves_randomness: bool, *args: Any) -> Any:

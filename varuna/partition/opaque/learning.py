@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from varuna.data.randomness import seeded
-from varuna.partition.opaque.autograd_functions import apply_of_torch
+from varuna.partition.opaque.autograd_functions import plain_functions
 from varuna.partition.opaque.calls import Call, Given, GrowingSize, Learned, Made, Ran, WritesError
 from varuna.partition.opaque.template import UnfitError
 from varuna.partition.watching.live_bytes import Allocated
@@ -98,18 +98,16 @@ def _runs(call: Call, arguments: Arguments) -> tuple["_Run", "_Run", Ran, frozen
 @contextmanager
 def plainly() -> Iterator[None]:
     """Run normally in the middle of a capture."""
-    compiler, kept = _torch.compiler, torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    compiler = _torch.compiler
     flags = compiler._is_compiling_flag, compiler._is_exporting_flag
     engine = _torch.autograd._engine_run_backward
     try:
         compiler._is_compiling_flag = compiler._is_exporting_flag = False
-        torch.autograd.Function.apply = classmethod(apply_of_torch)  # type: ignore[assignment]
         _torch.autograd._engine_run_backward = engine_of_torch
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with plain_functions(), _disable_current_modes(), torch._C.DisableTorchFunction():
             yield
     finally:
         _torch.autograd._engine_run_backward = engine
-        torch.autograd.Function.apply = classmethod(kept)  # type: ignore[assignment]
         compiler._is_compiling_flag, compiler._is_exporting_flag = flags
 
 

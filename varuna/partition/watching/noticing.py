@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from varuna.partition.watching.explaining import ForwardFindings, Outside, user_line
+from varuna.partition.watching.torch_versions import known_sizes
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
@@ -46,7 +47,7 @@ class Noticing(TorchFunctionMode):
         fix = environments._set_replacement
 
         def fixing(environment: ShapeEnv, symbol: Any, value: Any, *rest: Any, **how: Any) -> Any:
-            if value.is_number and symbol in environment.backed_var_to_val:
+            if value.is_number and symbol in known_sizes(environment):
                 self.noticed.fixed_at = self.noticed.fixed_at or user_line()
             return fix(environment, symbol, value, *rest, **how)
 

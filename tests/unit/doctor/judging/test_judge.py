@@ -80,7 +80,11 @@ def test_of_a_machine_that_is_well_nothing_is_to_be_done() -> None:
 FAULT, WARNING, OK = Severity.FAULT, Severity.WARNING, Severity.OK
 CASES: dict[str, tuple[MachineFacts, str, Severity, str]] = {
     "no torch": (with_(torch=TorchFacts(problem="torch is not installed")), "torch", FAULT, "is not installed"),
-    "another torch": (torch(version="2.12.1"), "torch", FAULT, "2.12.1"),
+    "old torch": (torch(version="2.8.0"), "torch", FAULT, "2.8.0 is installed"),
+    "older torch than tested": (torch(version="2.10.0+cpu"), "torch", WARNING, "tested with torch>=2.11,<2.16"),
+    "newest torch tested": (torch(version="2.15.1+cu132"), "torch", OK, "2.15.1"),
+    "newer torch": (torch(version="2.16.0"), "torch", WARNING, "tested with torch>=2.11,<2.16"),
+    "no version of torch": (torch(version="unknown"), "torch", FAULT, "unknown is installed"),
     "no numpy": (torch(missing=("numpy",)), "torch", FAULT, "numpy is missing"),
     "no driver": (with_(gpus=(), gpu_problem="no nvidia-smi"), "gpu", FAULT, "nvidia-smi"),
     "torch for CPUs": (torch(cuda="", gpus=0), "gpu", WARNING, "built for CPUs"),

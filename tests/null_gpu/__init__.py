@@ -1,0 +1,1 @@
+"""A CUDA without a GPU, over which torch's real CUDA build runs: see ``runtime.cpp``."""

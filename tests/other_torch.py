@@ -1,0 +1,91 @@
+"""``python -m tests.other_torch 2.15.0``: what depends on torch's inside, tested with another version of torch.
+
+The version lies in ``.torch/2.15.0``, in front of the one in ``.venv``, which stays. It is PyPI's build, on Linux for
+CUDA, with empty libraries in place of NVIDIA's (``tests/null_gpu``): it says that there is no GPU, and computes on the
+CPU as it would on a machine of a user's. ``--prepare`` stops there.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.null_gpu.build import build
+from varuna.core.version import is_tested_torch
+
+ROOT = Path(__file__).parents[1]
+
+OLDEST, NEWEST = "2.11.0", "2.15.0"
+"""The ends of the range, which ``make nightly`` tries."""
+
+SENSITIVE = ("partition", "membership", "checkpoint", "engine")
+"""Of ``tests/unit``: what looks into torch, and what changes when it computes otherwise."""
+
+
+def folder_of(version: str) -> Path:
+    """Return where a version of torch lies."""
+    return ROOT / ".torch" / version
+
+
+def environment(version: str) -> dict[str, str]:
+    """Return an environment in which this version is imported."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder_of(version)), str(ROOT)))}
+
+
+def prepare(version: str) -> Path:
+    """Install a version beside ``.venv``; nothing to do when it is there."""
+    folder = folder_of(version)
+    stamp = folder / ".installed"
+    if stamp.exists():
+        return folder
+    _install(folder, f"torch=={version}")
+    cuda = _cuda_of(version)
+    if cuda:
+        major = cuda.partition(".")[0]
+        _install(folder / "headers", *(f"nvidia-cuda-{part}=={major}.*" for part in ("runtime", "crt")))
+        found = next((folder / "headers").glob("nvidia/*/include/cuda_runtime_api.h"))
+        build(folder / "torch" / "lib", found.parent)
+    stamp.touch()
+    return folder
+
+
+def _install(folder: Path, *packages: str) -> None:
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade")
+    subprocess.run([*pip, "--target", str(folder), *packages], check=True)
+
+
+def _cuda_of(version: str) -> str:
+    """Return the version of CUDA that it is built for; empty on CPUs."""
+    names: dict[str, object] = {}
+    exec((folder_of(version) / "torch" / "version.py").read_text(), names)
+    return str(names["cuda"] or "")
+
+
+def run(version: str, *module: str) -> int:
+    """Run a module of Python with this version of torch; return its exit status."""
+    return subprocess.run([sys.executable, "-m", *module], cwd=ROOT, env=environment(version), check=False).returncode
+
+
+def main() -> int:
+    """Run the tests; return their exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.other_torch", description=__doc__)
+    parser.add_argument("version")
+    parser.add_argument("--prepare", action="store_true", help="install it only")
+    parser.add_argument("--field", type=int, default=0, metavar="N", help="then judge N jobs of the field")
+    arguments = parser.parse_args()
+    if not is_tested_torch(arguments.version):
+        print(f"torch {arguments.version} is outside of the range in varuna/core/version.py", file=sys.stderr)
+    print(f"torch {arguments.version} in {prepare(arguments.version).relative_to(ROOT)}", flush=True)
+    if arguments.prepare:
+        return 0
+    tests = [str(Path("tests/unit") / name) for name in SENSITIVE]
+    status = run(arguments.version, "pytest", "-q", "-n", "auto", "--dist", "worksteal", *tests)
+    if status or not arguments.field:
+        return status
+    sample = ("--sample", str(arguments.field), "--briefly", "--at-once", "2")
+    return run(arguments.version, "tests.field", "--fresh", *sample)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
