@@ -23,6 +23,7 @@ from varuna.partition.cut.strides import settle_strides
 from varuna.partition.graph.costs import CPU_SLOWDOWN, Cost, Sizes, cost_of
 from varuna.partition.graph.flow import Flow
 from varuna.partition.graph.operations import Operation, operation
+from varuna.partition.graph.plain_masks import without_plain_masks
 from varuna.partition.graph.ranges import Range
 from varuna.partition.graph.sample_guards import Conditions
 from varuna.partition.graph.simplify import simplify
@@ -175,6 +176,7 @@ def partition(
         ModelError: the model cannot be captured, or has too few places to cut.
     """
     captured = capture(recipe, batch)
+    without_plain_masks(captured)
     simplify(captured)
     settle_strides(captured)
     terms = terms_of(captured)

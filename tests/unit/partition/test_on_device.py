@@ -15,6 +15,14 @@ from varuna.partition.on_device import on_device
 META = torch.device("meta")
 
 
+def windowed() -> nn.Module:
+    """Attention to the last four tokens, by a mask that each section makes."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return MistralForCausalLM(MistralConfig(vocab_size=64, num_key_value_heads=1, sliding_window=4, **sizes))
+
+
 def run(model: PartitionedModel, setup: Setup) -> dict[str, Tensor]:
     """All sections in turn on meta tensors."""
     batch = {key: value.to(META) for key, value in setup.source.micro_batch(range(2)).tensors.items()}
@@ -30,7 +38,7 @@ def run(model: PartitionedModel, setup: Setup) -> dict[str, Tensor]:
     return values
 
 
-@pytest.mark.parametrize("build", [tiny_gpt2, *nightly(tiny_llama)])
+@pytest.mark.parametrize("build", [windowed, *nightly(tiny_llama)])
 def test_every_tensor_is_made_on_the_device(build: Callable[[], nn.Module]) -> None:
     setup = Setup(build=build)
     made = run(on_device(setup.model, META), setup)
@@ -40,7 +48,7 @@ def test_every_tensor_is_made_on_the_device(build: Callable[[], nn.Module]) -> N
 
 
 def test_facts_stay_and_the_cpu_changes_nothing() -> None:
-    model = Setup(build=tiny_gpt2).model  # makes masks
+    model = Setup(build=tiny_gpt2).model  # makes positions
     assert on_device(model, torch.device("cpu")) is model
     moved = on_device(model, META)
     assert moved.facts is model.facts
