@@ -3,12 +3,12 @@
 A graph is captured when it is first asked for, and kept.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from varuna.core.errors import UsageError
+from varuna.core.errors import ModelError, UsageError
 from varuna.engine.aside.evaluate import EvaluationWork
 from varuna.engine.aside.generate import Continuation
 from varuna.job.arguments import check_whole
@@ -20,6 +20,7 @@ from varuna.partition.evaluation import for_evaluation, for_prediction
 from varuna.partition.initial.constructor import needed_buffers
 from varuna.partition.model import PartitionedModel
 from varuna.partition.on_device import on_device
+from varuna.process.console import warn
 
 _KEPT = 4
 """Graphs for predictions that are kept: one for each ``output`` and form of batch."""
@@ -44,15 +45,19 @@ class Aside:
         self._asked = 0
 
     def prepare(self, called: Collection[str]) -> None:
-        """Capture what a script will ask for, by names of methods: what is impossible is told before step 0.
+        """Capture what a script will ask for, by names of methods; warn of what will be refused then.
 
-        Raises:
-            UsageError, ModelError: as those methods say.
+        Nothing is refused here: a script may name a method that it does not call on this trainer.
         """
-        if "evaluate" in called:
-            self._for_evaluation()
-        if "generate" in called:
-            self._for_text(trained_length(self._spec))
+        asked: dict[str, Callable[[], object]] = {
+            "evaluate": self._for_evaluation,
+            "generate": lambda: self._for_text(trained_length(self._spec)),
+        }
+        for method in called:
+            try:
+                asked[method]()
+            except (UsageError, ModelError) as error:
+                warn(f"trainer.{method}(...) will be refused where the script calls it: {error}")
 
     def evaluation(self, dataset: Any, examples: int | None, *, step: int, averaged: bool) -> EvaluationWork:
         """The loss of another dataset, after ``step``.

@@ -1,4 +1,4 @@
-"""Which methods of an object the running script calls: read from its source, before it comes there."""
+"""Which methods of an object the running script may call: read from its source, before it comes there."""
 
 import linecache
 import re
@@ -7,9 +7,10 @@ from types import FrameType
 
 
 def calls_of(subject: object, methods: Iterable[str], frame: FrameType | None) -> list[str]:
-    """Those of ``methods`` that the files of the running functions call on ``subject``, by their name for it.
+    """Those of ``methods`` that the files of the running functions may call on ``subject``, by their name for it.
 
-    What is called by another name, or from another file, is not seen.
+    What is called by another name, or from another file, is not seen; a call on another object of that name is. So this
+    is a reason to prepare, or to warn, and none to refuse.
 
     Args:
         subject: the object.
