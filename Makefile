@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 # torch first and by exact version: the extras then find it installed and never pull another build. TORCH=2.15.0 puts
 # another in its place, which stays until it is named again.
 PINNED_TORCH := 2.13.0
+NEWEST_TORCH := 2.15.0
 TORCH ?= $(or $(shell cat $(STAMP) 2>/dev/null),$(PINNED_TORCH))
 # Also where the environment forbids it: each process of tests would compile all of them anew, for five seconds.
 export PYTHONDONTWRITEBYTECODE :=
@@ -15,7 +16,7 @@ IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	if $$p $(IS_PYTHON_311) 2>/dev/null; then echo $$p; break; fi; done)
 
-.PHONY: test-torch chaos docs help install azurite fake-gcs kubernetes-tools image-check field-libraries page-tools demo test unit nightly test-field field-table check format clean bench-peers sbom wheel
+.PHONY: null-gpu test-torch chaos docs help install azurite fake-gcs kubernetes-tools image-check field-libraries page-tools demo test unit nightly test-field field-table check format clean bench-peers sbom wheel
 
 help:
 	@echo "make demo     train GPT-2 on 4 local workers, kill two, and check every loss (about 3 minutes)"
@@ -28,6 +29,7 @@ help:
 	@echo "make check    format, lint, strict types, documentation, tests: what CI runs"
 	@echo "make docs     the documentation as a site, in build/docs/site; broken links are errors"
 	@echo "make install  create .venv with everything; nothing to do when it is current (TORCH=2.15.0: with another torch)"
+	@echo "make null-gpu  what needs a CUDA device, on one that computes nothing"
 	@echo "make test-torch VERSION=2.15.0  what depends on torch's inside, with that version, beside the one in .venv"
 	@echo "make format   rewrite the sources in the project's format"
 	@echo "make bench-peers  install torch, DeepSpeed and Megatron-core in .peers, for benchmarks/schedule_vs_peers.py"
@@ -123,6 +125,10 @@ unit: install
 test-torch: install
 	@test -n "$(VERSION)" || { echo "Name one: make test-torch VERSION=2.15.0" >&2; exit 1; }
 	@$(BIN)/python -m tests.other_torch "$(VERSION)"
+
+# The CUDA path without a GPU: torch's CUDA build over a runtime whose kernels do nothing (tests/null_gpu/runtime.cpp).
+null-gpu: install
+	@$(BIN)/python -m tests.other_torch $(NEWEST_TORCH) --null-gpu
 
 # Every storm, grid, family and scenario, at full depth, and the sensitive tests with the oldest and the newest torch.
 nightly: install azurite fake-gcs field-libraries kubernetes-tools page-tools

@@ -2,7 +2,8 @@
 
 The version lies in ``.torch/2.15.0``, in front of the one in ``.venv``, which stays. It is PyPI's build, on Linux for
 CUDA, with empty libraries in place of NVIDIA's (``tests/null_gpu``): it says that there is no GPU, and computes on the
-CPU as it would on a machine of a user's. ``--prepare`` stops there.
+CPU as it would on a machine of a user's. ``--prepare`` stops there; ``--null-gpu`` runs ``tests/null_gpu`` instead, on
+two GPUs whose kernels do nothing.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.null_gpu.build import build
+from tests.null_gpu.build import RUNTIME, build
 from varuna.core.version import is_tested_torch
 
 ROOT = Path(__file__).parents[1]
@@ -28,25 +29,28 @@ def folder_of(version: str) -> Path:
     return ROOT / ".torch" / version
 
 
-def environment(version: str) -> dict[str, str]:
-    """Return an environment in which this version is imported."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder_of(version)), str(ROOT)))}
+def environment(version: str, gpus: int = 0) -> dict[str, str]:
+    """Return an environment in which this version is imported, and sees so many null GPUs."""
+    folder = folder_of(version)
+    paths = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "LD_LIBRARY_PATH": str(folder / "torch" / "lib")}
+    return {**os.environ, **paths, "NULL_GPUS": str(gpus)}
 
 
 def prepare(version: str) -> Path:
     """Install a version beside ``.venv``; nothing to do when it is there."""
     folder = folder_of(version)
-    stamp = folder / ".installed"
-    if stamp.exists():
-        return folder
-    _install(folder, f"torch=={version}")
+    installed, built = folder / ".installed", folder / ".built"
+    if not installed.exists():
+        _install(folder, f"torch=={version}")
+        if cuda := _cuda_of(version):
+            major = cuda.partition(".")[0]
+            _install(folder / "headers", *(f"nvidia-cuda-{part}=={major}.*" for part in ("runtime", "crt")))
+        installed.touch()
     cuda = _cuda_of(version)
-    if cuda:
-        major = cuda.partition(".")[0]
-        _install(folder / "headers", *(f"nvidia-cuda-{part}=={major}.*" for part in ("runtime", "crt")))
-        found = next((folder / "headers").glob("nvidia/*/include/cuda_runtime_api.h"))
-        build(folder / "torch" / "lib", found.parent)
-    stamp.touch()
+    if cuda and not (built.exists() and built.stat().st_mtime > RUNTIME.stat().st_mtime):
+        header = next((folder / "headers").glob("nvidia/*/include/cuda_runtime_api.h"))
+        build(folder / "torch" / "lib", header.parent)
+        built.touch()
     return folder
 
 
@@ -62,9 +66,10 @@ def _cuda_of(version: str) -> str:
     return str(names["cuda"] or "")
 
 
-def run(version: str, *module: str) -> int:
+def run(version: str, *module: str, gpus: int = 0) -> int:
     """Run a module of Python with this version of torch; return its exit status."""
-    return subprocess.run([sys.executable, "-m", *module], cwd=ROOT, env=environment(version), check=False).returncode
+    command = [sys.executable, "-m", *module]
+    return subprocess.run(command, cwd=ROOT, env=environment(version, gpus), check=False).returncode
 
 
 def main() -> int:
@@ -72,6 +77,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.other_torch", description=__doc__)
     parser.add_argument("version")
     parser.add_argument("--prepare", action="store_true", help="install it only")
+    parser.add_argument(
+        "--null-gpu", action="store_true", help="what needs a CUDA device, on one that computes nothing"
+    )
     parser.add_argument("--field", type=int, default=0, metavar="N", help="then judge N jobs of the field")
     arguments = parser.parse_args()
     if not is_tested_torch(arguments.version):
@@ -79,8 +87,13 @@ def main() -> int:
     print(f"torch {arguments.version} in {prepare(arguments.version).relative_to(ROOT)}", flush=True)
     if arguments.prepare:
         return 0
-    tests = [str(Path("tests/unit") / name) for name in SENSITIVE]
-    status = run(arguments.version, "pytest", "-q", "-n", "auto", "--dist", "worksteal", *tests)
+    pytest = ("pytest", "-q", "-n", "auto", "--dist", "worksteal")
+    if arguments.null_gpu:
+        if not _cuda_of(arguments.version):
+            print(f"torch {arguments.version} is built for CPUs here: there is no CUDA to run without a GPU")
+            return 0
+        return run(arguments.version, *pytest, "tests/null_gpu", gpus=2)
+    status = run(arguments.version, *pytest, *(str(Path("tests/unit") / name) for name in SENSITIVE))
     if status or not arguments.field:
         return status
     sample = ("--sample", str(arguments.field), "--briefly", "--at-once", "2")

@@ -67,6 +67,7 @@ def parts() -> tuple[Part, ...]:
             ),
         ),
         *(Part(f"torch-{each}", ("tests.other_torch", each, "--field", "6")) for each in others),
+        *(Part("null-gpu", ("tests.other_torch", each, "--null-gpu")) for each in others[-1:]),
     )
 
 
