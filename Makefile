@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 # torch first and by exact version: the extras then find it installed and never pull another build. TORCH=2.15.0 puts
 # another in its place, which stays until it is named again.
 PINNED_TORCH := 2.13.0
+OLDEST_TORCH := 2.11.0
 NEWEST_TORCH := 2.15.0
 TORCH ?= $(or $(shell cat $(STAMP) 2>/dev/null),$(PINNED_TORCH))
 # Also where the environment forbids it: each process of tests would compile all of them anew, for five seconds.
@@ -16,7 +17,7 @@ IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	if $$p $(IS_PYTHON_311) 2>/dev/null; then echo $$p; break; fi; done)
 
-.PHONY: null-gpu test-torch chaos docs help install azurite fake-gcs kubernetes-tools image-check field-libraries page-tools demo test unit nightly test-field field-table check format clean bench-peers sbom wheel
+.PHONY: gpu-session null-gpu test-torch chaos docs help install azurite fake-gcs kubernetes-tools image-check field-libraries page-tools demo test unit nightly test-field field-table check format clean bench-peers sbom wheel
 
 help:
 	@echo "make demo     train GPT-2 on 4 local workers, kill two, and check every loss (about 3 minutes)"
@@ -29,6 +30,7 @@ help:
 	@echo "make check    format, lint, strict types, documentation, tests: what CI runs"
 	@echo "make docs     the documentation as a site, in build/docs/site; broken links are errors"
 	@echo "make install  create .venv with everything; nothing to do when it is current (TORCH=2.15.0: with another torch)"
+	@echo "make gpu-session  what a GPU machine without a network needs to run benchmarks/gpu_session.py, and a try of it"
 	@echo "make null-gpu  what needs a CUDA device, on one that computes nothing"
 	@echo "make test-torch VERSION=2.15.0  what depends on torch's inside, with that version, beside the one in .venv"
 	@echo "make format   rewrite the sources in the project's format"
@@ -130,6 +132,12 @@ test-torch: install
 null-gpu: install
 	@$(BIN)/python -m tests.other_torch $(NEWEST_TORCH) --null-gpu
 
+# Wheels for a GPU machine without a network, and a try of the session on the null GPU, with the torch that it has.
+gpu-session: install
+	@$(BIN)/python -m benchmarks.gpu_session_kit
+	@$(BIN)/python -m tests.other_torch $(OLDEST_TORCH) --run benchmarks/gpu_session.py --tiny --patience 3 --total 600 \
+		--out .gpu-session/tried --parts facts loop kills pipeline checkpoint offload
+
 # Every storm, grid, family and scenario, at full depth, and the sensitive tests with the oldest and the newest torch.
 nightly: install azurite fake-gcs field-libraries kubernetes-tools page-tools
 	@NIGHTLY=1 $(BIN)/python -m tests.parts
@@ -175,5 +183,5 @@ sbom: wheel
 	rm -rf dist/sbom-environment dist/sbom-tool
 
 clean:
-	rm -rf $(VENV) .azurite .fake-gcs .kubernetes-tools .page-tools .image-check .field .peers .torch build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .azurite .fake-gcs .kubernetes-tools .page-tools .image-check .field .peers .torch .gpu-session build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,7 @@
 The version lies in ``.torch/2.15.0``, in front of the one in ``.venv``, which stays. It is PyPI's build, on Linux for
 CUDA, with empty libraries in place of NVIDIA's (``tests/null_gpu``): it says that there is no GPU, and computes on the
 CPU as it would on a machine of a user's. ``--prepare`` stops there; ``--null-gpu`` runs ``tests/null_gpu`` instead, on
-two GPUs whose kernels do nothing.
+two GPUs whose kernels do nothing, and ``--run SCRIPT ...`` a script on one.
 """
 
 import argparse
@@ -66,9 +66,9 @@ def _cuda_of(version: str) -> str:
     return str(names["cuda"] or "")
 
 
-def run(version: str, *module: str, gpus: int = 0) -> int:
-    """Run a module of Python with this version of torch; return its exit status."""
-    command = [sys.executable, "-m", *module]
+def run(version: str, *python: str, gpus: int = 0) -> int:
+    """Run Python with this version of torch, so many null GPUs and these arguments; return its exit status."""
+    command = [sys.executable, *python]
     return subprocess.run(command, cwd=ROOT, env=environment(version, gpus), check=False).returncode
 
 
@@ -80,6 +80,7 @@ def main() -> int:
     parser.add_argument(
         "--null-gpu", action="store_true", help="what needs a CUDA device, on one that computes nothing"
     )
+    parser.add_argument("--run", nargs=argparse.REMAINDER, metavar="SCRIPT", help="with its arguments, on a null GPU")
     parser.add_argument("--field", type=int, default=0, metavar="N", help="then judge N jobs of the field")
     arguments = parser.parse_args()
     if not is_tested_torch(arguments.version):
@@ -87,7 +88,9 @@ def main() -> int:
     print(f"torch {arguments.version} in {prepare(arguments.version).relative_to(ROOT)}", flush=True)
     if arguments.prepare:
         return 0
-    pytest = ("pytest", "-q", "-n", "auto", "--dist", "worksteal")
+    if arguments.run:
+        return run(arguments.version, *arguments.run, gpus=1)
+    pytest = ("-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal")
     if arguments.null_gpu:
         if not _cuda_of(arguments.version):
             print(f"torch {arguments.version} is built for CPUs here: there is no CUDA to run without a GPU")
@@ -97,7 +100,7 @@ def main() -> int:
     if status or not arguments.field:
         return status
     sample = ("--sample", str(arguments.field), "--briefly", "--at-once", "2")
-    return run(arguments.version, "tests.field", "--fresh", *sample)
+    return run(arguments.version, "-m", "tests.field", "--fresh", *sample)
 
 
 if __name__ == "__main__":

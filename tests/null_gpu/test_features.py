@@ -72,7 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def train(steps: int = 2, **options: Any) -> varuna.Trainer:
     """A trainer that has done some steps."""
-    given = {"model": tiny_gpt2, "dataset": Tokens(), "optimizer": adamw, "on_nan": "stop", **options}
+    given: dict[str, Any] = {"model": tiny_gpt2, "dataset": Tokens(), "optimizer": adamw, "on_nan": "stop", **options}
     trainer = varuna.Trainer(**given, global_batch=8, micro_batch=2, device=DEVICE)
     assert [step.index for step in trainer.steps(steps)] == list(range(steps))
     return trainer
@@ -108,7 +108,7 @@ def test_running_statistics() -> None:
 
 
 def test_checkpoints_and_a_resume(tmp_path: Path) -> None:
-    saved = {"checkpoints": varuna.Checkpoints(tmp_path, every=1), "precision": "bf16"}
+    saved: dict[str, Any] = {"checkpoints": varuna.Checkpoints(tmp_path, every=1), "precision": "bf16"}
     train(2, **saved)
     trainer = varuna.Trainer(
         tiny_gpt2, Tokens(), adamw, global_batch=8, micro_batch=2, device=DEVICE, on_nan="stop", **saved

@@ -71,7 +71,7 @@ def measured(length: int, layers: int, width: int, **options: Any) -> Measured:
     gc.collect()
     torch.cuda.empty_cache()
     others_bytes = torch.cuda.memory_allocated(DEVICE)
-    given = {"global_batch": 8, "micro_batch": 2, "device": DEVICE, "on_nan": "stop", **options}
+    given: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "device": DEVICE, "on_nan": "stop", **options}
     trainer = varuna.Trainer(llama(length, layers, width), Tokens(length), adamw, **given)
     found, promised_bytes, watch = counted(), 0, profile(activities=[ProfilerActivity.CPU])
     for step in trainer.steps(5):

@@ -1,6 +1,7 @@
 """Sections that run elsewhere than they were captured: the meta device stands in for a GPU, and mixes with no other."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,12 @@ def windowed() -> nn.Module:
     """Attention to the last four tokens, by a mask that each section makes."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     return MistralForCausalLM(MistralConfig(vocab_size=64, num_key_value_heads=1, sliding_window=4, **sizes))
 
 

@@ -35,8 +35,8 @@ def without_plain_masks(capture: Capture) -> int:
     """Rewrite attention in ``capture.graph`` in place; return how often. What is no longer used stays."""
     masks, found = _Masks(capture), 0
     for node in capture.graph.find_nodes(op="call_function", target=_ATTENTION):
-        query, key, value, mask, *rest = *node.args, *([None] if len(node.args) == 3 else [])
-        mask = node.kwargs.get("attn_mask", mask)
+        query, key, value, *rest = node.args
+        mask = rest.pop(0) if rest else node.kwargs.get("attn_mask")
         is_causal = masks.is_causal(mask) if isinstance(mask, Node) and _is_square(query, key, mask) else None
         if is_causal is None:
             continue

@@ -66,7 +66,7 @@ MASKS: dict[str, tuple[Mask, str]] = {
     "prefix": (lambda tokens, _: _triangle(tokens) | (_places(tokens) < 3), "mask"),
     "distance": (lambda tokens, _: _of_zeros(_triangle(tokens)) - 0.1 * _places(tokens), "mask"),
     "padding": (lambda tokens, _: _triangle(tokens) & (tokens != 0)[:, None, None, :], "mask"),
-    "buffer": (lambda tokens, module: module.triangle, "mask"),
+    "buffer": (lambda tokens, module: module.get_buffer("triangle"), "mask"),
     "parameter": (lambda tokens, module: _of_zeros(_triangle(tokens)) * module.slope.exp(), "mask"),
     "drawn": (lambda tokens, _: _triangle(tokens) | (torch.rand(LENGTH, LENGTH) > 2), "mask"),
     "more for more samples": (
@@ -114,11 +114,13 @@ def test_bits_are_the_same_on_the_cpu(name: str, dropout: float) -> None:
     mask, expected = MASKS[name]
     seen = mask(torch.ones(4, LENGTH, dtype=torch.long), Attending(mask))
     found = []
-    for told in ({"attn_mask": seen}, {"is_causal": expected == "causal"}):
+    ways: tuple[dict[str, Any], ...] = ({"attn_mask": seen}, {"is_causal": expected == "causal"})
+    for told in ways:
         torch.manual_seed(0)
         given = [torch.randn(4, 2, LENGTH, 8, requires_grad=True) for _ in range(3)]
-        made = scaled_dot_product_attention(*given, dropout_p=dropout, **told)  # type: ignore[arg-type]
-        made.backward(torch.randn_like(made))
+        query, key, value = given
+        made = scaled_dot_product_attention(query, key, value, dropout_p=dropout, **told)
+        made.backward(torch.randn_like(made))  # type: ignore[no-untyped-call]
         found.append([made.detach(), *(each.grad for each in given)])
     assert_close(found[0], found[1], rtol=0, atol=0)
 
@@ -130,12 +132,22 @@ def _gpt2() -> nn.Module:
 
 
 def _mistral(window: int | None) -> nn.Module:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     return MistralForCausalLM(MistralConfig(vocab_size=20, num_key_value_heads=1, sliding_window=window, **sizes))
 
 
 def _bert() -> nn.Module:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     return BertForMaskedLM(BertConfig(vocab_size=20, max_position_embeddings=LENGTH, **sizes))
 
 
