@@ -1,8 +1,8 @@
 // The CUDA runtime without a GPU: device memory is the host's, copies are real, kernels do nothing, all is done at once.
 //
 // torch's real CUDA build runs over it: its dispatcher, caching allocators, autograd threads, streams, events and choice
-// of kernels. Numbers mean nothing: what a kernel would have computed is whatever the memory holds, and a read of up to
-// eight bytes from a device gives 1. What build.py finds undefined in torch's libraries and not here returns 0.
+// of kernels. Numbers mean nothing: what a kernel would have computed is whatever the memory holds, and what is
+// read of a few numbers is above 0. What build.py finds undefined in torch's libraries and not here returns 0.
 //
 //   NULL_GPUS=2             devices (0: torch says that there is none, and computes on the CPU)
 //   NULL_GPU_GIB=139        memory of each
@@ -29,6 +29,7 @@
 namespace {
 
 constexpr size_t kContextBytes = 500u << 20;  // what a context takes of a device
+constexpr size_t kFewBytes = 256;              // of numbers that are read
 
 size_t total_bytes() {
   static const size_t bytes = (size_t)((getenv("NULL_GPU_GIB") ? atof(getenv("NULL_GPU_GIB")) : 139) * (1ull << 30));
@@ -127,10 +128,8 @@ cudaError_t copy(void* to, const void* from, size_t bytes) {
   if (source == kDevice && target != kDevice) {
     counts[kReads]++, counts[kReadBytes] += bytes;
     if (target == kPageable) counts[kPageableReads]++, wait_if_hung();
-    if (bytes <= 8) {  // a loss, a count or a truth: no kernel has computed it
-      const float one = 1;
-      memset(to, 0, bytes);
-      if (bytes < 4) *(char*)to = 1; else memcpy(to, &one, 4);
+    if (bytes <= 8 || (bytes <= kFewBytes && target == kPageable)) {  // losses, counts or truths, which no kernel has computed
+      memset(to, 0x3f, bytes);  // true, a whole number above 0, or a fraction: 0.747 in fp32
       return cudaSuccess;
     }
   } else if (target == kDevice && source != kDevice) {

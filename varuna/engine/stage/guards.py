@@ -32,11 +32,16 @@ class Truths:
     def take_false(self) -> tuple[int, str] | None:
         """Look at all of them, and forget them: micro-batch and place of the first branch that goes the other way."""
         found, self._found = self._found, {}
-        for (micro_batch, _), (places, truths) in sorted(found.items()):
-            for place, truth in zip(places, truths.tolist(), strict=True):
-                if not truth:
-                    return micro_batch, place
-        return None
+        if not found:
+            return None
+        said = torch.cat([truths for _, truths in found.values()]).tolist()  # one transfer from a GPU
+        of = ((key, place) for key, (places, _) in found.items() for place in places)
+        false = [
+            (micro_batch, section, place)
+            for ((micro_batch, section), place), truth in zip(of, said, strict=True)
+            if not truth
+        ]
+        return None if not false else min(false, key=lambda each: each[:2])[::2]
 
     def check(self, source: SampleSource, plan: Plan, step: int) -> None:
         """Look at all of them. Before the vote: a step with a false one is not committed.

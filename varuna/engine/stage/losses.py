@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from varuna.core.errors import DataError
@@ -39,16 +40,25 @@ def sums_of(
     Raises:
         DataError: the user's weight is negative or not finite.
     """
-    loss, sums = results[0].detach(), results[1 + model.counts_targets :]
+    loss, *others = _read(results)
+    targets, sums = (others[0], others[1:]) if model.counts_targets else (float(examples.samples), others)
     if not examples.samples:
         weight = 0.0
     elif weigh is not None and batch is not None:
         weight = float(weigh(nested(batch.tensors)))
     else:
-        weight = float(results[1]) if model.counts_targets else float(examples.samples)
+        weight = targets
     if not 0 <= weight < float("inf"):
         raise DataError(f"the weight of micro-batch {micro_batch} is {weight}: weight(batch) must be finite and >= 0")
     if model.whole is not None:
-        return [float(loss) * global_batch if examples.samples else 0.0, float(read), *(float(value) for value in sums)]
-    weighted = float(loss) * weight if weight else 0.0  # a mean over no targets is NaN and counts nothing
-    return [weighted, weight, *(float(value) for value in sums)]
+        return [loss * global_batch if examples.samples else 0.0, float(read), *sums]
+    weighted = loss * weight if weight else 0.0  # a mean over no targets is NaN and counts nothing
+    return [weighted, weight, *sums]
+
+
+def _read(values: Sequence[Tensor]) -> list[float]:
+    """Scalars as numbers; from a GPU in one transfer, since the host waits for each."""
+    if not values[0].is_cuda:
+        return [float(value.detach()) for value in values]
+    found: list[float] = torch.stack([value.detach().reshape(()).double() for value in values]).tolist()
+    return found
