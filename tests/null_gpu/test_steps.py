@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import varuna
 from tests.null_gpu.counts import Counts, counted, restart
+from varuna.engine.graphs.gradient_kernels import as_with_graph, without_graph
 
 DEVICE = "cuda:0"
 WORKSPACE_BYTES = 32 << 20
@@ -115,3 +116,28 @@ def test_causal_attention_gets_its_fast_kernel_and_memory_keeps_to_the_promise(n
     found = measured(length, 4, 256, **options)
     assert found.kernels == {kernel, f"{kernel}_backward"}
     assert found.peak_bytes == pytest.approx(found.promised_bytes, rel=0.03)
+
+
+class Wide(nn.Module):
+    """Attention with heads so wide that Ampere and Ada choose another kernel where a gradient is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(8, 2 * 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention to itself."""
+        query = self.query(x).unflatten(-1, (2, 256)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+
+def test_attention_without_a_graph_is_asked_for_as_with_one() -> None:
+    """F and R must run one kernel, whichever a GPU has for either: it is told in both that a gradient is wanted."""
+    exported = torch.export.export(Wide().to(DEVICE), (torch.ones(1, 16, 8, device=DEVICE),)).module()
+    assert isinstance(exported, torch.fx.GraphModule)
+    module = torch.fx.GraphModule(exported, exported.graph)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    with torch.no_grad():
+        asked = without_graph(module, [torch.ones(1, 16, 8, device=DEVICE, requires_grad=True)] * len(placeholders))
+    targets = [node.target for node in asked.graph.nodes]
+    assert as_with_graph in targets

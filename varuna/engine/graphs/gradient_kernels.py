@@ -1,8 +1,9 @@
 """F computes the bits that R computes, where an operation asks whether a gradient will be wanted before it computes.
 
-Attention with a learned mask has another kernel without a graph, an LSTM too, and a product of a matrix and a batch is
-folded in another way. Which runs of a section have a graph depends on the plan (a last stage has no F of its own), so
-such operations run with a graph in F as well, each for itself: what it keeps for a backward goes at once.
+Attention with a learned mask has another kernel without a graph (on a GPU any attention may have: wide heads, cuDNN's
+plans), an LSTM too, and a product of a matrix and a batch is folded in another way. Which runs of a section have a
+graph depends on the plan (a last stage has no F of its own), so such operations run with a graph in F as well, each for
+itself: what it keeps for a backward goes at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,8 @@ def without_graph(module: GraphModule, arguments: Sequence[object]) -> GraphModu
     """
     given = dict(zip((node for node in module.graph.nodes if node.op == "placeholder"), arguments, strict=True))
     learns = _learning(module, given)
-    asking = [node for node in module.graph.nodes if _asks(node, learns, given)]
+    on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in arguments)
+    asking = [node for node in module.graph.nodes if _asks(node, learns, given, on_gpu=on_gpu)]
     if not asking:
         return module
     graph = torch.fx.Graph()
@@ -78,7 +80,7 @@ def _carries(value: object) -> bool:
     return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
-def _asks(node: Node, learns: set[Node], given: Mapping[Node, object]) -> bool:
+def _asks(node: Node, learns: set[Node], given: Mapping[Node, object], *, on_gpu: bool) -> bool:
     """Whether the kernel of an operation may depend on whether a gradient is wanted."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -87,7 +89,7 @@ def _asks(node: Node, learns: set[Node], given: Mapping[Node, object]) -> bool:
         return False
     if name == _ATTENTION:
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-        return isinstance(mask, Node) and mask in learns
+        return on_gpu or (isinstance(mask, Node) and mask in learns)
     if name == _PRODUCT:
         values = [given.get(each, each.meta.get("val")) for each in node.args[:2] if isinstance(each, Node)]
         dims = [value.dim() for value in values if isinstance(value, Tensor)]
