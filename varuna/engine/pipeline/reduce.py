@@ -104,7 +104,7 @@ class Reducer:
             self._sum(group, values, step, section)
             sums.reduced(section, values)
         else:
-            with self._copies.at_host(flat, point) as values:
+            with self._copies.at_host(flat, point, self._room_for) as values:
                 self._sum(group, values, step, section)
         self.reductions.append(Carry(flat.nbytes // 2 if in_bf16 else flat.nbytes, begin_s, time.monotonic()))
 
@@ -117,11 +117,14 @@ class Reducer:
 
     def _copy(self, values: Tensor, after: Ready) -> Tensor:
         """A copy in host memory that the next reduction uses again: there is one at a time."""
-        if not self._room.numel():
-            self._room = self._stage.sums.room()
-        copy = self._room[: values.numel()]
+        copy = self._room_for(values)
         self._copies.down([(values, copy)], after).wait()
         return copy
+
+    def _room_for(self, values: Tensor) -> Tensor:
+        if not self._room.numel():
+            self._room = self._stage.sums.room()
+        return self._room[: values.numel()]
 
     def finish(self, step: int) -> None:
         """Wait until every section is reduced and tied gradients are summed."""

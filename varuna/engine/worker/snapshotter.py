@@ -151,7 +151,7 @@ class Snapshotter:
         stage.copied = self._copied  # it has taken over storages that may still be copied
         expected = {section: self._kept(_expected_state(stage, section)) for section in stage.sharding.held}
         size_bytes = needed_bytes(self._parts(stage, assignment, expected))
-        room = stage.job.traffic.saves.room
+        room = stage.job.traffic.saves.arena
         self._writer.do(lambda: self._buffer.reserve(size_bytes, room))
 
     def save(self, stage: Stage, assignment: Assignment, loop: Callable[[], JSON] = lambda: None) -> None:
@@ -177,7 +177,7 @@ class Snapshotter:
             states[0].scalars[LOOP] = said
         planned = self._parts(stage, assignment, states)
         copies = stage.job.traffic.saves
-        parts, pairs = self._buffer.place(planned, states, copies.room)
+        parts, pairs = self._buffer.place(planned, states, copies.arena)
         self._copied = stage.copied = copied = copies.down(pairs)
         self._snapshot = _Snapshot(assignment, stage.next_step, parts, copied)
         mine = [copied for copied in parts if copied.part.writer == stage.sharding.replica]
