@@ -6,11 +6,13 @@ import pytest
 
 from tests.unit.planner.models import GB, MB, calibrated, model, section
 from varuna.calibration.format import Calibration, Hardware, OptimizerCosts
+from varuna.core.devices import STAGING_BYTES
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
 from varuna.fleet.machine.joins import first_difference
 from varuna.planner.choose import plan_run
+from varuna.planner.pricing.pinned import pinned_bytes
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spans import Spans
 from varuna.planner.pricing.stage_size import Size, Sizer
@@ -34,6 +36,7 @@ def sizer(calibration: Calibration, stages: int) -> Sizer:
     return Sizer(spans, wanted=[1] * stages, least=[1] * stages, may_keep=False, tentative=True)
 
 
+PINNED = 2 * 300 * MB + STAGING_BYTES  # for two sections of a checkpoint, and what is on its way
 STREAMED = (2 * 200 + 2 * 100) * MB  # two sections' state, and what is in the middle of an update of one
 
 
@@ -67,8 +70,8 @@ def test_a_calibration_that_says_where_state_lives_is_believed() -> None:
 
 def test_a_jobs_plan_counts_it() -> None:
     plain, moved = planned(offloaded=False), planned()
-    assert plain.host_bytes == ()
-    assert moved.host_bytes == (1000 * MB, 1000 * MB)
+    assert plain.host_bytes == (PINNED, PINNED)
+    assert moved.host_bytes == (1000 * MB + PINNED,) * 2
     assert max(moved.memory_bytes) < max(plain.memory_bytes)
     assert min(planned(apart=False).memory_bytes) > max(moved.memory_bytes)
     with pytest.raises(NoPlanError, match="too little"):
@@ -77,14 +80,23 @@ def test_a_jobs_plan_counts_it() -> None:
 
 
 def test_host_memory_is_a_limit_that_the_gpus_of_a_vm_share() -> None:
-    assert planned(host_memory_bytes=2 * GB, gpus_per_vm=2).host_bytes == (1000 * MB, 1000 * MB)
-    with pytest.raises(
-        NoPlanError, match=r"needs 954 MiB of host memory for optimizer state but each worker has 858 MiB"
-    ):
-        planned(host_memory_bytes=1800 * MB, gpus_per_vm=2)
+    enough = 2 * (1000 * MB + PINNED)
+    assert planned(host_memory_bytes=enough, gpus_per_vm=2).host_bytes == (enough // 2,) * 2
+    with pytest.raises(NoPlanError, match=r"needs 1.55 GiB of host memory but each worker has 1.49 GiB"):
+        planned(host_memory_bytes=3200 * MB, gpus_per_vm=2)
     with pytest.raises(NoPlanError, match="of host memory"):
-        planned(host_memory_bytes=1800 * MB, gpus_per_vm=2, memory_bytes=None)
-    assert planned(offloaded=False, host_memory_bytes=1 * MB).host_bytes == ()
+        planned(host_memory_bytes=3200 * MB, gpus_per_vm=2, memory_bytes=None)
+    assert planned(offloaded=False, apart=False, host_memory_bytes=1 * MB).host_bytes == ()
+
+
+def test_what_is_pinned_depends_on_the_replicas() -> None:
+    """All of a stage's state is saved by one or two, and by each of more what it writes and would have to write."""
+    figures = profile(calibrated(FOUR), 1)
+    assert [pinned_bytes(figures, range(2), replicas) - STAGING_BYTES for replicas in (1, 2, 4)] == [
+        600 * MB,
+        600 * MB + 100 * MB,
+        300 * MB + 100 * MB,
+    ]
 
 
 def test_ranks_with_another_wish_are_refused_by_name() -> None:

@@ -153,7 +153,7 @@ class CudaStreams:
             return torch.empty(0, dtype=torch.uint8)
         memory = mmap(-1, size_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
         arena = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # all pages are there before the driver has locks
-        _check(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), size_bytes, 0))
+        _check(_cudart().cudaHostRegister(arena.data_ptr(), size_bytes, 0))
         finalize(memory, self._unpin, arena.data_ptr(), streams).atexit = False
         return arena
 
@@ -161,7 +161,7 @@ class CudaStreams:
         """Nobody has the memory any more, which is still there: let copies end first."""
         for stream in streams:
             self.mark(stream).wait()
-        _check(torch.cuda.cudart().cudaHostUnregister(address))
+        _check(_cudart().cudaHostUnregister(address))
 
     def memory(self) -> DeviceFacts:
         """Free and total bytes of the GPU."""
@@ -169,6 +169,7 @@ class CudaStreams:
         return DeviceFacts(name=str(found.uuid), memory_bytes=found.total_memory)
 
 
+_cudart: Any = torch.cuda.cudart
 _check: Any = torch.cuda.check_error
 
 

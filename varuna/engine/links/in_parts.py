@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
+from varuna.core.devices import STAGING_BYTES
 from varuna.engine.base.transport import Group, Work
 
 PART_BYTES = 4 * 2**20
-STAGING_BYTES = 64 * 2**20
-"""Host memory for all parts that a rank has under way."""
 _AHEAD = 2
 
 Room = Callable[[int], Tensor]

@@ -6,6 +6,7 @@ from enum import Enum
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from varuna.planner.pricing.pinned import pinned_bytes
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.sharded_optimizer import UNSHARDED, Sharding, sharding_of
 from varuna.schedule.buffers import ACTIVATIONS_COMING, GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD
@@ -46,6 +47,8 @@ class Replication(NamedTuple):
     """micro-batches of a replica that leave statistics for buffers"""
     all_noting: int = 0
     """likewise, of all replicas"""
+    saving: int = 0
+    """replicas that divide a checkpoint, in the memory of hosts; 0: devices have none of their own"""
 
 
 ALONE = Replication()
@@ -103,6 +106,7 @@ class Spans:
         self._noted = profile.statistics_bytes.before
         self._noting, self._all_noting = replication.noting, replication.all_noting
         self._has_host_bytes = bool(profile.host_bytes.before[-1])
+        self._saving = replication.saving
         others_note = self._noted[-1] > 0 and self._all_noting > self._noting
         self._has_updates = bool(
             profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1 or others_note
@@ -316,6 +320,11 @@ class Spans:
         return max(needed + own, sharding.gathered)
 
     def host_bytes(self, start: int, stop: int, copies: bool) -> int:
+        """What lasts of a stage in host memory beside a device: offloaded state, its copy, and what is pinned."""
+        pinned = pinned_bytes(self.profile, range(start, stop), self._saving) if self._saving else 0
+        return self._offloaded(start, stop, copies) + pinned
+
+    def _offloaded(self, start: int, stop: int, copies: bool) -> int:
         """Offloaded state, and the copy that a tentative step makes of it."""
         if not self._has_host_bytes:
             return 0

@@ -71,7 +71,9 @@ class StageBytes:
     Where a step may be applied before the vote, parameters and state as they were too, unless host memory has them.
     """
     host: int = 0
-    """Offloaded optimizer state, its copy, and inputs that wait there: in host memory, no part of ``total``."""
+    """Offloaded optimizer state, its copy, what is pinned, and inputs that wait there: in host memory, no part of
+    ``total``.
+    """
 
     @property
     def state(self) -> int:
@@ -271,7 +273,7 @@ class Sizer:
         return self.detail(stage, start, stop, Size(least, 0, least if moves else 0)).total
 
     def host_bytes(self, start: int, stop: int) -> int:
-        """Offloaded state of sections [start, stop), and the copy that a tentative step makes of it."""
+        """What lasts of sections [start, stop) in host memory beside a device."""
         return self._spans.host_bytes(start, stop, self._copies)
 
 

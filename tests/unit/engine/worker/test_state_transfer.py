@@ -12,10 +12,11 @@ from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.engine.ranks import connected
 from varuna.checkpoint.io.frozen import LeftOut, put_back
 from varuna.checkpoint.io.section_state import SectionState, to_bytes
+from varuna.core.devices import STAGING_BYTES
 from varuna.core.errors import VarunaError
 from varuna.core.messages import Transfer
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, StreamCopies
-from varuna.engine.links.in_parts import STAGING_BYTES, part_bytes_for
+from varuna.engine.links.in_parts import part_bytes_for
 from varuna.engine.worker.state_transfer import exchange
 from varuna.testing import fail_at, run
 from varuna.testing.threads import run_all
