@@ -101,6 +101,14 @@ def moves() -> Figures:
     return {"pinned": count(PEAK_PINNED), "pageable reads": count(PAGEABLE_READS) - before}
 
 
+def segments() -> Figures:
+    """Of each segment of device memory, whether it grows, once a worker has its streams."""
+    traffic_of(torch.device("cuda:0"))
+    used = torch.empty(10_000_000, device="cuda:0")
+    snapshot: Callable[[], list[dict[str, Any]]] = torch.cuda.memory_snapshot
+    return {"grow": [each["is_expandable"] for each in snapshot()], "used": used.nbytes}
+
+
 def _stage(setup: Setup) -> Stage:
     sections = len(setup.model.sections)
     plan = Plan(
@@ -141,7 +149,12 @@ def measured(*case: str, version: str = NEWEST, **settings: str) -> Figures:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return cast(Figures, json.loads(done.stdout.splitlines()[-1]))
+    return cast(Figures, json.loads(done.stdout.splitlines()[-1])) | {"said": done.stderr}
+
+
+def knows(name: str, version: str = NEWEST) -> bool:
+    """Whether the null GPU that was built for this version has a variable."""
+    return name.encode() in (folder_of(version) / "torch/lib/libnullcuda.so").read_bytes()
 
 
 def is_there(version: str = NEWEST) -> bool:
@@ -149,7 +162,7 @@ def is_there(version: str = NEWEST) -> bool:
     return (folder_of(version) / ".installed").exists() and os.name == "posix"
 
 
-CASES: dict[str, Callable[..., Figures]] = {"saves": saves, "offload": offload, "moves": moves}
+CASES: dict[str, Callable[..., Figures]] = {"saves": saves, "offload": offload, "moves": moves, "segments": segments}
 
 if __name__ == "__main__":
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is an empty library here

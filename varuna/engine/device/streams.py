@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.devices import DeviceFacts
+from varuna.engine.device.segments import let_segments_grow
 
 Stream = Any
 """A queue of the device: what is put there runs in order, and unordered with other streams."""
@@ -98,6 +99,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         """Make ``device`` this thread's current one: seeds and whatever else names none are meant for it."""
         torch.cuda.set_device(device)
+        let_segments_grow(device)
         self._device = device
 
     def stream(self) -> Stream:
