@@ -255,9 +255,10 @@ class Reducer:
         total = torch.empty_like(self._stage.totals.views[tied.name])
         lines = len(homes) + 1  # whatever of it is this rank's: parts are of one size on all
         spans = list(spans_of(total.nbytes, part_bytes_for(lines) if peers else max(1, total.nbytes)))
+        sizes = [end - first for first, end in spans]
         # First what comes: gloo asks for it on the connection by which ours goes, and would ask after all of that.
         coming = {
-            tag: Incoming(world, home, tag, [end - first for first, end in spans], copies.room)
+            tag: Incoming(world, home, tag, sizes, copies.room)
             for tag, home in enumerate(homes, first_tag)
             if home != self._rank
         }
@@ -266,7 +267,8 @@ class Reducer:
             for tag, section in enumerate(tied.sections, first_tag)
             if tag not in coming
         }
-        going, after = Outgoing(world, peers, part_bytes_for(lines), copies.room), copies.point()
+        going = Outgoing(world, peers, max(sizes, default=0), copies.room)
+        after = copies.point()
         for first, end in spans:
             elements = slice(first // total.itemsize, end // total.itemsize)
             if peers:

@@ -87,7 +87,8 @@ def exchange(
 
     def send(target: int) -> None:
         try:
-            going = Outgoing(group, [target], part_bytes, copies.room)
+            largest = max(layout.size_bytes for each, layout in sends if each.target_rank == target)
+            going = Outgoing(group, [target], min(part_bytes, largest), copies.room)
             for each, layout in sends:
                 if each.target_rank == target:
                     body, after = Body.of_states([layout], {each.section: part_of(each)}), copies.point()

@@ -66,10 +66,12 @@ class StageBytes:
     messages: int
     """At each end messages that leave, and places for the next ones that come."""
     update: int
-    """When nothing is in flight: what the optimizer needs, and of offloaded state what is on its way through the GPU.
+    """When nothing is in flight: what the optimizer needs.
 
     Where a step may be applied before the vote, parameters and state as they were too, unless host memory has them.
     """
+    staged: int = 0
+    """Offloaded state on its way through a GPU: memory that torch keeps for the stream of its copies."""
     host: int = 0
     """Offloaded optimizer state, its copy, what is pinned, and inputs that wait there: in host memory, no part of
     ``total``.
@@ -78,7 +80,7 @@ class StageBytes:
     @property
     def state(self) -> int:
         """Bytes that are in use throughout a step, or that only grow while it runs."""
-        return self.parameters + self.gradients + self.optimizer + self.reserved + self.statistics
+        return self.parameters + self.gradients + self.optimizer + self.reserved + self.statistics + self.staged
 
     @property
     def total(self) -> int:
@@ -263,6 +265,7 @@ class Sizer:
             live=int(live) - kept,
             messages=messages,
             update=int(spans.update(start, stop, self._copies)),
+            staged=spans.staged(start, stop),
             host=self.host_bytes(start, stop) + size.moved * entry_bytes(profile, span),
         )
 
