@@ -6,6 +6,7 @@
 //
 //   NULL_GPUS=2             devices (0: torch says that there is none, and computes on the CPU)
 //   NULL_GPU_GIB=139        memory of each
+//   NULL_GPU_EXPANDS=1      the driver has virtual memory, so torch may have expandable segments
 //   NULL_GPU_FAULT=w1:4000:214
 //                           device of the worker w1 (VARUNA_WORKER; * is any process): at its 4,000th launch, and from
 //                           then on, that error (214 ECC, 700 illegal address, 710 assert), or: "hang", no event of it
@@ -18,6 +19,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <dlfcn.h>
 #include <map>
 #include <mutex>
 #include <string>
@@ -167,12 +169,15 @@ EXPORT void null_gpu_launched(int matmuls) { launch(), counts[kMatmuls] += matmu
 
 // ---- memory
 
+static bool has_room(size_t bytes) {
+  const bool refused = fault().is_memory && counts[kLaunches] == fault().at;
+  return !refused && counts[kDeviceBytes] + bytes <= total_bytes() - kContextBytes;
+}
 EXPORT cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   if (auto error = health()) return error;
   counts[kMallocs]++;
   *pointer = nullptr;
-  const bool refused = fault().is_memory && counts[kLaunches] == fault().at;
-  if (refused || counts[kDeviceBytes] + bytes > total_bytes() - kContextBytes) return cudaErrorMemoryAllocation;
+  if (!has_room(bytes)) return cudaErrorMemoryAllocation;
   if (!(*pointer = pages(&bytes))) return cudaErrorMemoryAllocation;
   note(*pointer, {bytes, kDevice, current});
   return cudaSuccess;
@@ -436,11 +441,14 @@ EXPORT cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void*, cuda
   *library = (cudaLibrary_t)1;
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+static int nothing() { return 0; }
+EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                                     cudaDriverEntryPointQueryResult* found) {
-  *function = nullptr;
-  if (found) *found = cudaDriverEntryPointSymbolNotFound;
-  return cudaErrorNotSupported;
+  static const bool has_any = getenv("NULL_GPU_EXPANDS") != nullptr;
+  *function = has_any ? dlsym(RTLD_DEFAULT, name) : nullptr;
+  if (has_any && !*function) *function = (void*)nothing;
+  if (found) *found = has_any ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return has_any ? cudaSuccess : cudaErrorNotSupported;
 }
 EXPORT cudaError_t cudaGetLastError() { return health(); }
 EXPORT cudaError_t cudaPeekAtLastError() { return health(); }
@@ -472,6 +480,54 @@ EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_activ
   return 0;
 }
 EXPORT int nvmlInit() { return 0; }  // asked for the number of devices by a process that will fork
+EXPORT int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return 0;
+}
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute != 128;  // handles of a fabric
+  return 0;
+}
+EXPORT int cuMemGetAllocationGranularity(size_t* bytes, const void*, int) {
+  *bytes = 2u << 20;
+  return 0;
+}
+EXPORT int cuMemAddressReserve(uintptr_t* pointer, size_t bytes, size_t, uintptr_t, unsigned long long) {
+  void* found = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (found == MAP_FAILED) return 2;
+  std::lock_guard<std::mutex> guard(blocks_lock);
+  blocks[*pointer = (uintptr_t)found] = {bytes, kDevice, current};
+  return 0;
+}
+EXPORT int cuMemAddressFree(uintptr_t pointer, size_t bytes) {
+  std::lock_guard<std::mutex> guard(blocks_lock);
+  blocks.erase(pointer);
+  return munmap((void*)pointer, bytes);
+}
+EXPORT int cuMemCreate(unsigned long long* made, size_t bytes, const void*, unsigned long long) {
+  counts[kMallocs]++;
+  if (health() || !has_room(bytes)) return 2;
+  raise_to(kPeakDeviceBytes, counts[kDeviceBytes] += bytes);
+  *made = bytes;  // all that anyone asks of it
+  return 0;
+}
+EXPORT int cuMemRelease(unsigned long long made) {
+  counts[kDeviceBytes] -= made;
+  return 0;
+}
+EXPORT int cuMemMap(uintptr_t pointer, size_t bytes, size_t, unsigned long long, unsigned long long) {
+  return mprotect((void*)pointer, bytes, PROT_READ | PROT_WRITE);
+}
+EXPORT int cuMemUnmap(uintptr_t pointer, size_t bytes) {
+  return madvise((void*)pointer, bytes, MADV_DONTNEED) | mprotect((void*)pointer, bytes, PROT_NONE);
+}
+#define ASKED_BY_NAME(name) EXPORT int name() { return 0; }
+ASKED_BY_NAME(nvmlInit_v2)
+ASKED_BY_NAME(nvmlDeviceGetHandleByPciBusId_v2)
+ASKED_BY_NAME(nvmlDeviceGetNvLinkRemoteDeviceType)
+ASKED_BY_NAME(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+ASKED_BY_NAME(nvmlDeviceGetComputeRunningProcesses)
+ASKED_BY_NAME(nvmlSystemGetCudaDriverVersion_v2)
 EXPORT int nvmlDeviceGetCount_v2(unsigned* count) {
   *count = device_count();
   return 0;

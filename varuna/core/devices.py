@@ -12,6 +12,8 @@ from pydantic import Field
 
 from varuna.core.value import Value
 
+STAGING_BYTES = 64 * 2**20
+"""Most host memory of a worker for parts of state and sums of tied gradients that are on their way."""
 _RESERVED_BYTES = 2**30
 """What each worker loses to the driver's context, kernels, and workspaces of libraries."""
 _RESERVED_PART = 16

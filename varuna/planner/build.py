@@ -220,7 +220,7 @@ class Builder:
         found, where = self.request.limit_bytes or 0, ""
         host_needs, host_found = [sizer.host_bytes(*span) for span in spans], self.request.host_limit_bytes
         if host_found is not None and max(host_needs) > host_found and (not found or max(needs) <= found):
-            needs, found, where = host_needs, host_found, " of host memory for optimizer state"
+            needs, found, where = host_needs, host_found, " of host memory"
         worst = max(needs)
         return Misfit(
             shape=shape,
@@ -319,11 +319,12 @@ class Builder:
         """What D changes about a stage's memory."""
         sharing = shape.replicas if self.profile.calibration.optimizer.sharded else 1
         adds_copies = shape.replicas > 1 and not self.request.memory_apart
+        saving = shape.replicas if self.request.memory_apart else 0
         if not self.profile.statistics_bytes.before[-1]:
-            return Replication(sharing, adds_copies)  # whatever D: stages are balanced once for all
+            return Replication(sharing, adds_copies, saving=saving)
         every = longest_run(Shape(shape.stages, 1, shape.micro_batch), self.request.global_batch)
         most = every if self.request.speeds else longest_run(shape, self.request.global_batch)  # unlike shares
-        return Replication(sharing, adds_copies, noting=most, all_noting=every)
+        return Replication(sharing, adds_copies, noting=most, all_noting=every, saving=saving)
 
     def _limited(self, replication: Replication) -> Spans:
         if replication not in self._spans:

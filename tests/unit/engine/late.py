@@ -161,6 +161,9 @@ class LateStreams:
     def memory(self) -> DeviceFacts | None:
         return self.device
 
+    def arena(self, size_bytes: int, streams: Sequence[LateStream]) -> Tensor:
+        return self.room(size_bytes)
+
     def room(self, size_bytes: int) -> Tensor:
         return torch.full((size_bytes,), 255, dtype=torch.uint8)
 

@@ -126,7 +126,7 @@ def test_stashed_inputs_and_offloaded_state_pass_the_device_together() -> None:
 def test_state_goes_there_and_back_bit_for_bit_while_the_device_computes() -> None:
     copies = traffic_of(torch.device(DEVICE)).optimizer
     assert isinstance(copies, StreamCopies)
-    home = copies.at_rest(torch.zeros(1 << 20))
+    [home] = copies.at_rest([torch.zeros(1 << 20)])
     assert home.is_pinned()
     busy = torch.randn(4096, 4096, device=DEVICE)
     left: Ready = DONE
@@ -152,7 +152,7 @@ def test_a_snapshot_is_of_its_moment_though_the_next_update_is_queued_behind_it(
     planned = parts_of(list(states.values()), replica=0, holders={0: (0,)}, generation=0)
     buffer = SnapshotBuffer()
     for round_number in range(10):
-        parts, pairs = buffer.place(planned, states, copies.room)
+        parts, pairs = buffer.place(planned, states, copies.arena)
         copied = copies.down(pairs)
         for value in values.values():
             value * 2.0  # a forward, which need not wait

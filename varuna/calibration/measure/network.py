@@ -212,6 +212,6 @@ def _swap_with_neighbours(trio: Group | None, rank: int, tag: int, size_bytes: i
 def _reduce(group: Group | None, values: torch.Tensor, copies: HostCopies) -> float:
     begin_s = time.perf_counter()
     if group is not None:
-        with copies.at_host(values, copies.point()) as summed:
+        with copies.at_host(values, copies.point(), copies.room_for) as summed:
             group.all_reduce(summed)
     return time.perf_counter() - begin_s

@@ -1,4 +1,4 @@
-"""A section's state, and how it looks as one piece of safetensors on the wire. Nothing is ever unpickled.
+"""A section's state, and how it looks as one piece of safetensors. Nothing is ever unpickled.
 
 The layout of a safetensors file: 8 bytes of header length, a JSON header with dtype, shape and offsets of each
 tensor, then their bytes. We write it ourselves, chunk by chunk, without a second copy in memory, and equal states

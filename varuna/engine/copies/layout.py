@@ -53,11 +53,15 @@ class SectionLayout(NamedTuple):
         return cls(state.section, end, tuple(entries), dict(state.scalars))
 
     def state_in(self, memory: Tensor) -> SectionState:
-        """The state whose bytes are in ``memory``, as views of it."""
+        """The state whose bytes are in ``memory``, as views of it.
+
+        Single numbers are copies: optimizers keep them on the host, where one of them would hold all the memory.
+        """
         tensors = {}
         for name, dtype_name, shape, first in self.entries:
             dtype, count = DTYPES[dtype_name], torch.Size(shape).numel()
-            tensors[name] = memory[first : first + count * dtype.itemsize].view(dtype).view(shape)
+            value = memory[first : first + count * dtype.itemsize].view(dtype).view(shape)
+            tensors[name] = value if shape else value.clone()
         return SectionState(self.section, tensors, dict(self.scalars))
 
 

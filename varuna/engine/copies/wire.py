@@ -23,9 +23,10 @@ from varuna.engine.base.transport import Group
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies
 
 TAG = 90_000
-PART_BYTES = 4 * 2**20
 WORD_BYTES = 8
 """After each part: 1 if it is one."""
+PART_BYTES = 4 * 2**20 - WORD_BYTES
+"""Pinned memory for both is a power of two."""
 
 
 class OtherIsGone(Exception):

@@ -4,8 +4,9 @@ On a GPU they run on two streams, one for each direction, beside the computation
 already.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from varuna.engine.device.streams import Event, Streams
 
 HOST = torch.device("cpu")
+_ALIGNMENT = 64  # bytes, of tensors in one piece of memory
 
 
 class Ready(Protocol):
@@ -41,16 +43,30 @@ class HostCopies:
     """
 
     def room(self, size_bytes: int) -> Tensor:
-        """Memory to copy from and to, as bytes; pinned on a GPU's host."""
+        """Memory to copy from and to, as bytes, for a moment; pinned on a GPU's host."""
         return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def arena(self, size_bytes: int) -> Tensor:
+        """The same for longer, and of no more than that size."""
+        return self.room(size_bytes)
 
     def room_for(self, value: Tensor) -> Tensor:
         """Memory with the shape and dtype of ``value``."""
         return self.room(value.nbytes).view(value.dtype).view(value.shape)
 
-    def at_rest(self, value: Tensor) -> Tensor:
-        """``value``, which is in host memory, where copies can start: itself, if they can start there."""
-        return value
+    def homes_for(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Memory for longer, in one piece, with the shapes and dtypes of ``values``."""
+        ends = list(accumulate(value.nbytes + -value.nbytes % _ALIGNMENT for value in values))
+        arena = self.arena(ends[-1] if ends else 0)
+        starts = [0, *ends][: len(values)]
+        return [
+            arena[start : start + value.nbytes].view(value.dtype).view(value.shape)
+            for start, value in zip(starts, values, strict=True)
+        ]
+
+    def at_rest(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """``values``, which are in host memory, where copies can start: themselves, if they can start there."""
+        return list(values)
 
     def point(self) -> Ready:
         """The end of what this thread has had computed so far."""
@@ -83,10 +99,11 @@ class HostCopies:
         """Copy host memory, where copies can start, over a value of the device; returns once it is there."""
         value.copy_(source)
 
-    def at_host(self, value: Tensor, after: Ready) -> AbstractContextManager[Tensor]:
+    def at_host(self, value: Tensor, after: Ready, room: Callable[[Tensor], Tensor]) -> AbstractContextManager[Tensor]:
         """``value`` in host memory, as it is after a ``point``; what is written there is in ``value`` at the end.
 
-        Blocks this thread at both ends. ``value`` belongs to the block meanwhile.
+        Blocks this thread at both ends. ``value`` belongs to the block meanwhile; ``room`` gives memory like it, where
+        that is needed.
         """
         return nullcontext(value)
 
@@ -108,9 +125,15 @@ class StreamCopies(HostCopies):
         """Allocate pinned memory."""
         return self._streams.room(size_bytes)
 
-    def at_rest(self, value: Tensor) -> Tensor:
-        """Copy ``value`` unless it is pinned."""
-        return value if value.is_pinned() else self.room_for(value).copy_(value)
+    def arena(self, size_bytes: int) -> Tensor:
+        """Allocate and pin; only these two streams copy from and to it."""
+        return self._streams.arena(size_bytes, (self._down, self._up))
+
+    def at_rest(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Copy those that are not pinned."""
+        moved = [value for value in values if not value.is_pinned()]
+        homes = iter(self.homes_for(moved))
+        return [value if value.is_pinned() else next(homes).copy_(value) for value in values]
 
     def point(self) -> Event:
         """Mark the computing stream."""
@@ -157,9 +180,9 @@ class StreamCopies(HostCopies):
         streams.mark(self._up).wait()
 
     @contextmanager
-    def at_host(self, value: Tensor, after: Ready) -> Iterator[Tensor]:
-        """Through pinned memory that lives as long as the block."""
-        host = self.room_for(value)
+    def at_host(self, value: Tensor, after: Ready, room: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """Through the memory that ``room`` gives."""
+        host = room(value)
         self.down([(value, host)], after).wait()
         yield host
         self.put(value, host)

@@ -4,12 +4,16 @@ Everything that decides on order lies above it (``device.host_copies``, ``pipeli
 streams that are as late as they may be. A CPU has none of this.
 """
 
+from collections.abc import Sequence
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, Protocol, Self
+from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from varuna.core.devices import DeviceFacts
+from varuna.engine.device.segments import let_segments_grow
 
 Stream = Any
 """A queue of the device: what is put there runs in order, and unordered with other streams."""
@@ -56,7 +60,10 @@ class Streams(Protocol):
         """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""
 
     def room(self, size_bytes: int) -> Tensor:
-        """Pinned host memory, as bytes."""
+        """Pinned host memory for a moment, as bytes; more may be pinned, and is used again."""
+
+    def arena(self, size_bytes: int, streams: Sequence[Stream]) -> Tensor:
+        """Pinned host memory of that size, as bytes, which only these streams copy from and to."""
 
     def memory(self) -> DeviceFacts | None:
         """The device's own; None if nobody knows."""
@@ -92,6 +99,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         """Make ``device`` this thread's current one: seeds and whatever else names none are meant for it."""
         torch.cuda.set_device(device)
+        let_segments_grow(device)
         self._device = device
 
     def stream(self) -> Stream:
@@ -134,13 +142,37 @@ class CudaStreams:
             value.record_stream(stream)
 
     def room(self, size_bytes: int) -> Tensor:
-        """Pinned host memory, as bytes."""
+        """Pinned host memory for a moment, as bytes; torch pins a power of two."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def arena(self, size_bytes: int, streams: Sequence[Stream]) -> Tensor:
+        """Pinned host memory of that size, as bytes, which only these streams copy from and to.
+
+        Raises:
+            RuntimeError: the driver does not pin so much.
+        """
+        if not size_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = mmap(-1, size_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        arena = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # all pages are there before the driver has locks
+        _check(_cudart().cudaHostRegister(arena.data_ptr(), size_bytes, 0))
+        finalize(memory, self._unpin, arena.data_ptr(), streams).atexit = False
+        return arena
+
+    def _unpin(self, address: int, streams: Sequence[Stream]) -> None:
+        """Nobody has the memory any more, which is still there: let copies end first."""
+        for stream in streams:
+            self.mark(stream).wait()
+        _check(_cudart().cudaHostUnregister(address))
 
     def memory(self) -> DeviceFacts:
         """Free and total bytes of the GPU."""
         found = torch.cuda.get_device_properties(self._device)
         return DeviceFacts(name=str(found.uuid), memory_bytes=found.total_memory)
+
+
+_cudart: Any = torch.cuda.cudart
+_check: Any = torch.cuda.check_error
 
 
 def streams_of(device: torch.device) -> Streams | None:

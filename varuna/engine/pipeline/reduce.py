@@ -2,9 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 
 import torch
@@ -21,12 +21,13 @@ from varuna.engine.device.host_copies import Ready
 from varuna.engine.links.bf16_all_reduce import all_reduce_rounded
 from varuna.engine.links.carry import Carry
 from varuna.engine.links.groups import Groups
+from varuna.engine.links.in_parts import Incoming, Outgoing, part_bytes_for, spans_of
 from varuna.engine.links.links import Courier
 from varuna.engine.stage.cross_stage import StageExchange
 from varuna.engine.stage.stage import Stage
 
-TIED_TAG = 1000
-"""Of messages with the sums of the first tied parameter; each has one of its own."""
+TIED_TAG = 1_000_000
+"""Of messages with the sums of the first section that uses the first tied parameter; each of each has its own."""
 _REMEMBERED = 256
 
 
@@ -103,7 +104,7 @@ class Reducer:
             self._sum(group, values, step, section)
             sums.reduced(section, values)
         else:
-            with self._copies.at_host(flat, point) as values:
+            with self._copies.at_host(flat, point, self._room_for) as values:
                 self._sum(group, values, step, section)
         self.reductions.append(Carry(flat.nbytes // 2 if in_bf16 else flat.nbytes, begin_s, time.monotonic()))
 
@@ -116,11 +117,14 @@ class Reducer:
 
     def _copy(self, values: Tensor, after: Ready) -> Tensor:
         """A copy in host memory that the next reduction uses again: there is one at a time."""
-        if not self._room.numel():
-            self._room = self._stage.sums.room()
-        copy = self._room[: values.numel()]
+        copy = self._room_for(values)
         self._copies.down([(values, copy)], after).wait()
         return copy
+
+    def _room_for(self, values: Tensor) -> Tensor:
+        if not self._room.numel():
+            self._room = self._stage.sums.room()
+        return self._room[: values.numel()]
 
     def finish(self, step: int) -> None:
         """Wait until every section is reduced and tied gradients are summed."""
@@ -232,39 +236,61 @@ class Reducer:
 
         Each stage holds a selection of its own: its own counting would give one exchange two numbers.
         """
+        first_tag = TIED_TAG
         for number, tied in enumerate(self._stage.job.model.facts.tied):
             if tied.name in self._stage.totals.views:
                 with self._span("tied", step, number):
-                    self._sum_one(tied, TIED_TAG + number)
+                    self._stage.totals.take(tied.name, self._sum_one(tied, first_tag))
+            first_tag += len(tied.sections)
 
-    def _sum_one(self, tied: TiedParameter, tag: int) -> None:
-        """Exchange the sums of all sections that use a parameter, then add them in section order.
+    def _sum_one(self, tied: TiedParameter, first_tag: int) -> Tensor:
+        """Exchange the sums of all sections that use a parameter in parts, and add them in section order.
 
         Never an all-reduce: with more than two holders its order of additions is its own.
         """
-        plan = self._plan
+        plan, world, copies = self._plan, self._groups.world, self._copies
         replica = plan.place_of(self._rank).replica
-        holders = sorted({plan.home_of(replica, section) for section in tied.sections})
-        homes = {section: plan.home_of(replica, section) for section in tied.sections}
-        parts: dict[int, Tensor] = {}
-        works = []
+        homes = [plan.home_of(replica, section) for section in tied.sections]
+        peers = sorted({*homes} - {self._rank})
+        total = torch.empty_like(self._stage.totals.views[tied.name])
+        lines = len(homes) + 1  # whatever of it is this rank's: parts are of one size on all
+        spans = list(spans_of(total.nbytes, part_bytes_for(lines) if peers else max(1, total.nbytes)))
+        sizes = [end - first for first, end in spans]
         # First what comes: gloo asks for it on the connection by which ours goes, and would ask after all of that.
-        for section, home in homes.items():
-            if home != self._rank:
-                parts[section] = torch.empty_like(self._stage.totals.views[tied.name], device="cpu")
-                works.append(self._groups.world.receive(parts[section], home, tag))
-        for section, home in homes.items():
-            if home == self._rank:
-                parts[section] = self._stage.buckets[section].views[tied.name]
-                sent = parts[section].cpu()  # gloo's point-to-point takes host tensors only
-                works += [self._groups.world.send(sent, peer, tag) for peer in holders if peer != self._rank]
-        for work in works:
-            work.wait()
-        device = self._stage.job.device
-        total = parts[tied.sections[0]].to(device)
-        for section in tied.sections[1:]:
-            total = total + parts[section].to(device)
-        self._stage.totals.take(tied.name, total)
+        coming = {
+            tag: Incoming(world, home, tag, sizes, copies.room)
+            for tag, home in enumerate(homes, first_tag)
+            if home != self._rank
+        }
+        own = {
+            tag: self._stage.buckets[section].views[tied.name].view(-1)
+            for tag, section in enumerate(tied.sections, first_tag)
+            if tag not in coming
+        }
+        going = Outgoing(world, peers, max(sizes, default=0), copies.room)
+        after = copies.point()
+        for first, end in spans:
+            elements = slice(first // total.itemsize, end // total.itemsize)
+            if peers:
+                for tag, values in own.items():
+                    going.send(tag, end - first, partial(self._leave, values[elements], after))
+            for tag in range(first_tag, first_tag + len(homes)):
+                part = total.view(-1)[elements]
+                put = part.copy_ if tag == first_tag else part.add_
+                if tag in own:
+                    put(own[tag][elements])
+                else:
+                    coming[tag].take(partial(self._fetched, put, part.dtype))
+        going.finish()
+        return total
+
+    def _leave(self, values: Tensor, after: Ready, room: Tensor) -> None:
+        self._copies.down([(values, room.view(values.dtype))], after).wait()
+
+    def _fetched(self, put: Callable[[Tensor], object], dtype: torch.dtype, room: Tensor) -> None:
+        [values], arrived = self._copies.fetch([room.view(dtype)])
+        arrived.wait()  # the next part takes its place in host memory
+        put(values)
 
 
 def _others(ranks: Sequence[int], own: int) -> tuple[int, ...]:

@@ -169,8 +169,9 @@ class _Section:
         self._nothing = torch.empty(0, device=device)
         self._gradients = gradients or {}
         self._masters = dict(named) if gradients is not None else {}
-        for master in self._masters.values():
-            master.data = copies.at_rest(master.detach())
+        resting = copies.at_rest([master.detach() for master in self._masters.values()])
+        for master, home in zip(self._masters.values(), resting, strict=True):
+            master.data = home
         self.held = {
             name: nn.Parameter(value.detach().to(device, copy=True)) if gradients is not None else value
             for name, value in named
@@ -199,12 +200,16 @@ class _Section:
             homes[slot], entries[slot.key] = entries[slot.key], fetched.pop(0)
         self.optimizer.update(written)
         pairs = [(self.held[name].detach(), master.detach()) for name, master in self._masters.items()]
-        for slot, entries in self.optimizer.slots().items():
-            value, home = entries[slot.key], homes.get(slot)
-            if home is None or (home.shape, home.dtype) != (value.shape, value.dtype):
-                home = self._copies.room_for(value)
-            pairs.append((value, home))
-            entries[slot.key] = home
+        slots = self.optimizer.slots()
+        new = {
+            slot: entries[slot.key]
+            for slot, entries in slots.items()
+            if slot not in homes or not _alike(homes[slot], entries[slot.key])
+        }
+        homes |= dict(zip(new, self._copies.homes_for(list(new.values())), strict=True))
+        for slot, entries in slots.items():
+            pairs.append((entries[slot.key], homes[slot]))
+            entries[slot.key] = homes[slot]
         self._empty()
         return pairs
 
@@ -223,12 +228,18 @@ class _Section:
         return restore
 
     def _rest(self) -> None:
-        for slot, entries in self.optimizer.slots().items():
-            entries[slot.key] = self._copies.at_rest(entries[slot.key])
+        slots = self.optimizer.slots()
+        resting = self._copies.at_rest([entries[slot.key] for slot, entries in slots.items()])
+        for (slot, entries), home in zip(slots.items(), resting, strict=True):
+            entries[slot.key] = home
 
     def _empty(self) -> None:
         for name in self._masters:
             self.held[name].data, self.held[name].grad = self._nothing, None
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def optimizer_of(

@@ -171,7 +171,7 @@ class Sums:
 
     def room(self) -> Tensor:
         """Host memory for the sums of any section."""
-        return self._copies.room(4 * max(self.sizes().values(), default=0)).view(torch.float32)
+        return self._copies.arena(4 * max(self.sizes().values(), default=0)).view(torch.float32)
 
     def take(self, section: int, room: Tensor, lasts: Callable[[], bool]) -> SumWanted | None:
         """A section's sums after the next micro-batch, copied into ``room``; None: the step does not last so long."""

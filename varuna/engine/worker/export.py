@@ -96,7 +96,10 @@ def gather_model(
         inbox = Inbox(Patience(last_s=_BOUND_S + size_bytes / _LEAST_BYTES_PER_S), who=f"rank {rank}", rank=rank)
         peers = tuple(sorted({each.source_rank for each in transfers} if rank == 0 else {0}))
         courier = Courier(inbox, "export")
-        courier.submit("exported", lambda: exchange(generation.groups.world, transfers, rank, states).states)
+        copies = generation.stage.job.traffic.state
+        courier.submit(
+            "exported", lambda: exchange(generation.groups.world, transfers, rank, states, copies=copies).states
+        )
         try:
             states.update(inbox.take("exported", lambda: Awaited(f"the export of {len(transfers)} sections", peers)))
         except LinkError as error:

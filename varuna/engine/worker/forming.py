@@ -25,6 +25,7 @@ from varuna.core.sums import SumAt
 from varuna.engine.base.spans import span
 from varuna.engine.base.transport import FORMING_BOUND_S, Store, prefixed
 from varuna.engine.base.wait_bounds import Awaited
+from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.gpu_links import connect
 from varuna.engine.links.groups import Groups, form
 from varuna.engine.links.traffic import Traffic
@@ -177,6 +178,7 @@ def form_generation(
             shard_optimizer=shard_optimizer,
             dtype=dtype,
             device=device,
+            copies=traffic.state,
             at=at,
         )
     except DamagedCheckpoint as error:
@@ -222,6 +224,7 @@ def _states(
     shard_optimizer: bool,
     dtype: torch.dtype,
     device: torch.device,
+    copies: HostCopies,
     at: Callable[[Awaited], None],
 ) -> dict[int, SectionState]:
     """State of this rank's sections."""
@@ -235,7 +238,7 @@ def _states(
     sums: dict[tuple[int, SumAt], SectionState] = {}
     if assignment.transfers:
         with _span("move", assignment):
-            received, sums = exchange(groups.world, assignment.transfers, rank, held, left_out, dtype)
+            received, sums = exchange(groups.world, assignment.transfers, rank, held, left_out, dtype, copies)
     if received:
         at(Awaited("frozen parameters from the files of weights="))
         put_back(received, _used(model, received), partial(initial, checks=False), "what another worker sent")

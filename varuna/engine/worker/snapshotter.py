@@ -151,7 +151,7 @@ class Snapshotter:
         stage.copied = self._copied  # it has taken over storages that may still be copied
         expected = {section: self._kept(_expected_state(stage, section)) for section in stage.sharding.held}
         size_bytes = needed_bytes(self._parts(stage, assignment, expected))
-        room = stage.job.traffic.saves.room
+        room = stage.job.traffic.saves.arena
         self._writer.do(lambda: self._buffer.reserve(size_bytes, room))
 
     def save(self, stage: Stage, assignment: Assignment, loop: Callable[[], JSON] = lambda: None) -> None:
@@ -177,7 +177,7 @@ class Snapshotter:
             states[0].scalars[LOOP] = said
         planned = self._parts(stage, assignment, states)
         copies = stage.job.traffic.saves
-        parts, pairs = self._buffer.place(planned, states, copies.room)
+        parts, pairs = self._buffer.place(planned, states, copies.arena)
         self._copied = stage.copied = copied = copies.down(pairs)
         self._snapshot = _Snapshot(assignment, stage.next_step, parts, copied)
         mine = [copied for copied in parts if copied.part.writer == stage.sharding.replica]
@@ -234,9 +234,15 @@ def _forsaken(snapshot: _Snapshot, lost_replicas: Collection[int]) -> list[Copie
 
 def _expected_state(stage: Stage, section: int) -> SectionState:
     """The section's state as it will be saved: before the first step the optimizer has none, so its size is guessed."""
-    state = stage.state_of(section, owned_only=True)
-    facts, own_bytes = stage.job.model.facts.sections[section], sum(value.nbytes for value in state.tensors.values())
-    guess_bytes = facts.optimizer_bytes * own_bytes // max(1, facts.parameter_bytes)  # tied ones may not be its own
+    state, job = stage.state_of(section, owned_only=True), stage.job
+    names = job.model.trainable.intersection(job.model.sections[section].parameters)
+    trained_bytes = {f"parameters/{name}": stage.parameters[name].nbytes for name in names}
+    all_bytes = sum(trained_bytes.values())
+    own_bytes = sum(size for name, size in trained_bytes.items() if name in state.tensors)  # another may own tied ones
+    coming_bytes = job.model.facts.sections[section].optimizer_bytes
+    if job.dtype is not torch.float32:  # the facts count the fp32 parameters, which are in the state already
+        coming_bytes -= all_bytes
+    guess_bytes = coming_bytes * own_bytes // max(1, all_bytes)
     if guess_bytes and not any(name.startswith("optimizer/") for name in state.tensors):
         state.tensors["optimizer/"] = torch.empty(guess_bytes, dtype=torch.uint8, device="meta")
     return state

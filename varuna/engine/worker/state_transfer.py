@@ -1,19 +1,26 @@
 """State of sections from live holders to ranks that need it, when a generation begins."""
 
+import queue
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from varuna.checkpoint.io.frozen import LeftOut
-from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
+from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.messages import Transfer
 from varuna.core.sums import SumAt
-from varuna.engine.base.transport import Group
+from varuna.engine.base.transport import Group, Work
+from varuna.engine.copies.layout import Body, SectionLayout, as_bytes, from_bytes
+from varuna.engine.device.host_copies import CPU_COPIES, HostCopies
+from varuna.engine.links.in_parts import Outgoing, part_bytes_for, spans_of
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS, first_of, is_lent_along
+from varuna.process.threads import start
 
 _TAG = 100_000
+_MESSAGES = 3  # of a transfer: what it is, its header, its body
 
 
 class Received(NamedTuple):
@@ -25,6 +32,15 @@ class Received(NamedTuple):
     """by section and where they were"""
 
 
+class _Coming(NamedTuple):
+    """A section that has been asked for, in all its parts, and the memory that it arrives in."""
+
+    transfer: Transfer
+    layout: SectionLayout
+    memory: Tensor
+    works: Sequence[Work]
+
+
 def exchange(
     group: Group,
     transfers: Sequence[Transfer],
@@ -32,46 +48,96 @@ def exchange(
     held: Mapping[int, SectionState],
     left_out: LeftOut | None = None,
     dtype: torch.dtype = torch.float32,
+    copies: HostCopies = CPU_COPIES,
 ) -> Received:
-    """Take part in all transfers of this rank at once; returns what it received.
+    """Take part in all transfers of this rank at once; returns what it received, in host memory.
 
-    Each is a length and then the section in the checkpoint's format, whole or without optimizer state (which others
-    hold, or which follows: ``engine.copies.following``), or its sums of gradients. All lengths are posted before any is
-    waited for, and so are all sections, so no order of transfers can deadlock. A rank asks for all sections before it
-    sends any, as in ``Group.exchange``: else two that swap sections may use their line in one direction after the
-    other. Between two ranks, messages are told apart by their section and kind: each rank knows its own transfers only.
+    Each is a header and then the bytes of the section in parts, whole or without optimizer state (which others hold, or
+    which follows: ``engine.copies.following``), or its sums of gradients. A rank asks for all of it before it sends
+    any, so no order of transfers can deadlock, and two that swap sections use their line in both directions at once.
+    Between two ranks, messages are told apart by their section and kind: each rank knows its own transfers only.
+
+    Beside what comes, this takes ``STAGING_BYTES`` of host memory at most, and what is cast or copied of one section
+    for each target.
 
     Args:
         group: every member of the generation.
         transfers: all copies, the same list on every rank.
         rank: this one.
-        held: by section, state that this rank has; storages are read in place.
+        held: by section, state that this rank has; storages are read in place until all is sent.
         left_out: frozen parameters that receivers read from disk.
         dtype: of computation.
+        copies: of state, from the device that it is on.
 
     Raises:
         RuntimeError: a peer is gone (from gloo).
+        CheckpointError: a tensor's dtype has no name.
     """
-    packed: dict[tuple[int, bool, bool, bool, bool], Tensor] = {}
-    sends: list[tuple[Transfer, Tensor]] = []
-    for transfer in transfers:
-        if transfer.source_rank == rank:
-            key = transfer.section, transfer.lent, transfer.follows, transfer.sums, transfer.copied
-            if key not in packed:
-                state = _part(held[transfer.section], transfer, dtype)
-                state = state if left_out is None or transfer.sums else left_out.of(state)
-                packed[key] = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
-            sends.append((transfer, packed[key]))
+
+    def part_of(transfer: Transfer) -> SectionState:
+        state = _part(held[transfer.section], transfer, dtype)
+        return state if left_out is None or transfer.sums else left_out.of(state)
+
+    sends = [(each, SectionLayout.of(part_of(each))) for each in transfers if each.source_rank == rank]
     receives = [each for each in transfers if each.target_rank == rank and each.source_rank != rank]
-    sizes = [(each, torch.tensor([body.numel()], dtype=torch.int64)) for each, body in sends]
-    lengths = _pass(group, sizes, [(each, torch.zeros(1, dtype=torch.int64)) for each in receives], more=0)
-    empty = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
-    bodies = _pass(group, sends, list(zip(receives, empty, strict=True)), more=1)
-    found = [(each, from_bytes(body.numpy().tobytes())) for each, body in zip(receives, bodies, strict=True)]
+    targets = dict.fromkeys(each.target_rank for each, _ in sends)
+    part_bytes = part_bytes_for(len(targets))
+    coming = _ask(group, sends, receives, part_bytes)
+    sent = queue.SimpleQueue[Exception | None]()
+
+    def send(target: int) -> None:
+        try:
+            largest = max(layout.size_bytes for each, layout in sends if each.target_rank == target)
+            going = Outgoing(group, [target], min(part_bytes, largest), copies.room)
+            for each, layout in sends:
+                if each.target_rank == target:
+                    body, after = Body.of_states([layout], {each.section: part_of(each)}), copies.point()
+                    for first, end in spans_of(body.size_bytes, part_bytes):
+                        fill = partial(body.read, first, copies=copies, after=after)
+                        going.send(_tag(each, 2), end - first, fill)
+            going.finish()
+        except Exception as error:  # noqa: BLE001  whoever waits for this thread must hear why it ended
+            sent.put(error)
+        else:
+            sent.put(None)
+
+    for target in targets:  # each at its own speed
+        start("sections-sender", partial(send, target))
+    found = [(each.transfer, _await(each)) for each in coming]
+    for _ in targets:
+        if (error := sent.get()) is not None:
+            raise error
     return Received(
         {each.section: state for each, state in found if not each.sums},
         {(each.section, SumAt(each.source_rank, each.copied)): state for each, state in found if each.sums},
     )
+
+
+def _ask(
+    group: Group, sends: Sequence[tuple[Transfer, SectionLayout]], receives: Sequence[Transfer], part_bytes: int
+) -> list[_Coming]:
+    """Tell what is sent, and ask for all parts of what comes."""
+    headers = [(each, torch.frombuffer(bytearray(as_bytes([layout])), dtype=torch.uint8)) for each, layout in sends]
+    sizes = [(each, torch.tensor([header.numel(), part_bytes])) for each, header in headers]
+    told = _pass(group, sizes, [(each, torch.zeros(2, dtype=torch.int64)) for each in receives], message=0)
+    rooms = [torch.empty(int(size[0]), dtype=torch.uint8) for size in told]
+    found = _pass(group, headers, list(zip(receives, rooms, strict=True)), message=1)
+    coming = []
+    for each, size, header in zip(receives, told, found, strict=True):
+        [layout] = from_bytes(header.numpy().tobytes())
+        memory = torch.empty(layout.size_bytes, dtype=torch.uint8)
+        works = [
+            group.receive(memory[first:end], each.source_rank, _tag(each, 2))
+            for first, end in spans_of(layout.size_bytes, int(size[1]))
+        ]
+        coming.append(_Coming(each, layout, memory, works))
+    return coming
+
+
+def _await(coming: _Coming) -> SectionState:
+    for work in coming.works:
+        work.wait()
+    return coming.layout.state_in(coming.memory)
 
 
 def _part(state: SectionState, transfer: Transfer, dtype: torch.dtype) -> SectionState:
@@ -95,9 +161,8 @@ def sums_copied(state: SectionState) -> SectionState:
     return SectionState(state.section, {SUMS: state.tensors[COPIED_SUMS]}, {SUMS: state.scalars[COPIED_SUMS]})
 
 
-def _tag(transfer: Transfer) -> int:
-    """Of the length; that of the section itself is one more."""
-    return _TAG + 6 * transfer.section + 2 * (transfer.sums + transfer.copied)
+def _tag(transfer: Transfer, message: int) -> int:
+    return _TAG + _MESSAGES * (3 * transfer.section + transfer.sums + transfer.copied) + message
 
 
 def _pass(
@@ -105,11 +170,11 @@ def _pass(
     sends: Sequence[tuple[Transfer, Tensor]],
     receives: Sequence[tuple[Transfer, Tensor]],
     *,
-    more: int,
+    message: int,
 ) -> list[Tensor]:
     """Ask for what comes, then send what goes, then wait for all of it; returns what came."""
-    coming = [group.receive(buffer, each.source_rank, _tag(each) + more) for each, buffer in receives]
-    going = [group.send(body, each.target_rank, _tag(each) + more) for each, body in sends]
+    coming = [group.receive(buffer, each.source_rank, _tag(each, message)) for each, buffer in receives]
+    going = [group.send(body, each.target_rank, _tag(each, message)) for each, body in sends]
     came = [work.wait() for work in coming]
     for work in going:
         work.wait()

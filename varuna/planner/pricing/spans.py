@@ -6,6 +6,7 @@ from enum import Enum
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from varuna.planner.pricing.pinned import pinned_bytes
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.sharded_optimizer import UNSHARDED, Sharding, sharding_of
 from varuna.schedule.buffers import ACTIVATIONS_COMING, GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD
@@ -46,6 +47,8 @@ class Replication(NamedTuple):
     """micro-batches of a replica that leave statistics for buffers"""
     all_noting: int = 0
     """likewise, of all replicas"""
+    saving: int = 0
+    """replicas that divide a checkpoint, in the memory of hosts; 0: devices have none of their own"""
 
 
 ALONE = Replication()
@@ -77,6 +80,7 @@ class Spans:
         self.profile, self.limit_bytes, self.host_limit_bytes = profile, limit_bytes, host_limit_bytes
         self.reserved = profile.calibration.hardware.reserved_bytes
         self._streamed_bytes = profile.calibration.optimizer.streamed_bytes
+        self._stages_state = profile.calibration.optimizer.host_bytes_per_s is not None
         self._together = profile.calibration.optimizer.together
         self._tied = profile.calibration.tied
         gaps = [b - a for tied in self._tied for a, b in pairwise(tied.sections)]
@@ -103,6 +107,7 @@ class Spans:
         self._noted = profile.statistics_bytes.before
         self._noting, self._all_noting = replication.noting, replication.all_noting
         self._has_host_bytes = bool(profile.host_bytes.before[-1])
+        self._saving = replication.saving
         others_note = self._noted[-1] > 0 and self._all_noting > self._noting
         self._has_updates = bool(
             profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1 or others_note
@@ -131,6 +136,7 @@ class Spans:
         if stop - start > self._tied_span:
             state -= sum(self.counted_twice(start, stop))
         state += self.copied_sums(start, stop) + self.statistics(start, stop) - self.lent(start, stop)
+        state += self.staged(start, stop)
         free = limit - state
         if state + self.update(start, stop, copies) > limit or self.host_bytes(start, stop, copies) > host_limit:
             return _NONE
@@ -304,8 +310,8 @@ class Spans:
             return 0.0
         profile, span, sharding = self.profile, range(start, stop), self.sharding(start, stop)
         needed = profile.update_bytes.over(span) if self._together else profile.most_update_bytes.over(start, stop)
-        if self._streamed_bytes:
-            needed += min(self._streamed_bytes, profile.state_bytes.over(span))
+        if not self._stages_state:
+            needed += self._streamed(start, stop)
         needed += (self._all_noting - self._noting) * (self._noted[stop] - self._noted[start])
         own = self._own[stop] - self._own[start]
         if not copies or not own:
@@ -315,7 +321,19 @@ class Spans:
             own -= sum(self.counted_twice(start, stop))
         return max(needed + own, sharding.gathered)
 
+    def staged(self, start: int, stop: int) -> int:
+        """Device memory through which offloaded state passes: torch keeps what a stream had for that stream."""
+        return self._streamed(start, stop) if self._stages_state else 0
+
+    def _streamed(self, start: int, stop: int) -> int:
+        return int(min(self._streamed_bytes, self.profile.state_bytes.over(range(start, stop))))
+
     def host_bytes(self, start: int, stop: int, copies: bool) -> int:
+        """What lasts of a stage in host memory beside a device: offloaded state, its copy, and what is pinned."""
+        pinned = pinned_bytes(self.profile, range(start, stop), self._saving) if self._saving else 0
+        return self._offloaded(start, stop, copies) + pinned
+
+    def _offloaded(self, start: int, stop: int, copies: bool) -> int:
         """Offloaded state, and the copy that a tentative step makes of it."""
         if not self._has_host_bytes:
             return 0

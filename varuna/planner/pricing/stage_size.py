@@ -66,17 +66,21 @@ class StageBytes:
     messages: int
     """At each end messages that leave, and places for the next ones that come."""
     update: int
-    """When nothing is in flight: what the optimizer needs, and of offloaded state what is on its way through the GPU.
+    """When nothing is in flight: what the optimizer needs.
 
     Where a step may be applied before the vote, parameters and state as they were too, unless host memory has them.
     """
+    staged: int = 0
+    """Offloaded state on its way through a GPU: memory that torch keeps for the stream of its copies."""
     host: int = 0
-    """Offloaded optimizer state, its copy, and inputs that wait there: in host memory, no part of ``total``."""
+    """Offloaded optimizer state, its copy, what is pinned, and inputs that wait there: in host memory, no part of
+    ``total``.
+    """
 
     @property
     def state(self) -> int:
         """Bytes that are in use throughout a step, or that only grow while it runs."""
-        return self.parameters + self.gradients + self.optimizer + self.reserved + self.statistics
+        return self.parameters + self.gradients + self.optimizer + self.reserved + self.statistics + self.staged
 
     @property
     def total(self) -> int:
@@ -261,6 +265,7 @@ class Sizer:
             live=int(live) - kept,
             messages=messages,
             update=int(spans.update(start, stop, self._copies)),
+            staged=spans.staged(start, stop),
             host=self.host_bytes(start, stop) + size.moved * entry_bytes(profile, span),
         )
 
@@ -271,7 +276,7 @@ class Sizer:
         return self.detail(stage, start, stop, Size(least, 0, least if moves else 0)).total
 
     def host_bytes(self, start: int, stop: int) -> int:
-        """Offloaded state of sections [start, stop), and the copy that a tentative step makes of it."""
+        """What lasts of sections [start, stop) in host memory beside a device."""
         return self._spans.host_bytes(start, stop, self._copies)
 
 

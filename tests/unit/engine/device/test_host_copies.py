@@ -95,7 +95,7 @@ def test_sums_leave_at_their_point_and_are_back_at_the_end() -> None:
     streams.compute.put(lambda: sums.fill_(2.0))
     point = copies.point()
     streams.compute.put(lambda: None)  # a later section's backward, which need not be waited for
-    with copies.at_host(sums, point) as values:
+    with copies.at_host(sums, point, copies.room_for) as values:
         assert values.tolist() == [2.0] * 5
         values *= 3
         assert sums.tolist() == [2.0] * 5
@@ -120,7 +120,7 @@ def test_a_cpu_copies_nothing_twice() -> None:
     assert traffic.streams is None
     assert traffic.links.up({"x": value})["x"] is value
     assert traffic.sums.point() is DONE
-    with traffic.sums.at_host(value, DONE) as values:
+    with traffic.sums.at_host(value, DONE, torch.empty_like) as values:
         assert values is value
 
 

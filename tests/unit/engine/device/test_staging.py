@@ -122,7 +122,11 @@ def test_what_has_just_left_can_be_fetched_again() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_room_has_the_form_of_the_value(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     value = torch.ones(shape, dtype=dtype)
-    home = StreamCopies(LateStreams()).at_rest(value)
+    [before, home, after] = StreamCopies(LateStreams()).at_rest([torch.ones(5), value, torch.ones(3)])
+    assert before.eq(1).all()
+    assert after.eq(1).all()
+    assert home.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+    assert home.data_ptr() % 64 == before.data_ptr() % 64
     assert torch.equal(home, value)
     assert (home.dtype, home.shape, home.is_contiguous()) == (dtype, value.shape, True)
 

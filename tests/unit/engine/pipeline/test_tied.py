@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.depth import by_depth
+from tests.unit.engine.late import Late
 from tests.unit.engine.optimizers import momentum
 from tests.unit.engine.plain import distance, reference, train_plainly, worst
 from tests.unit.engine.ranks import Setup, close_sessions
 from varuna.core.plan import Plan
 from varuna.engine.base.transport import Group, Work
+from varuna.engine.links import in_parts
 from varuna.engine.pipeline.reduce import TIED_TAG
 
 
@@ -71,6 +73,41 @@ def test_sums_of_others_are_asked_for_before_ones_own_are_sent(monkeypatch: pyte
     Setup(TwoTied).losses(2, 1, 1)
     assert sum(map(len, asked.values())) >= 4
     assert all(calls == ["receive", "send"] * (len(calls) // 2) for calls in asked.values())
+
+
+class Wide(TwoTied):
+    """Of its first tied parameter, eight parts of the smallest size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, 8)
+        self.head = nn.Linear(8, 1000, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("traffic", [None, Late()])
+def test_sums_that_cross_in_many_parts_are_those_of_one_process(
+    traffic: Late | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    real = Group.send
+
+    def send(self: Group, buffer: Tensor, peer: int, tag: int) -> Work:
+        if tag >= TIED_TAG:
+            sizes.append(buffer.nbytes)
+        return real(self, buffer, peer, tag)
+
+    monkeypatch.setattr(Group, "send", send)
+    monkeypatch.setattr(in_parts, "PART_BYTES", 4096)
+    setup = Setup(Wide)
+    alone = setup.losses(1, 1, 3)
+    own = setup.parameters()
+    if traffic is not None:
+        setup.traffic = traffic
+    assert setup.losses(3, 1, 3) == alone
+    assert distance(setup.parameters(), own) == 0
+    assert sizes.count(4096) >= 7 * 2 * 3
+    assert max(sizes) == 4096
 
 
 BLOCKS = 6

@@ -22,6 +22,7 @@ from varuna.checkpoint.saved_sums import SumsLabel
 from varuna.core.errors import CheckpointError, DamagedCheckpoint
 from varuna.core.messages import Assignment
 from varuna.core.plan import Plan
+from varuna.core.precision import Precision
 from varuna.core.saved import SavedShard
 from varuna.core.sums import RestOfStep, SectionSum, TakenSum
 from varuna.engine.stage.stage import Stage
@@ -287,7 +288,9 @@ def test_a_write_that_fails_costs_one_checkpoint_and_is_said(store: Store, setup
     assert found[0] < found[1], "files that were under way beside the failing one may be reported, the failing one not"
 
 
-def test_memory_is_reserved_before_the_first_save_and_never_for_two(store: Store, setup: Setup) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_memory_is_reserved_before_the_first_save_and_never_for_two(store: Store, precision: Precision) -> None:
+    setup = Setup(build=SmallLanguage, precision=precision)
     plan = make_plan(setup)
     stage, saver = stage_of(setup, plan), small(store, [])
     saver.begin(stage, assigned(plan))

@@ -7,12 +7,16 @@ import pytest
 import torch
 from safetensors.torch import save_model
 
+from tests.unit.engine.late import LateStreams
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.engine.ranks import connected
 from varuna.checkpoint.io.frozen import LeftOut, put_back
 from varuna.checkpoint.io.section_state import SectionState, to_bytes
+from varuna.core.devices import STAGING_BYTES
 from varuna.core.errors import VarunaError
 from varuna.core.messages import Transfer
+from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, StreamCopies
+from varuna.engine.links.in_parts import part_bytes_for
 from varuna.engine.worker.state_transfer import exchange
 from varuna.testing import fail_at, run
 from varuna.testing.threads import run_all
@@ -51,13 +55,14 @@ def exchanged(
     transfers: list[Transfer],
     held: dict[int, dict[int, SectionState]],
     left_out: LeftOut | None = None,
+    copies: HostCopies = CPU_COPIES,
 ) -> dict[int, dict[int, SectionState]]:
     groups = connected(size)
     received: dict[int, dict[int, SectionState]] = {}
 
     def work(rank: int) -> None:
         own = [each for each in transfers if rank in (each.source_rank, each.target_rank)]
-        received[rank] = exchange(groups[rank], own, rank, held.get(rank, {}), left_out).states
+        received[rank] = exchange(groups[rank], own, rank, held.get(rank, {}), left_out, copies=copies).states
 
     run_all([partial(work, rank) for rank in range(size)])
     return received
@@ -127,6 +132,43 @@ def test_large_sections_cross_each_other_without_a_deadlock() -> None:
     received = exchanged(2, [move(0, 0, 1), move(1, 1, 0)], held)
     assert_same(received[1][0], held[0][0])
     assert_same(received[0][1], held[1][1])
+
+
+def test_a_transfer_takes_host_memory_for_what_comes_and_64_mib() -> None:
+    weight = torch.ones(3 * 2**24)
+    held = {0: {section: SectionState(section, {"parameters/w": weight + section}) for section in range(2)}}
+    size_bytes = 2 * weight.nbytes  # 403 MB
+    Path("/proc/self/clear_refs").write_text("5")  # the most that was used is what is used now
+    before_bytes = used_bytes("VmRSS")
+    received = exchanged(2, [move(section, 0, 1) for section in range(2)], held)
+    more_bytes = used_bytes("VmHWM") - before_bytes
+    assert torch.equal(received[1][1].tensors["parameters/w"], weight + 1)
+    assert size_bytes <= more_bytes <= size_bytes + STAGING_BYTES
+
+
+def used_bytes(row: str) -> int:
+    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(rows[row].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("targets", [1, 8, 1000])
+def test_parts_for_any_number_of_targets_stay_within_the_bound(targets: int) -> None:
+    assert 2 * targets * part_bytes_for(targets) <= STAGING_BYTES
+    assert part_bytes_for(targets) % 64 == 0
+
+
+def test_state_of_a_device_is_sent_once_it_has_arrived_in_host_memory() -> None:
+    late = LateStreams()
+    held = {0: {section: state_of(section, size=700_000) for section in range(2)}}
+    received = exchanged(3, [move(section, 0, 1 + section) for section in range(2)], held, copies=StreamCopies(late))
+    assert (late.copies > 8, late.left) == (True, 0)
+    for section in range(2):
+        assert_same(received[1 + section][section], held[0][section])
+
+
+def test_what_stays_in_host_memory_does_not_hold_the_rest_there() -> None:
+    received = exchanged(2, [move(2, 0, 1)], {0: {2: state_of(2)}})
+    assert received[1][2].tensors["optimizer/w/step"].untyped_storage().nbytes() == 4
 
 
 def test_a_rank_without_a_part_receives_nothing_and_what_is_received_is_a_copy() -> None:

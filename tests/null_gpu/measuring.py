@@ -1,0 +1,169 @@
+"""What a worker with a GPU takes of host memory, over the null GPU: ``python -m tests.null_gpu.measuring saves bf16``.
+
+Prints figures as JSON, in bytes unless they are said to be something else.
+"""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tests.other_torch import NEWEST, environment, folder_of
+from tests.unit.engine.ranks import Setup, connected
+from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
+from varuna.core.messages import Assignment, Transfer
+from varuna.core.plan import Plan
+from varuna.core.precision import Precision
+from varuna.engine.links.traffic import traffic_of
+from varuna.engine.stage.cross_stage import StageExchange
+from varuna.engine.stage.stage import Stage
+from varuna.engine.worker.snapshotter import Snapshotter
+from varuna.engine.worker.state_transfer import exchange
+from varuna.engine.worker.stored import initial_states
+from varuna.store.opening import open_store
+from varuna.testing.threads import run_all
+
+PAGEABLE_READS, PINNED, PEAK_PINNED = 6, 15, 16
+"""Of ``Count`` in runtime.cpp."""
+WIDTH = 300
+"""Of the layers: no size is a power of two, nor near below one."""
+
+Figures = dict[str, Any]
+
+
+class Wide(nn.Module):
+    """A language model of 7.4 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(20))
+        self.head = nn.Linear(WIDTH, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def saves(precision: Precision) -> Figures:
+    """Before the first step and after one."""
+    stage = _stage(Setup(Wide, device="cuda:0", precision=precision))
+    assignment = Assignment(generation=0, plan=stage.plan, rank=0, members=1, next_step=0, fresh=True)
+    saver = Snapshotter(open_store("memory://measured"), 1, lambda shard: None)
+    saver.begin(stage, assignment)
+    saver.flush()
+    reserved = count(PINNED)
+    _update(stage)
+    saver.save(stage, assignment)
+    saver.flush()
+    states = [stage.state_of(section, owned_only=True) for section in stage.sections]
+    copied = sum(value.nbytes for state in states for value in state.tensors.values())
+    return {"copied": copied, "reserved": reserved, "pinned": count(PEAK_PINNED)}
+
+
+def offload(precision: Precision) -> Figures:
+    """State in host memory, after an update and after another stage has taken it over."""
+    setup = Setup(Wide, device="cuda:0", precision=precision, offload=True)
+    stage = _stage(setup)
+    _update(stage)
+    pinned = count(PINNED)
+    states = [stage.state_of(each) for each in stage.sections]
+    held = sum(v.nbytes for state in states for v in state.tensors.values() if v.device.type == "cpu" and v.dim())
+    state = {each.section: from_bytes(to_bytes(each)) for each in states}
+    plan = stage.plan
+    del stage, states
+    stage = Stage(setup.job(), plan, 0, state, 1)
+    taken_over = count(PINNED)
+    del stage, state
+    return {"held": held, "pinned": pinned, "taken_over": taken_over, "left": count(PINNED)}
+
+
+def moves() -> Figures:
+    """State of 200 MB from a GPU to another rank."""
+    held = {each: SectionState(each, {"parameters/w": torch.ones(25_000_000, device="cuda:0")}) for each in range(2)}
+    transfers = [Transfer(section=each, source_rank=0, target_rank=1) for each in held]
+    groups, copies, before = connected(2), traffic_of(torch.device("cuda:0")).state, count(PAGEABLE_READS)
+
+    def work(rank: int) -> None:
+        exchange(groups[rank], transfers, rank, {} if rank else held, copies=copies)
+
+    run_all([partial(work, rank) for rank in range(2)])
+    return {"pinned": count(PEAK_PINNED), "pageable reads": count(PAGEABLE_READS) - before}
+
+
+def segments() -> Figures:
+    """Of each segment of device memory, whether it grows, once a worker has its streams."""
+    traffic_of(torch.device("cuda:0"))
+    used = torch.empty(10_000_000, device="cuda:0")
+    snapshot: Callable[[], list[dict[str, Any]]] = torch.cuda.memory_snapshot
+    return {"grow": [each["is_expandable"] for each in snapshot()], "used": used.nbytes}
+
+
+def _stage(setup: Setup) -> Stage:
+    sections = len(setup.model.sections)
+    plan = Plan(
+        stages=1,
+        replicas=1,
+        micro_batch=setup.micro_batch or 1,
+        global_batch=setup.global_batch,
+        starts=(0,),
+        sections=sections,
+        stash_limits=(1,),
+    )
+    job = setup.job()
+    states = initial_states(setup.model, range(sections), setup.beginning.parameters, job.buffers)
+    return Stage(job, plan, 0, states, 0)
+
+
+def _update(stage: Stage) -> None:
+    stage.apply_tentatively(1.0, StageExchange(lambda row: row.view(1, -1), stage.owned))
+
+
+def count(which: int) -> int:
+    """Ask the null GPU, which torch has loaded."""
+    path = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "nullcuda" in line)
+    ask = ctypes.CDLL(path).null_gpu_count
+    ask.restype = ctypes.c_long
+    return cast(int, ask(which))
+
+
+def measured(*case: str, version: str = NEWEST, **settings: str) -> Figures:
+    """Measure a case in a process of its own, over the null GPU."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.null_gpu.measuring", *case],
+        env=environment(version) | {"NULL_GPUS": "1"} | settings,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return cast(Figures, json.loads(done.stdout.splitlines()[-1])) | {"said": done.stderr}
+
+
+def knows(name: str, version: str = NEWEST) -> bool:
+    """Whether the null GPU that was built for this version has a variable."""
+    return name.encode() in (folder_of(version) / "torch/lib/libnullcuda.so").read_bytes()
+
+
+def is_there(version: str = NEWEST) -> bool:
+    """Whether torch's CUDA build is installed beside ``.venv``, over the null GPU."""
+    return (folder_of(version) / ".installed").exists() and os.name == "posix"
+
+
+CASES: dict[str, Callable[..., Figures]] = {"saves": saves, "offload": offload, "moves": moves, "segments": segments}
+
+if __name__ == "__main__":
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is an empty library here
+    print(json.dumps(CASES[sys.argv[1]](*sys.argv[2:])))

@@ -1,0 +1,55 @@
+"""What a worker with a GPU takes of host memory, in bytes that torch's CUDA build pins over the null GPU."""
+
+import pytest
+
+from tests.null_gpu.measuring import is_there, knows, measured
+from tests.other_torch import NEWEST
+
+pytestmark = pytest.mark.skipif(
+    not is_there(), reason=f"needs torch {NEWEST} for CUDA: .venv/bin/python -m tests.other_torch {NEWEST} --prepare"
+)
+
+MOST = 1.1
+"""Pinned for each byte that is copied."""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_checkpoint_pins_what_it_copies(precision: str) -> None:
+    """Also before the first step, when the optimizer has no state yet."""
+    found = measured("saves", precision)
+    assert found["copied"] <= found["reserved"] <= found["pinned"] <= MOST * found["copied"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_offloaded_state_is_pinned_once_and_given_back(precision: str) -> None:
+    found = measured("offload", precision)
+    assert found["held"] <= found["pinned"] <= MOST * found["held"]
+    assert found["held"] <= found["taken_over"] <= MOST * found["held"]
+    assert found["left"] == 0
+
+
+def test_state_leaves_a_gpu_through_little_pinned_memory_and_no_other() -> None:
+    found = measured("moves")
+    assert (found["pinned"], found["pageable reads"]) == (2 * 4 * 2**20, 0)
+
+
+def test_segments_grow_where_the_driver_has_them() -> None:
+    if not knows("NULL_GPU_EXPANDS"):
+        pytest.skip("the null GPU was built before it had virtual memory: remove .torch and prepare it again")
+    found = measured("segments", NULL_GPU_EXPANDS="1")
+    assert found["grow"]
+    assert all(found["grow"])
+    assert "fragment" not in found["said"]
+
+
+def test_a_driver_without_such_segments_is_found_out_and_said_once() -> None:
+    found = measured("segments")
+    assert not any(found["grow"])
+    assert found["said"].count("the memory of cuda:0 may fragment, as its driver has no expandable segments (") == 1
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_the_user_has_set_stays(variable: str) -> None:
+    found = measured("segments", NULL_GPU_EXPANDS="1", **{variable: "max_split_size_mb:512"})
+    assert not any(found["grow"])
+    assert "fragment" not in found["said"]
