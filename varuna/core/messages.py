@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from varuna.core.devices import DeviceFacts
+from varuna.core.devices import DeviceFacts, DeviceFault
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
@@ -248,12 +248,13 @@ class Unsaved(Value):
 
 
 class Failed(Value):
-    """The worker's own code raised; the process ends after this."""
+    """The worker's own code raised, or its device has failed; the process ends after this."""
 
     kind: Literal["failed"] = "failed"
     summary: str
     traceback: str
     exit_code: int = 1
+    fault: DeviceFault | None = Field(default=None, description="of its device, which another worker need not meet")
 
 
 class Leaving(Value):

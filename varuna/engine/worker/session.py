@@ -21,6 +21,7 @@ from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.copies.keeping import KeptCopy
+from varuna.engine.device.pulse import Pulse
 from varuna.engine.pipeline.apply import layout_of, overflowed
 from varuna.engine.pipeline.divergence import check_finite, check_measured, check_written, is_finite
 from varuna.engine.shown.shown_steps import ShownSteps
@@ -100,7 +101,7 @@ class Session:
         self._stopping = self._saves_next = False
         self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
         self._shown, self._cut_check = ShownSteps(membership.shown, job.device), cut_check
-        self.heartbeat = Heartbeat(self.standing, job.compiler, self._shown.recent)
+        self.heartbeat = Heartbeat(self.standing, job.compiler, self._shown.recent, membership)
         self._is_sound, self._patience = True, patience  # the newest step was finite
         self.current: Generation | None = None
         self._assignment: Assignment | None = None  # of the newest stage
@@ -296,6 +297,8 @@ class Session:
         if self._saver is not None and stage.sums.outlast:
             save_state = partial(self._save, generation, in_step=True)
             SumsSaver(self._saver, stage, assignment, self._facts, self._outliving(plan), save_state)
+        if (streams := stage.job.traffic.streams) is not None:
+            Pulse(streams, inbox, heart.hangs)
         self._close_current()
         inbox.expect_step(plan.step_s)
         self.current, heart.runtime = generation, generation.runtime
