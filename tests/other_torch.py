@@ -6,12 +6,14 @@ CPU as it would on a machine of a user's. ``--prepare`` stops there.
 """
 
 import argparse
+import hashlib
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.null_gpu.build import build
+from tests.null_gpu.build import RUNTIME, build
 from varuna.core.version import is_tested_torch
 
 ROOT = Path(__file__).parents[1]
@@ -33,20 +35,33 @@ def environment(version: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder_of(version)), str(ROOT)))}
 
 
+def is_prepared(version: str) -> bool:
+    """Whether it is there, with the empty libraries as they are now."""
+    stamp = folder_of(version) / ".installed"
+    return stamp.exists() and stamp.read_text() == _libraries()
+
+
+def _libraries() -> str:
+    """Return what changes with the empty libraries."""
+    return hashlib.blake2b(RUNTIME.read_bytes() + Path(inspect.getfile(build)).read_bytes()).hexdigest()
+
+
 def prepare(version: str) -> Path:
     """Install a version beside ``.venv``; nothing to do when it is there."""
     folder = folder_of(version)
     stamp = folder / ".installed"
-    if stamp.exists():
+    if is_prepared(version):
         return folder
-    _install(folder, f"torch=={version}")
+    if not stamp.exists():
+        _install(folder, f"torch=={version}")
     cuda = _cuda_of(version)
     if cuda:
         major = cuda.partition(".")[0]
-        _install(folder / "headers", *(f"nvidia-cuda-{part}=={major}.*" for part in ("runtime", "crt")))
+        if not (folder / "headers").exists():
+            _install(folder / "headers", *(f"nvidia-cuda-{part}=={major}.*" for part in ("runtime", "crt")))
         found = next((folder / "headers").glob("nvidia/*/include/cuda_runtime_api.h"))
         build(folder / "torch" / "lib", found.parent)
-    stamp.touch()
+    stamp.write_text(_libraries())
     return folder
 
 

@@ -9,7 +9,8 @@
 //   NULL_GPU_FAULT=w1:4000:214
 //                           device of the worker w1 (VARUNA_WORKER; * is any process): at its 4,000th launch, and from
 //                           then on, that error (214 ECC, 700 illegal address, 710 assert), or: "hang", no event of it
-//                           is ever reached; "memory", all allocations of that one launch's time are refused
+//                           is ever reached; "memory", the first new allocation from then on is refused, and
+//                           so are torch's further tries, after it has freed what it kept
 
 #include <cuda_runtime_api.h>
 
@@ -18,6 +19,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <dlfcn.h>
 #include <map>
 #include <mutex>
 #include <string>
@@ -172,7 +174,9 @@ EXPORT cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   if (auto error = health()) return error;
   counts[kMallocs]++;
   *pointer = nullptr;
-  const bool refused = fault().is_memory && counts[kLaunches] == fault().at;
+  static std::atomic<long> refused_at{-1};
+  if (long none = -1; fault().is_memory && fault().has_begun()) refused_at.compare_exchange_strong(none, counts[kLaunches]);
+  const bool refused = refused_at >= 0 && refused_at == counts[kLaunches];
   if (refused || counts[kDeviceBytes] + bytes > total_bytes() - kContextBytes) return cudaErrorMemoryAllocation;
   if (!(*pointer = pages(&bytes))) return cudaErrorMemoryAllocation;
   note(*pointer, {bytes, kDevice, current});
@@ -437,11 +441,13 @@ EXPORT cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void*, cuda
   *library = (cudaLibrary_t)1;
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+static int is_not_supported() { return 801; }
+// torch looks all of them up as soon as it needs one, such as to say that a device is out of memory.
+EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                                     cudaDriverEntryPointQueryResult* found) {
-  *function = nullptr;
-  if (found) *found = cudaDriverEntryPointSymbolNotFound;
-  return cudaErrorNotSupported;
+  if (!(*function = dlsym(RTLD_DEFAULT, name))) *function = (void*)is_not_supported;
+  if (found) *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
 }
 EXPORT cudaError_t cudaGetLastError() { return health(); }
 EXPORT cudaError_t cudaPeekAtLastError() { return health(); }
@@ -472,6 +478,19 @@ EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_activ
   if (is_active) *is_active = device == 0;
   return 0;
 }
+EXPORT int cuDeviceGet(int* device, int number) {
+  *device = number;
+  return 0;
+}
+EXPORT int nvmlInit_v2() { return 0; }
+EXPORT int nvmlSystemGetCudaDriverVersion_v2(int* version) {
+  *version = CUDART_VERSION;
+  return 0;
+}
+EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) { return handle(device); }
+EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, void*) { return 3; }
+EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return 3; }
+EXPORT int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) { return *count = 0; }
 EXPORT int nvmlDeviceGetCount_v2(unsigned* count) {
   *count = device_count();
   return 0;
