@@ -28,6 +28,7 @@ class Hanging(LateStreams):
         return self
 
     def wait(self) -> None:
+        time.sleep(0.06)  # so that it is looked at meanwhile
         assert self.works.wait(20)
 
 
@@ -35,7 +36,7 @@ def test_a_device_that_hangs_ends_the_process_and_is_named() -> None:
     streams, inbox = Hanging(), Inbox(PATIENCE, who="rank 1 (stage 1)")
     told: queue.SimpleQueue[tuple[DeviceFacts | None, str]] = queue.SimpleQueue()
     Pulse(streams, inbox, lambda device, why: told.put((device, why)))
-    time.sleep(0.6)  # three times the bound
+    time.sleep(0.8)  # four times the bound
     assert told.empty()
     assert streams.marks > 1
     streams.works.clear()

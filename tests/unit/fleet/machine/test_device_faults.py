@@ -167,7 +167,7 @@ def sizes(driver: Driver) -> tuple[ClassSize, ...]:
 
 
 def test_out_of_memory_loses_the_worker_and_the_next_plan_fills_less() -> None:
-    driver = running()
+    driver = running(5)  # a spare, with which the plan that ran could go on
     fails(driver, "w1", "CUDA out of memory.", is_memory=True)
     assert [size.memory_part for size in sizes(driver)] == [0.9]
     assert any("fill 10 % less" in event.text for event in driver.told(Notice))
