@@ -1,7 +1,8 @@
 """A small job on a GPU that is none, which may do what breaks GPUs.
 
-``FAULT_AT=8`` and ``FAULT_OF="w1 w2"``: in step 8 these workers get an error of CUDA, or run out of memory if
-``FAULT_IS=memory``. ``FAULT_BOUND=4``: a GPU that does nothing for so many seconds hangs.
+``FAULT_AT=8`` and ``FAULT_OF="w1 w2"``: in step 8 these workers get an error of CUDA after their gradients are reduced,
+or run out of memory there (``FAULT_IS=memory``) or before (``FAULT_IS=actions``), the first ``FAULT_TIMES=1`` times.
+``FAULT_BOUND=4``: a GPU that does nothing for so many seconds hangs.
 """
 
 import os
@@ -16,13 +17,30 @@ from varuna.engine.stage.stage import Stage
 
 STEPS = 40
 AT, OF = int(os.environ.get("FAULT_AT", "-1")), os.environ.get("FAULT_OF", "").split()
-squared_norms = Stage.squared_norms
+KIND, TIMES = os.environ.get("FAULT_IS", ""), int(os.environ.get("FAULT_TIMES", "1"))
+squared_norms, clear_gradients = Stage.squared_norms, Stage.clear_gradients
+left = [TIMES if os.environ.get("VARUNA_WORKER") in OF else 0]
+
+
+def is_due(stage: Stage) -> bool:
+    """Whether it is time for a fault."""
+    if stage.next_step != AT or not left[0]:
+        return False
+    left[0] -= 1
+    return True
+
+
+def cleared(stage: Stage) -> None:
+    """Begin the actions of a step."""
+    if KIND == "actions" and is_due(stage):
+        torch.empty(2**42, dtype=torch.uint8, device="cuda")
+    clear_gradients(stage)
 
 
 def norms(stage: Stage) -> dict[int, float]:
     """Squared norms; what the memory holds instead may be below 0."""
-    if stage.next_step == AT and os.environ.get("VARUNA_WORKER") in OF:
-        if os.environ.get("FAULT_IS") == "memory":
+    if KIND != "actions" and is_due(stage):
+        if KIND == "memory":
             torch.empty(2**42, dtype=torch.uint8, device="cuda")
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     return dict.fromkeys(squared_norms(stage), 1.0)
@@ -55,6 +73,7 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def main() -> None:
     """Train."""
     Stage.squared_norms = norms  # type: ignore[method-assign, assignment]
+    Stage.clear_gradients = cleared  # type: ignore[method-assign, assignment]
     if bound := os.environ.get("FAULT_BOUND"):
         vars(start)["Patience"] = lambda: Patience(stalled_s=float(bound), forming_s=60.0, look_s=0.5)
     torch.manual_seed(0)

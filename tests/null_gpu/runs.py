@@ -37,9 +37,9 @@ class Ran:
         return int(found[1]) if found else 0
 
     def counted(self, what: str) -> int:
-        """Return a number of the last line, such as that of steps that were redone; 0 if it is not there."""
-        found = re.search(rf"(\d+) {what}", self.text)
-        return int(found[1]) if found else 0
+        """Return a number of the last line that has it, such as that of steps that were redone; 0 if none has."""
+        found = re.findall(rf"(\d+) {what}", self.text)
+        return int(found[-1]) if found else 0
 
 
 def run(folder: Path, *options: str, fault: str = "", gpus: int = 3, **more: str) -> Ran:

@@ -48,7 +48,21 @@ def test_a_step_that_breaks_one_gpu_after_the_other_ends_the_run(tmp_path: Path)
     assert UUIDS[1] in ran.text
 
 
-def test_out_of_memory_makes_a_plan_for_less(tmp_path: Path) -> None:
+def test_out_of_memory_in_an_action_costs_the_step_and_no_worker(tmp_path: Path) -> None:
+    ran = run(tmp_path, "--stages", "1", FAULT_AT="8", FAULT_OF="w0", FAULT_IS="actions")
+    assert (ran.code, ran.steps) == (0, STEPS), ran.text
+    assert (ran.counted("workers? lost"), ran.counted("steps? redone")) == (0, 1), ran.text
+    assert ran.text.count("plans for Null H200 fill 10 % less from now on") == 1
+
+
+def test_out_of_memory_in_actions_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    ran = run(tmp_path, "--stages", "2", FAULT_AT="8", FAULT_OF="w0", FAULT_IS="actions", FAULT_TIMES="3")
+    assert (ran.code, ran.steps) == (1, 8), ran.text
+    assert "varuna: worker w0 ran out of memory in step 8 in stage 0" in ran.text
+    assert ran.counted("workers? lost") == 0
+
+
+def test_out_of_memory_while_a_step_is_reduced_loses_the_worker(tmp_path: Path) -> None:
     ran = run(tmp_path, "--stages", "2", FAULT_AT="8", FAULT_OF="w1", FAULT_IS="memory")
     assert (ran.code, ran.steps) == (0, STEPS), ran.text
     assert "plans for Null H200 fill 10 % less from now on" in ran.text

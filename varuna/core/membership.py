@@ -89,8 +89,8 @@ class Membership(Protocol):
         """Report a committed step (rank 0 of the generation)."""
         ...
 
-    def suspect(self, generation: int, reason: str) -> None:
-        """Report evidence that a peer is gone."""
+    def suspect(self, generation: int, reason: str, fault: DeviceFault | None = None) -> None:
+        """Report evidence that a peer is gone, or a fault of this worker's own device that it survives."""
         ...
 
     def saved(self, shard: SavedShard) -> None:

@@ -226,11 +226,12 @@ class WorkOffered(Value):
 
 
 class Suspect(Value):
-    """A link broke or a bound passed: evidence, not a verdict."""
+    """A link broke or a bound passed: evidence, not a verdict. Or this worker cannot do its part, and says why."""
 
     kind: Literal["suspect"] = "suspect"
     generation: int
     reason: str
+    fault: DeviceFault | None = Field(default=None, description="that nobody else is the cause of: too little memory")
 
 
 class Saved(Value):

@@ -266,9 +266,9 @@ class ManagedMembership:
         """Report a committed step."""
         self._post(Voted(vote=vote))
 
-    def suspect(self, generation: int, reason: str) -> None:
-        """Report a broken link."""
-        self._post(Suspect(generation=generation, reason=reason))
+    def suspect(self, generation: int, reason: str, fault: DeviceFault | None = None) -> None:
+        """Report a broken link, or a fault of this worker's own device that it survives."""
+        self._post(Suspect(generation=generation, reason=reason, fault=fault))
 
     def saved(self, shard: SavedShard) -> None:
         """Report a durable shard."""

@@ -34,6 +34,14 @@ class Kind(Enum):
     USERS = "the code's"
 
 
+class DeviceFull(Exception):
+    """A device has too little memory for a step of which nothing is applied: this worker goes on with less to do."""
+
+    def __init__(self, who: str, step: int, fault: DeviceFault) -> None:
+        super().__init__(f"{who} ran out of memory in step {step}: {fault.error}")
+        self.fault = fault
+
+
 def kind_of(error: BaseException) -> Kind | None:
     """Whose matter an error of a device is; None: it is not of a device. What caused an error counts, too."""
     return next((kind for each in _chain(error) if (kind := _own_kind(each)) is not None), None)

@@ -21,6 +21,7 @@ from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.copies.keeping import KeptCopy
+from varuna.engine.device.faults import DeviceFull
 from varuna.engine.device.pulse import Pulse
 from varuna.engine.pipeline.apply import layout_of, overflowed
 from varuna.engine.pipeline.divergence import check_finite, check_measured, check_written, is_finite
@@ -248,12 +249,13 @@ class Session:
             self._shown.interrupt()
             self.standing.give_up(assignment.generation)
             self._close_current()
-        except (LinkError, DamagedCheckpoint) as error:
+        except (LinkError, DamagedCheckpoint, DeviceFull) as error:
             self._shown.interrupt()
-            self._membership.suspect(assignment.generation, str(error))
+            fault = error.fault if isinstance(error, DeviceFull) else None
+            self._membership.suspect(assignment.generation, str(error), fault)
             if not (self._membership.survives or isinstance(error, DamagedCheckpoint)):
                 raise
-            self.heartbeat.at("waits for the manager's decision about a broken link")
+            self.heartbeat.at("waits for the manager's decision about a generation that broke")
             self.standing.suspend(assignment.generation)
             self._close_current()
         return False

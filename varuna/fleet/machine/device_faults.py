@@ -4,7 +4,7 @@ A GPU that broke gets no worker for a while. If what the code does broke it, the
 error on two GPUs, in the same step and one after the other, ends the run. In one generation it says less: what the GPUs
 of a machine share may have failed.
 
-A device that was too small gets the same worker again, with a plan that fills less of it.
+A device that was too small has a worker again, or still, with a plan that fills less of it.
 """
 
 from varuna.core.devices import DeviceFault, rest_s
@@ -12,6 +12,7 @@ from varuna.core.units import format_bytes, format_duration
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.device_faults import BrokenDevice, ShortMemory
 from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.worker import Worker
 
 _MOST_TIMES = 2
@@ -21,7 +22,9 @@ _MOST_TIMES = 2
 def note_fault(transition: Transition, name: str, fault: DeviceFault) -> None:
     """Note that a worker's device has failed, which ends the worker."""
     if fault.is_memory:
-        _note_short(transition, name, fault)
+        note_full(transition, name, fault)
+        if not isinstance(transition.fleet.phase, Ended):
+            transition.lose(name, f"ran out of memory on its GPU: {fault.error}", kill=True)
     else:
         _note_broken(transition, name, fault)
 
@@ -59,7 +62,8 @@ def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:
     transition.lose(name, f"lost its GPU: {fault.error}", kill=True)
 
 
-def _note_short(transition: Transition, name: str, fault: DeviceFault) -> None:
+def note_full(transition: Transition, name: str, fault: DeviceFault) -> None:
+    """Note that a member's device has too little memory: plans fill less of its class, or the run ends."""
     fleet, worker = transition.fleet, transition.fleet.workers[name]
     before, of = fleet.short.get(worker.device_class), worker.device_class or "its class"
     times = 0 if before is None else before.times
@@ -81,7 +85,6 @@ def _note_short(transition: Transition, name: str, fault: DeviceFault) -> None:
         transition.notice(
             f"out of memory on worker {name}{figures}: plans for {of} fill 10 % less from now on", warning=True
         )
-    transition.lose(name, f"ran out of memory on its GPU: {fault.error}", kill=True)
 
 
 def _figures(fleet: Fleet, worker: Worker) -> str:

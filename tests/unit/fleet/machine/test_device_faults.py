@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.fleet.support import Driver, two_stages
 from varuna.core.devices import ClassSize, DeviceFacts, DeviceFault
-from varuna.core.messages import Failed, Leaving
+from varuna.core.messages import Failed, Leaving, Suspect
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.outputs import Ask, EndRun, Kill, Spawn
 from varuna.fleet.state.phases import Running
@@ -201,3 +201,14 @@ def test_the_third_time_ends_the_run_with_the_figures() -> None:
     fails(driver, driver.fleet.members[1], "CUDA out of memory.", is_memory=True)
     [end] = [each for each in driver.done if isinstance(each, EndRun)]
     assert all(word in end.text for word in ("stage 1", "16 GiB", "19% less", "--memory-per-worker"))
+
+
+def test_a_worker_that_survives_it_stays_and_the_generation_ends_at_once() -> None:
+    driver = running(5)
+    fault = DeviceFault(error="CUDA out of memory.", device="gpu1", is_memory=True)
+    driver.say("w1", Suspect(generation=0, reason="rank 1 (stage 1) ran out of memory in step 2", fault=fault))
+    assert driver.fleet.workers["w1"].is_joined
+    assert not isinstance(driver.fleet.phase, Running)
+    assert [size.memory_part for size in sizes(driver)] == [0.9]
+    goes_on(driver)
+    assert driver.fleet.record.cause == "worker w1 reported: rank 1 (stage 1) ran out of memory in step 2"
