@@ -7,6 +7,8 @@ two GPUs whose kernels do nothing, and ``--run SCRIPT ...`` a script on one.
 """
 
 import argparse
+import hashlib
+import inspect
 import os
 import subprocess
 import sys
@@ -36,21 +38,33 @@ def environment(version: str, gpus: int = 0) -> dict[str, str]:
     return {**os.environ, **paths, "NULL_GPUS": str(gpus)}
 
 
+def is_prepared(version: str) -> bool:
+    """Whether it is there, with the empty libraries as they are now."""
+    stamp = folder_of(version) / ".installed"
+    return stamp.exists() and stamp.read_text() == _libraries()
+
+
+def _libraries() -> str:
+    """Return what changes with the empty libraries."""
+    return hashlib.blake2b(RUNTIME.read_bytes() + Path(inspect.getfile(build)).read_bytes()).hexdigest()
+
+
 def prepare(version: str) -> Path:
     """Install a version beside ``.venv``; nothing to do when it is there."""
     folder = folder_of(version)
-    installed, built = folder / ".installed", folder / ".built"
-    if not installed.exists():
+    stamp = folder / ".installed"
+    if is_prepared(version):
+        return folder
+    if not stamp.exists():
         _install(folder, f"torch=={version}")
-        if cuda := _cuda_of(version):
-            major = cuda.partition(".")[0]
-            _install(folder / "headers", *(f"nvidia-cuda-{part}=={major}.*" for part in ("runtime", "crt")))
-        installed.touch()
     cuda = _cuda_of(version)
-    if cuda and not (built.exists() and built.stat().st_mtime > RUNTIME.stat().st_mtime):
-        header = next((folder / "headers").glob("nvidia/*/include/cuda_runtime_api.h"))
-        build(folder / "torch" / "lib", header.parent)
-        built.touch()
+    if cuda:
+        major = cuda.partition(".")[0]
+        if not (folder / "headers").exists():
+            _install(folder / "headers", *(f"nvidia-cuda-{part}=={major}.*" for part in ("runtime", "crt")))
+        found = next((folder / "headers").glob("nvidia/*/include/cuda_runtime_api.h"))
+        build(folder / "torch" / "lib", found.parent)
+    stamp.write_text(_libraries())
     return folder
 
 

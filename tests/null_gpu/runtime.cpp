@@ -10,7 +10,8 @@
 //   NULL_GPU_FAULT=w1:4000:214
 //                           device of the worker w1 (VARUNA_WORKER; * is any process): at its 4,000th launch, and from
 //                           then on, that error (214 ECC, 700 illegal address, 710 assert), or: "hang", no event of it
-//                           is ever reached; "memory", all allocations of that one launch's time are refused
+//                           is ever reached; "memory", the first new allocation from then on is refused, and
+//                           so are torch's further tries, after it has freed what it kept
 
 #include <cuda_runtime_api.h>
 
@@ -170,7 +171,10 @@ EXPORT void null_gpu_launched(int matmuls) { launch(), counts[kMatmuls] += matmu
 // ---- memory
 
 static bool has_room(size_t bytes) {
-  const bool refused = fault().is_memory && counts[kLaunches] == fault().at;
+  static std::atomic<long> refused_at{-1};
+  long none = -1;
+  if (fault().is_memory && fault().has_begun()) refused_at.compare_exchange_strong(none, counts[kLaunches]);
+  const bool refused = refused_at >= 0 && refused_at == counts[kLaunches];
   return !refused && counts[kDeviceBytes] + bytes <= total_bytes() - kContextBytes;
 }
 EXPORT cudaError_t cudaMalloc(void** pointer, size_t bytes) {
@@ -441,14 +445,15 @@ EXPORT cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void*, cuda
   *library = (cudaLibrary_t)1;
   return cudaSuccess;
 }
-static int nothing() { return 0; }
+static int is_not_supported() { return 801; }
+// torch looks all of them up as soon as it needs one, such as to say that a device is out of memory.
 EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                                     cudaDriverEntryPointQueryResult* found) {
-  static const bool has_any = getenv("NULL_GPU_EXPANDS") != nullptr;
-  *function = has_any ? dlsym(RTLD_DEFAULT, name) : nullptr;
-  if (has_any && !*function) *function = (void*)nothing;
-  if (found) *found = has_any ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-  return has_any ? cudaSuccess : cudaErrorNotSupported;
+  const bool lacks = !strncmp(name, "cuMem", 5) && !getenv("NULL_GPU_EXPANDS");
+  *function = lacks ? nullptr : dlsym(RTLD_DEFAULT, name);
+  if (!*function) *function = (void*)is_not_supported;
+  if (found) *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
 }
 EXPORT cudaError_t cudaGetLastError() { return health(); }
 EXPORT cudaError_t cudaPeekAtLastError() { return health(); }
@@ -521,13 +526,15 @@ EXPORT int cuMemMap(uintptr_t pointer, size_t bytes, size_t, unsigned long long,
 EXPORT int cuMemUnmap(uintptr_t pointer, size_t bytes) {
   return madvise((void*)pointer, bytes, MADV_DONTNEED) | mprotect((void*)pointer, bytes, PROT_NONE);
 }
-#define ASKED_BY_NAME(name) EXPORT int name() { return 0; }
-ASKED_BY_NAME(nvmlInit_v2)
-ASKED_BY_NAME(nvmlDeviceGetHandleByPciBusId_v2)
-ASKED_BY_NAME(nvmlDeviceGetNvLinkRemoteDeviceType)
-ASKED_BY_NAME(nvmlDeviceGetNvLinkRemotePciInfo_v2)
-ASKED_BY_NAME(nvmlDeviceGetComputeRunningProcesses)
-ASKED_BY_NAME(nvmlSystemGetCudaDriverVersion_v2)
+EXPORT int nvmlInit_v2() { return 0; }
+EXPORT int nvmlSystemGetCudaDriverVersion_v2(int* version) {
+  *version = CUDART_VERSION;
+  return 0;
+}
+EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) { return handle(device); }
+EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, void*) { return 3; }
+EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return 3; }
+EXPORT int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) { return *count = 0; }
 EXPORT int nvmlDeviceGetCount_v2(unsigned* count) {
   *count = device_count();
   return 0;

@@ -60,12 +60,28 @@ class DeviceFacts(Value):
     memory_bytes: int = Field(gt=0, description="of the whole device")
 
 
+class DeviceFault(Value):
+    """What ended a worker and is the matter of its device alone: the same work may go well on another one."""
+
+    error: str = Field(max_length=300, description="as the device's library said it")
+    device: str = Field(default="", max_length=255, description="the name in its ``DeviceFacts``; empty: unknown")
+    is_memory: bool = Field(default=False, description="it has too little memory, and is whole")
+
+
+def rest_s(faults: int) -> float:
+    """For how long a device that broke gets no worker, after so many faults: a minute at first, at most an hour."""
+    return min(60.0 * 2.0 ** (faults - 1), 3600.0)
+
+
 class ClassSize(Value):
     """Workers whose devices are of one class, and therefore about as fast."""
 
     name: str = Field(max_length=512, description="such as 'Tesla V100-SXM2-16GB', or that '@' a region")
     workers: int = Field(ge=1)
     memory_bytes: int | None = Field(default=None, gt=0, description="that each of them can count on; None: unknown")
+    memory_part: float = Field(
+        default=1.0, gt=0, le=1, description="of what they have that plans may fill: less, once it was too little"
+    )
 
 
 def reserved_bytes(share_bytes: int) -> int:

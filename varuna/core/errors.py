@@ -14,6 +14,7 @@
     │       ├── ObjectMissing        there is no object of that name
     │       ├── ObjectExists         there is one already, which must not be replaced
     │       └── StoreUnavailable     it does not answer now, but may later
+    ├── DeviceError          a GPU hangs
     ├── FleetError           the manager refused, disappeared or could not start
     ├── WorkerError          a worker's script failed
     └── LinkError            a peer did not answer in time, or its link broke
@@ -74,6 +75,10 @@ class ObjectExists(StoreError):
 
 class StoreUnavailable(StoreError):
     """The store does not answer now, but may later."""
+
+
+class DeviceError(VarunaError):
+    """A GPU hangs: what it was given does not end."""
 
 
 class FleetError(VarunaError):

@@ -7,7 +7,7 @@ process, or torchrun's fixed world) and ``varuna.membership.managed`` (the manag
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from varuna.core.devices import DeviceFacts
+from varuna.core.devices import DeviceFacts, DeviceFault
 from varuna.core.messages import Apply, Assign, Beat, Finish, Flag, Held, Shown, ShowRequest, Vote
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
@@ -89,8 +89,8 @@ class Membership(Protocol):
         """Report a committed step (rank 0 of the generation)."""
         ...
 
-    def suspect(self, generation: int, reason: str) -> None:
-        """Report evidence that a peer is gone."""
+    def suspect(self, generation: int, reason: str, fault: DeviceFault | None = None) -> None:
+        """Report evidence that a peer is gone, or a fault of this worker's own device that it survives."""
         ...
 
     def saved(self, shard: SavedShard) -> None:
@@ -105,8 +105,8 @@ class Membership(Protocol):
         """Answer what somebody wants to see."""
         ...
 
-    def failed(self, summary: str, traceback: str, exit_code: int) -> None:
-        """Report an exception of this worker's own code; returns once the report is out (bounded)."""
+    def failed(self, summary: str, traceback: str, exit_code: int, fault: DeviceFault | None = None) -> None:
+        """Report an exception of this worker's own code, or a fault of its device; returns once it is out (bounded)."""
         ...
 
     def leaving(self, step: int) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from varuna.core.devices import DeviceFacts
+from varuna.core.devices import DeviceFacts, DeviceFault
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
@@ -226,11 +226,12 @@ class WorkOffered(Value):
 
 
 class Suspect(Value):
-    """A link broke or a bound passed: evidence, not a verdict."""
+    """A link broke or a bound passed: evidence, not a verdict. Or this worker cannot do its part, and says why."""
 
     kind: Literal["suspect"] = "suspect"
     generation: int
     reason: str
+    fault: DeviceFault | None = Field(default=None, description="that nobody else is the cause of: too little memory")
 
 
 class Saved(Value):
@@ -248,12 +249,13 @@ class Unsaved(Value):
 
 
 class Failed(Value):
-    """The worker's own code raised; the process ends after this."""
+    """The worker's own code raised, or its device has failed; the process ends after this."""
 
     kind: Literal["failed"] = "failed"
     summary: str
     traceback: str
     exit_code: int = 1
+    fault: DeviceFault | None = Field(default=None, description="of its device, which another worker need not meet")
 
 
 class Leaving(Value):

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from varuna.core.errors import VarunaError
+from varuna.core.errors import DeviceError, VarunaError
+from varuna.engine.device.faults import fault_of, in_words
 from varuna.process.scripts import LIBRARIES
 from varuna.process.signals import leave_termination_to_parent
 
@@ -94,15 +95,21 @@ def _hook_exceptions() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed.set()
+        fault = fault_of(error)
+        if fault is not None and told is None:
+            error.add_note(in_words(fault))
+        if told is None and isinstance(error, VarunaError):
+            print(explained(error), file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)  # first: whose device has failed is killed once the manager knows
         if told is not None:
             expected = isinstance(error, VarunaError)
             summary = str(error) if expected else f"{kind.__name__}: {error}"
             text = "" if expected else "".join(traceback.format_exception(kind, error, trace))
-            told.failed(summary, text, error.exit_code if isinstance(error, VarunaError) else 1)
-        if told is None and isinstance(error, VarunaError):
-            print(explained(error), file=sys.stderr, flush=True)
-        else:
-            previous(kind, error, trace)
+            told.failed(summary, text, error.exit_code if isinstance(error, VarunaError) else 1, fault)
+        if isinstance(error, DeviceError):  # no call to a device that hangs returns, nor does the end of its context
+            sys.stderr.flush()
+            os._exit(error.exit_code)
 
     sys.excepthook = hook
 
@@ -114,4 +121,4 @@ def explained(error: VarunaError) -> str:
         frames = traceback.StackSummary.from_list([*frames, *traceback.extract_tb(cause.__traceback__)])
     own = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARIES)]
     lines = dict.fromkeys(f"  {frame.filename}:{frame.lineno}: {frame.line}" for frame in own if frame.line)
-    return "\n".join([f"varuna: {error}", *lines])
+    return "\n".join([f"varuna: {error}", *getattr(error, "__notes__", ()), *lines])

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.sync.client import connect
 
-from varuna.core.devices import DeviceFacts
+from varuna.core.devices import DeviceFacts, DeviceFault
 from varuna.core.errors import FleetError
 from varuna.core.membership import Directive
 from varuna.core.messages import (
@@ -266,9 +266,9 @@ class ManagedMembership:
         """Report a committed step."""
         self._post(Voted(vote=vote))
 
-    def suspect(self, generation: int, reason: str) -> None:
-        """Report a broken link."""
-        self._post(Suspect(generation=generation, reason=reason))
+    def suspect(self, generation: int, reason: str, fault: DeviceFault | None = None) -> None:
+        """Report a broken link, or a fault of this worker's own device that it survives."""
+        self._post(Suspect(generation=generation, reason=reason, fault=fault))
 
     def saved(self, shard: SavedShard) -> None:
         """Report a durable shard."""
@@ -283,14 +283,15 @@ class ManagedMembership:
         """Answer what somebody wants to see."""
         self._post(answer)
 
-    def failed(self, summary: str, traceback: str, exit_code: int) -> None:
+    def failed(self, summary: str, traceback: str, exit_code: int, fault: DeviceFault | None = None) -> None:
         """Report an exception, also one from before ``join``; waits at most 5 s for it to go out."""
         if self._connection is None:
             try:
                 self._connect()
             except FleetError:
                 return  # nobody to tell; Python prints it, and the launcher reads that
-        self._post(Failed(summary=summary, traceback=traceback, exit_code=exit_code)).wait(_FLUSH_S)
+        said = Failed(summary=summary, traceback=traceback, exit_code=exit_code, fault=fault)
+        self._post(said).wait(_FLUSH_S)
 
     def leaving(self, step: int) -> None:
         """Report the end of the loop; waits at most 5 s for it to go out."""

@@ -16,7 +16,7 @@ from varuna.calibration.format import Calibration
 from varuna.checkpoint.committer import CheckpointCommitter
 from varuna.checkpoint.manifest import Manifest
 from varuna.checkpoint.names import checkpoint_place
-from varuna.core.devices import DeviceFacts, worker_bytes
+from varuna.core.devices import DeviceFacts, DeviceFault, worker_bytes
 from varuna.core.errors import CheckpointError, FleetError, NoPlanError, VarunaError
 from varuna.core.membership import Directive
 from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, Shown, ShowRequest, Vote
@@ -372,11 +372,11 @@ class StaticMembership:
         """No manager keeps a log."""
         self.recorded_step = vote.step
 
-    def suspect(self, generation: int, reason: str) -> None:
+    def suspect(self, generation: int, reason: str, fault: DeviceFault | None = None) -> None:
         """A link's error itself ends this process; after a damaged checkpoint there is another assignment."""
         self._assigned = False
 
-    def failed(self, summary: str, traceback: str, exit_code: int) -> None:
+    def failed(self, summary: str, traceback: str, exit_code: int, fault: DeviceFault | None = None) -> None:
         """Python prints the traceback."""
 
     def close(self) -> None:

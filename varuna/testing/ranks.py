@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -279,8 +279,8 @@ class _Workers:
 
     # -- what the manager asks for ---------------------------------------------------------------------------
 
-    def spawn(self) -> str:
-        """Start a worker."""
+    def spawn(self, avoided: Collection[str]) -> str:
+        """Start a worker; threads have no GPUs to avoid."""
         name = f"w{len(self._lines)}"
         line = self._lines[name] = _Line(name, self._mailbox.post)
         turn = self._turns[name] = _Turn(self._capturing)

@@ -129,6 +129,16 @@ def test_where_all_are_of_one_class_the_plan_is_the_same_and_says_so() -> None:
             assert found[1].device_class == "V100"
 
 
+def test_a_class_that_ran_out_of_memory_is_planned_for_less_whoever_says_how_much_it_has() -> None:
+    sizes = (ClassSize(name="A", workers=4, memory_bytes=4 * GB), ClassSize(name="B", workers=4, memory_bytes=4 * GB))
+    short = tuple(size.model_copy(update={"memory_part": 0.5}) if size.name == "A" else size for size in sizes)
+    asked = request(FACTS, 8, 256, micro_batch=8).model_copy(update={"classes": short})
+    limits = [asked.of_class(size).limit_bytes for size in short]
+    assert limits == [2 * GB, 4 * GB]
+    told = asked.model_copy(update={"memory_bytes": 3 * GB})  # --memory-per-worker
+    assert [told.of_class(size).limit_bytes for size in short] == [3 * GB // 2, 3 * GB]
+
+
 @pytest.mark.nightly
 def test_each_class_has_its_own_memory() -> None:
     sizes = (

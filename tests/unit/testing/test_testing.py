@@ -1,8 +1,11 @@
 """``varuna.testing``: a job on threads computes what one process computes, whatever is lost, and ends in words."""
 
+import itertools
 import threading
+from typing import Literal
 
 import pytest
+import torch
 
 import varuna
 from tests.depth import nightly
@@ -11,6 +14,7 @@ from tests.unit.testing.work import CAPTURES
 from tests.waiting import wait_for
 from varuna.checkpoint import committer
 from varuna.core.errors import UsageError, VarunaError, WorkerError
+from varuna.engine.stage.gradient_bucket import Bucket
 from varuna.testing import FailingStore, fail_at, run
 
 STEPS = 4
@@ -120,6 +124,37 @@ def test_what_a_script_raises_comes_out_with_its_cause() -> None:
     with pytest.raises(WorkerError, match=r"the script of worker w\d raised RuntimeError: CUDA out of memory") as ended:
         run(script, captures=CAPTURES, workers=2, stages=2, faults=[fail_at(rank=1, step=1, phase="F", error=broken)])
     assert ended.value.__cause__ is broken
+
+
+@pytest.mark.parametrize("phase", ["F", "B"])
+@pytest.mark.parametrize(("workers", "stages"), [(2, 2), (4, 2), (2, 1)])
+def test_an_action_that_is_refused_memory_costs_the_step_and_no_worker(
+    alone: tuple[float, ...], phase: Literal["F", "B"], workers: int, stages: int
+) -> None:
+    fault = fail_at(rank=1, step=2, phase=phase, at_end=True, error=torch.OutOfMemoryError("CUDA out of memory"))
+    outcome = run(script, captures=CAPTURES, workers=workers, stages=stages, faults=[fault])
+    assert fault.happened
+    assert outcome.plans == (f"{stages}x{workers // stages}",) * 2
+    assert len(outcome.returned) == workers
+    assert outcome.losses == pytest.approx(alone, rel=1e-6)
+    assert any("fill 10 % less" in warning for warning in outcome.warnings)
+
+
+@pytest.mark.parametrize("at", [34, *nightly(32, 36, 39, 42)])
+def test_sums_that_have_half_of_a_micro_batch_are_of_no_use_to_anybody(
+    alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    collect, calls = Bucket.collect, itertools.count()
+
+    def refused(bucket: Bucket) -> None:
+        if bucket.flat.numel() and next(calls) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        collect(bucket)
+
+    monkeypatch.setattr(Bucket, "collect", refused)
+    outcome = run(script, captures=CAPTURES, workers=2, stages=1)
+    assert len(outcome.plans) == 2
+    assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
 
 def test_a_fault_that_does_not_happen_is_an_error() -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from varuna.core.errors import LinkError
+from varuna.core.errors import DeviceError, LinkError
 from varuna.engine.base.wait_bounds import Awaited, Heard, Patience, Scene, Waiting
 from varuna.process.console import say
 
@@ -104,6 +104,11 @@ class Inbox:
         """Set how long a step takes, predicted or measured; bounds of waits for other ranks follow from it."""
         self._stalled_s, self._step_s = self.patience.stalled_after_s(*step_s), max(step_s, default=0.0)
 
+    @property
+    def stalled_s(self) -> float:
+        """How long all ranks may wait for one another, or one for its device."""
+        return self._stalled_s
+
     def busy_after_s(self, longest_s: float) -> float:
         """How long this rank's own work may take that others wait for; the longest so far is known."""
         return self.patience.busy_after_s(longest_s, self._step_s)
@@ -130,6 +135,7 @@ class Inbox:
         Raises:
             LinkError: the wait cannot be right any more (``engine.base.wait_bounds``); names what is ``awaited``, and
                 from whom.
+            DeviceError: likewise, and this rank's device is waited for.
         """
         with self._changed:
             self.check()
@@ -142,7 +148,7 @@ class Inbox:
             while not self._came(waiting, ready, told=told):
                 now_s, scene = time.monotonic(), self._scene()
                 if fault := scene.fault(waiting, now_s, self.patience):
-                    raise LinkError(fault)
+                    raise DeviceError(fault) if awaited().by_device else LinkError(fault)
                 if not told:
                     self._tell(scene.told(awaited(), now_s - waiting.since_s))
                     told = True

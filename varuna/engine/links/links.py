@@ -17,6 +17,7 @@ from torch import Tensor
 from varuna.core.errors import LinkError
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import Group, Work
+from varuna.engine.device.faults import kind_of
 from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies
 from varuna.engine.links.carry import Carry
 from varuna.engine.links.gpu_links import GpuChannel
@@ -261,8 +262,11 @@ class Courier:
 
 
 def _failure(error: Exception, what: str) -> Exception:
-    """What the training thread raises: of a link only if the transport said so, which says ``RuntimeError``."""
-    if not isinstance(error, RuntimeError):
+    """What the training thread raises: of a link only if the transport said so, which says ``RuntimeError``.
+
+    So does this rank's own device, and then no peer is to be suspected.
+    """
+    if not isinstance(error, RuntimeError) or kind_of(error) is not None:
         return error
     broken = LinkError(f"{what}: {_first_line(error)}")
     broken.__cause__ = error

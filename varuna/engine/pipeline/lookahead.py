@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited
+from varuna.engine.device.pulse import title
 from varuna.engine.device.streams import Event, Streams
 from varuna.engine.links.links import Courier
 from varuna.engine.pipeline.timeline import StepTimes, Took
@@ -106,6 +107,7 @@ class DeviceLookahead:
     def __init__(self, streams: Streams, inbox: Inbox) -> None:
         self._streams, self._inbox, self.times_sections = streams, inbox, False
         self._watch = Courier(inbox, "the device")
+        self._name = title(streams)
         self._origin: tuple[Event, float] | None = None  # a passed event, and when it was passed
 
     def begin(self, step: int, begin_s: float) -> None:
@@ -117,7 +119,7 @@ class DeviceLookahead:
             self._watch.submit(("started", step), self._started.wait)
             self._inbox.take(
                 ("started", step),
-                lambda: Awaited("the device to finish what came before the first step", by_device=True),
+                lambda: Awaited(f"{self._name} to finish what came before the first step", by_device=True),
             )
             self._origin = self._started, time.monotonic()
 
@@ -167,7 +169,7 @@ class DeviceLookahead:
     def _pass(self, number: int) -> None:
         action, step = self._noted[number].action, self._step  # other threads may ask when this wait is over
         self._inbox.take(
-            ("passed", step, number), lambda: Awaited(f"the device to finish {action} of step {step}", by_device=True)
+            ("passed", step, number), lambda: Awaited(f"{self._name} to finish {action} of step {step}", by_device=True)
         )
 
 

@@ -1,13 +1,17 @@
 """What a worker's training thread is at, as it tells the manager every second, and the ranks that wait for it."""
 
 import os
+import signal
 import threading
 import time
 from typing import NamedTuple
 
+from varuna.core.devices import DeviceFacts, DeviceFault
+from varuna.core.membership import Membership
 from varuna.core.messages import Beat, WorkerPhase
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Doing, Waiting, doing_of
+from varuna.engine.device.faults import HANGS
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.pipeline.runtime import Runtime
 from varuna.engine.pipeline.timeline import StepTimes
@@ -35,9 +39,13 @@ class Heartbeat:
         state: of this worker.
         compiler: of the job, if it compiles.
         recent: tells what somebody wants to see, with every beat.
+        membership: hears of a device that hangs.
     """
 
-    def __init__(self, state: WorkerState, compiler: Compiler | None, recent: RecentSteps) -> None:
+    def __init__(
+        self, state: WorkerState, compiler: Compiler | None, recent: RecentSteps, membership: Membership
+    ) -> None:
+        self._membership = membership
         self._state, self._compiler, self._thread = state, compiler, threading.get_ident()
         self._recent = recent
         self.activity = Activity("starting")
@@ -92,6 +100,19 @@ class Heartbeat:
     def give_up(self, why: str) -> None:
         """End this process, whose training thread cannot be made to stop: a morph goes on without it."""
         warn(f"{why} It is here:\n{self._where(self.inbox.waiting).stack}")
+        self._end()
+
+    def hangs(self, device: DeviceFacts | None, why: str) -> None:
+        """End this process, whose device hangs."""
+        stack = self._where(self.inbox.waiting).stack
+        warn(f"{why} The training thread is here:\n{stack}")
+        self._membership.failed(why, stack, 1, DeviceFault(error=HANGS, device=device.name if device else ""))
+        self._end()
+
+    def _end(self) -> None:
+        """End as if killed, which is a loss and not a bug, if there is a manager that makes good for it."""
+        if self._membership.survives:
+            os.kill(os.getpid(), signal.SIGKILL)
         os._exit(1)
 
     def _where(self, waiting: Waiting | None) -> Whereabouts:

@@ -21,6 +21,8 @@ from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.copies.keeping import KeptCopy
+from varuna.engine.device.faults import DeviceFull
+from varuna.engine.device.pulse import Pulse
 from varuna.engine.pipeline.apply import layout_of, overflowed
 from varuna.engine.pipeline.divergence import check_finite, check_measured, check_written, is_finite
 from varuna.engine.shown.shown_steps import ShownSteps
@@ -100,7 +102,7 @@ class Session:
         self._stopping = self._saves_next = False
         self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
         self._shown, self._cut_check = ShownSteps(membership.shown, job.device), cut_check
-        self.heartbeat = Heartbeat(self.standing, job.compiler, self._shown.recent)
+        self.heartbeat = Heartbeat(self.standing, job.compiler, self._shown.recent, membership)
         self._is_sound, self._patience = True, patience  # the newest step was finite
         self.current: Generation | None = None
         self._assignment: Assignment | None = None  # of the newest stage
@@ -247,12 +249,13 @@ class Session:
             self._shown.interrupt()
             self.standing.give_up(assignment.generation)
             self._close_current()
-        except (LinkError, DamagedCheckpoint) as error:
+        except (LinkError, DamagedCheckpoint, DeviceFull) as error:
             self._shown.interrupt()
-            self._membership.suspect(assignment.generation, str(error))
+            fault = error.fault if isinstance(error, DeviceFull) else None
+            self._membership.suspect(assignment.generation, str(error), fault)
             if not (self._membership.survives or isinstance(error, DamagedCheckpoint)):
                 raise
-            self.heartbeat.at("waits for the manager's decision about a broken link")
+            self.heartbeat.at("waits for the manager's decision about a generation that broke")
             self.standing.suspend(assignment.generation)
             self._close_current()
         return False
@@ -296,6 +299,8 @@ class Session:
         if self._saver is not None and stage.sums.outlast:
             save_state = partial(self._save, generation, in_step=True)
             SumsSaver(self._saver, stage, assignment, self._facts, self._outliving(plan), save_state)
+        if (streams := stage.job.traffic.streams) is not None:
+            Pulse(streams, inbox, heart.hangs)
         self._close_current()
         inbox.expect_step(plan.step_s)
         self.current, heart.runtime = generation, generation.runtime

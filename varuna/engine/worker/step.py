@@ -1,13 +1,15 @@
 """One step of a formed generation: F, R, B, reduce, vote, apply."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from varuna.core.errors import LinkError
 from varuna.core.messages import Vote
 from varuna.core.vote import StepTotals
+from varuna.engine.device.faults import DeviceFull, fault_of
 from varuna.engine.pipeline.apply import apply_vote, layout_of, overflowed, scale_of
 from varuna.engine.pipeline.reduce import cast_vote
 from varuna.engine.shown.recent_steps import RanStep, RecentSteps
@@ -42,13 +44,15 @@ def run_step(
     Raises:
         GenerationEnded: the manager ended the generation.
         LinkError: a link broke, or nothing came within the bound.
+        DeviceFull: the device has too little memory for the actions of the step.
         WorkerError: replicas hold different states.
         DataError: stages disagree on a sample, or it is not what the model was captured with.
     """
     stage, plan = generation.stage, generation.plan
     begin_s = time.monotonic()
     stage.still.begins(step)
-    generation.runtime.run(step)
+    with _sparing_the_worker(generation, step):
+        generation.runtime.run(step)
     generation.wait_until_whole()  # after the last activation; gradients are still being reduced
     stage.optimizer.prepare()
     with generation.phase("reduce", step):
@@ -81,6 +85,22 @@ def run_step(
             generation.comparison.run(step)
     _report(generation, reporter, recent, begin_s)
     return vote, totals
+
+
+@contextmanager
+def _sparing_the_worker(generation: Generation, step: int) -> Iterator[None]:
+    """Between updates the state is whole, whatever memory an action was refused; sums know what they have half of.
+
+    Raises:
+        DeviceFull: it was.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        fault = fault_of(error)
+        if fault is None or not fault.is_memory:
+            raise
+        raise DeviceFull(generation.inbox.who, step, fault) from error
 
 
 def _prove(stage: Stage, step: int, summed: Sequence[float]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from varuna.core.errors import FleetError
-from varuna.core.messages import Assign, Beat, FromWorker, Leaving, Offered, Sought, ToWorker, WorkSought
+from varuna.core.messages import Assign, Beat, Failed, FromWorker, Leaving, Offered, Sought, ToWorker, WorkSought
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.join import job_identity
 from varuna.fleet.agent.log_forwarder import LogForwarder
@@ -233,6 +233,8 @@ class Agent:
     def _hear(self, worker: str, message: FromWorker) -> None:
         """A worker said something: beats wait for the next pulse, the rest goes at once."""
         is_ours, got_on = self._roster.hear(worker, message)
+        if isinstance(message, Failed) and message.fault is not None:
+            self._slots.failed(worker, is_memory=message.fault.is_memory)
         if got_on:
             self._progress_s = time.monotonic()
         if isinstance(message, Offered | Sought | WorkSought) and not self._connected:

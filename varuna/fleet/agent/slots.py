@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from varuna.core.devices import rest_s
+
 _STABLE_S = 60.0
 _LONGEST_DELAY_S = 30.0
 
@@ -17,6 +19,10 @@ class Slot:
     failures: int = 0
     is_done: bool = False
     """The last worker ended by itself: nobody follows it."""
+    rest_s: float | None = None
+    """Its device has failed, as its worker said: another one follows after this long, however the process ends."""
+    faults: int = 0
+    """How often it broke."""
 
 
 class Slots:
@@ -46,13 +52,22 @@ class Slots:
         """Note that a worker runs in a slot."""
         slot.worker, slot.started_s = worker, now_s
 
+    def failed(self, worker: str, *, is_memory: bool) -> None:
+        """Note that a worker's device failed: one that broke gets no other worker for a while."""
+        for slot in self._slots:
+            if slot.worker == worker:
+                slot.faults += not is_memory
+                slot.rest_s = 0.0 if is_memory else rest_s(slot.faults)
+
     def ended(self, worker: str, code: int, now_s: float) -> bool:
         """Note that a process ended, by a signal if ``code`` is negative; False if it was in no slot."""
         slot = next((slot for slot in self._slots if slot.worker == worker), None)
         if slot is None:
             return False
         slot.worker = ""
-        if code >= 0:
+        if slot.rest_s is not None:
+            slot.start_at_s, slot.rest_s = now_s + slot.rest_s, None
+        elif code >= 0:
             slot.is_done = True
         else:
             slot.failures = 0 if now_s > slot.started_s + _STABLE_S else slot.failures + 1
@@ -63,3 +78,4 @@ class Slots:
         """Begin another run: slots whose workers ended by themselves are used again."""
         for slot in self._slots:
             slot.is_done, slot.failures, slot.start_at_s = False, 0, 0.0
+            slot.rest_s, slot.faults = None, 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 from varuna.core.messages import Apply, Held, Hold, Recorded, Suspect, Vote
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.backoff import note_broken
+from varuna.fleet.machine.device_faults import note_full
 from varuna.fleet.machine.leases import is_near, note_progress, stands_still, waits_for_return
 from varuna.fleet.machine.salvage import share_of_step
 from varuna.fleet.machine.transition import Transition
@@ -52,10 +53,14 @@ def note_suspect(transition: Transition, name: str, suspect: Suspect) -> None:
     fleet = transition.fleet
     if suspect.generation != fleet.generation or not fleet.is_member(name) or not fleet.is_joined(name):
         return
-    if isinstance(fleet.phase, Running) and fleet.phase.suspicion is None:
-        transition.update(phase=replace(fleet.phase, suspicion=Suspicion(transition.now_s, name, suspect.reason)))
+    if suspect.fault is not None:
+        note_full(transition, name, suspect.fault)
+    phase = transition.fleet.phase
+    if isinstance(phase, Running) and phase.suspicion is None:
+        at_s = transition.now_s if suspect.fault is None else float("-inf")  # nobody is to be found out
+        transition.update(phase=replace(phase, suspicion=Suspicion(at_s, name, suspect.reason)))
         transition.look_at_all()
-    elif isinstance(fleet.phase, Stopping) and fleet.phase.planned and fleet.workers[name].holding is None:
+    elif isinstance(phase, Stopping) and phase.planned and fleet.workers[name].holding is None:
         transition.send(name, Hold(generation=fleet.generation))  # it does not stop by itself any more
 
 

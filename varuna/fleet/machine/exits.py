@@ -4,6 +4,7 @@ import signal
 
 from varuna.core.messages import Failed, Finish
 from varuna.fleet.machine.commit import commit, judge, press, record_votes
+from varuna.fleet.machine.device_faults import note_fault
 from varuna.fleet.machine.leases import is_gone, return_patience_s
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet
@@ -34,8 +35,14 @@ def note_connection_lost(transition: Transition, event: ConnectionLost) -> None:
 
 
 def note_failed(transition: Transition, name: str, failed: Failed) -> None:
-    """End the run, since a worker's own code raised: another worker would fail in the same way."""
-    if transition.fleet.workers[name].standing is not Standing.DISMISSED:
+    """End the run, since a worker's own code raised: another worker would fail in the same way.
+
+    Not so if its device failed. Once it is through with its steps, there is nobody else who could finish its script.
+    """
+    standing = transition.fleet.workers[name].standing
+    if failed.fault is not None and standing not in (Standing.LEFT, Standing.DISMISSED):
+        note_fault(transition, name, failed.fault)
+    elif standing is not Standing.DISMISSED:
         text = f"worker {_title(transition.fleet, name)} failed: {failed.summary}"
         transition.forget(name)
         transition.end(failed.exit_code, f"{text}\n{failed.traceback}".rstrip(), worker=name)

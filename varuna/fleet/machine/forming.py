@@ -87,7 +87,7 @@ def _wait(transition: Transition, phase: Idle, blocked: Blocked) -> None:
     exit_code = NoPlanError.exit_code if no_plan else 1
     if fleet.finish is not None:
         _end_as_asked(transition, fleet.finish, blocked)
-    elif not fleet.more_to_come:
+    elif not (fleet.more_to_come or (fleet.config.replace and fleet.resting)):
         causes = f" ({' and '.join(map(str, fleet.causes))})" if fleet.causes else ""
         transition.end(exit_code, blocked.text if no_plan else f"{blocked.text} left{causes}, and none are starting")
     elif transition.now_s >= phase.since_s + patience_s:

@@ -46,7 +46,7 @@ def spawn_missing(transition: Transition) -> None:
     """Ask for the workers that should exist, unless the last ones died at once."""
     missing = transition.fleet.missing
     if missing and transition.now_s >= transition.fleet.respawn_at_s:
-        transition.instructions.append(Spawn(missing))
+        transition.instructions.append(Spawn(missing, transition.fleet.resting))
         transition.update(spawning=transition.fleet.spawning + missing)
 
 

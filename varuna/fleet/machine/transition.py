@@ -136,7 +136,7 @@ class Transition:
             self.hasten()
         if not fleet.config.replace:
             self.update(wanted=max(0, fleet.wanted - 1))
-        elif worker.replacement:
+        elif worker.replacement and name not in fleet.resting:  # whose GPU waits longer each time
             failures = fleet.start_failures + 1
             backoff_s = min(2.0 ** (failures - 1), _MAX_BACKOFF_S) if worker.standing is Standing.STARTING else 0.0
             self.update(start_failures=failures, respawn_at_s=self.now_s + backoff_s)

@@ -4,7 +4,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from varuna.core.messages import (
@@ -72,8 +72,8 @@ Observer = Callable[[RunEvent], None]
 class Executor(Protocol):
     """What the manager needs of the world of processes and connections."""
 
-    def spawn(self) -> str:
-        """Start a worker; returns its name."""
+    def spawn(self, avoided: Collection[str]) -> str:
+        """Start a worker, on a GPU that none of these workers had; returns its name."""
         ...
 
     def kill(self, name: str) -> None:
@@ -334,9 +334,9 @@ class Manager:
                 self._find_out(instruction)
             case Kill(worker=name):
                 self._hands.kill(name)
-            case Spawn(count=count):
+            case Spawn(count=count, avoided=avoided):
                 # On one machine, each process stands for a VM: it can be drained, or be given notice, by itself.
-                return [WorkerSpawned(name, node=name) for name in (self._hands.spawn() for _ in range(count))]
+                return [WorkerSpawned(name, node=name) for name in (self._hands.spawn(avoided) for _ in range(count))]
             case Collect(shard=shard):
                 self._store.do(lambda: self._keeper.collect(shard))
             case Complain(worker=worker, reason=reason):

@@ -3,7 +3,7 @@
 import gc
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from starlette.applications import Starlette
@@ -92,7 +92,7 @@ class ClusterWorkers:
 
     # -- what the manager wants --------------------------------------------------------------------------
 
-    def spawn(self) -> str:
+    def spawn(self, avoided: Collection[str]) -> str:
         """Never asked for: machines come by themselves."""
         raise AssertionError("an elastic run cannot start workers")
 

@@ -2,7 +2,7 @@
 
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,9 +85,9 @@ class LocalWorkers:
         self.kill, self.set_main = self._launcher.kill, self._launcher.set_main
         self.pid = self._launcher.pid
 
-    def spawn(self) -> str:
-        """Start a worker; returns its name."""
-        return self._launcher.spawn()
+    def spawn(self, avoided: Collection[str]) -> str:
+        """Start a worker, on a GPU that none of these workers had; returns its name."""
+        return self._launcher.spawn(avoided=avoided)
 
     def send(self, name: str, message: ToWorker) -> None:
         """Tell a worker."""

@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from varuna.core.devices import ClassSize, class_in, class_sizes, region_of_zone, worker_bytes
+from varuna.core.devices import ClassSize, class_in, class_sizes, device_of, region_of_zone, worker_bytes
 from varuna.core.messages import Vote
 from varuna.core.model import JobFacts
 from varuna.fleet.state.causes import EndCause, FinishWish
 from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.device_faults import BrokenDevice, ShortMemory
 from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.morph_gain import Experience, FirstStep
 from varuna.fleet.state.persistent import PersistentMap
@@ -134,6 +135,10 @@ class Fleet:
     """By worker: those that are left out of plans, or get fewer micro-batches."""
     strikes: Mapping[str, int] = field(default_factory=dict)
     """By worker: how often it was found slow."""
+    broken: Mapping[str, BrokenDevice] = field(default_factory=dict)
+    """By name of a device: those that failed."""
+    short: Mapping[str, ShortMemory] = field(default_factory=dict)
+    """By class of device: those whose workers ran out of memory."""
     morph_asked: bool = False
     morph_reason: str = "a morph was requested"
     """Why it was asked for."""
@@ -219,7 +224,14 @@ class Fleet:
     def classes_of(self, names: Iterable[str]) -> tuple[ClassSize, ...]:
         """How many of these workers compute on devices of each class; () where nobody says of which."""
         classes = self.device_classes(names)
-        return class_sizes((found, self.workers[name].device) for name, found in classes.items())
+        sizes = class_sizes((found, self.workers[name].device) for name, found in classes.items())
+        parts = {name: short.part for name, short in self.short.items()}
+        return tuple(
+            size.model_copy(update={"memory_part": parts[device]})
+            if (device := device_of(size.name)) in parts
+            else size
+            for size in sizes
+        )
 
     def counted(self, names: Iterable[str]) -> dict[str, int]:
         """The number of these workers by class of device."""
@@ -260,7 +272,13 @@ class Fleet:
         leaving = sum(len(self.workers.on(node)) for node in self.departing) if self.config.replace else 0
         # A launcher may have nothing but a leaving node to start them on: twice as many at most.
         room = 2 * self.wanted - len(self.workers)
-        return max(0, min(self.wanted + leaving - len(self.workers), room) - self.spawning)
+        resting = len(self.resting) if self.config.replace else 0
+        return max(0, min(self.wanted + leaving - len(self.workers), room) - resting - self.spawning)
+
+    @property
+    def resting(self) -> tuple[str, ...]:
+        """Lost workers whose GPUs have failed, and get no other worker yet."""
+        return tuple(name for each in self.broken.values() if self.ticked_s < each.until_s for name in each.workers)
 
     @property
     def is_starting(self) -> bool:

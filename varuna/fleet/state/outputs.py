@@ -31,6 +31,8 @@ class Spawn:
     """Start ``count`` workers, and report each with ``WorkerSpawned``."""
 
     count: int
+    avoided: tuple[str, ...] = ()
+    """Workers whose GPUs must not be used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
@@ -84,10 +84,13 @@ class Launcher:
         self._main: str | None = None
         self._early: dict[str, deque[bytes]] = {}
 
-    def spawn(self, name: str = "", environment: Mapping[str, str] | None = None) -> str:
+    def spawn(
+        self, name: str = "", environment: Mapping[str, str] | None = None, *, avoided: Collection[str] = ()
+    ) -> str:
         """Start one worker, with more variables if given; returns its name.
 
-        ``LOCAL_RANK``, by which it chooses its GPU, is the lowest number that no living worker has.
+        ``LOCAL_RANK``, by which it chooses its GPU, is the lowest number that no living worker has, nor any of those
+        whose places are to be ``avoided``.
 
         Raises:
             OSError: its log or its process cannot be made; nothing was started.
@@ -96,7 +99,9 @@ class Launcher:
             name = name or f"w{self._names}"
             self._names += 1
             self._early[name] = deque(maxlen=1000)
-            taken = {process.place for process in self._processes.values() if not process.reaped}
+            taken = {
+                process.place for process in self._processes.values() if not process.reaped or process.name in avoided
+            }
         place = min(set(range(len(taken) + 1)) - taken)
         more = {"LOCAL_RANK": str(place), **(environment or {}), "VARUNA_WORKER": name}
         log = _Log(

@@ -73,12 +73,13 @@ class PlanRequest(Value):
         devices = "", device_of(size.name)
         if memory_bytes is None and device_of(known.hardware.device_class) in devices:  # of another one it says nothing
             memory_bytes = known.hardware.memory_bytes
+        memory_bytes = size.memory_bytes if memory_bytes is None else memory_bytes
         update = {
             "calibration": known,
             "workers": size.workers,
             "speeds": self.speeds_by_class.get(size.name, ()),
             "classes": (),
-            "memory_bytes": size.memory_bytes if memory_bytes is None else memory_bytes,
+            "memory_bytes": None if memory_bytes is None else int(memory_bytes * size.memory_part),
         }
         return self.model_copy(update=update)
 

@@ -200,7 +200,7 @@ def test_messages_that_are_not_ready_are_sent_in_order_once_they_are() -> None:
     sender.close()
 
 
-def test_a_device_that_fails_under_a_message_breaks_the_link() -> None:
+def test_a_device_that_fails_under_a_message_is_not_taken_for_a_broken_link() -> None:
     class Failed:
         def wait(self) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
@@ -208,6 +208,6 @@ def test_a_device_that_fails_under_a_message_breaks_the_link() -> None:
     inbox = Inbox(Patience(last_s=10))
     sender = Sender(connected(2)[0], 1, 1, inbox, "out")
     sender.send(Packed(torch.zeros(4, dtype=torch.uint8), Failed()))
-    with pytest.raises(LinkError, match="the link out broke while sending: CUDA error: an illegal memory access"):
+    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access"):
         inbox.take("never", nothing)
     sender.close()

@@ -8,6 +8,8 @@ import pytest
 from tests.unit.engine.late import LateStreams
 from tests.unit.engine.models import SmallLanguage
 from tests.unit.engine.ranks import Setup
+from varuna.core.devices import DeviceFacts
+from varuna.core.errors import DeviceError
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.links.traffic import traffic_over
@@ -101,6 +103,21 @@ def test_waits_are_what_the_device_stood_still_for() -> None:
     assert times.actions == (Took(F0, 1.0, 5.0), Took(F1, 7.0, 9.0), Took(B0, 9.0, 12.0))
     assert times.waits == (Took(F1, 5.0, 7.0),)
     assert (times.begin_s, times.end_s) == (1.0, 12.0)
+
+
+def test_a_device_that_does_not_finish_is_to_blame_and_no_link() -> None:
+    streams = Gates()
+    streams.device = DeviceFacts(name="0102-03", memory_bytes=2**30)
+    inbox = Inbox(Patience(forming_s=0.2, told_s=0.1, look_s=0.1))
+    lookahead = DeviceLookahead(streams, inbox)
+    lookahead.begin(0, 0.0)
+    lookahead.acting()
+    lookahead.acted(F0)
+    with pytest.raises(DeviceError, match=r"waited 0 s for GPU 0102-03 to finish 0F0 of step 0: it hangs"):
+        lookahead.finish()
+    for gate in streams.gates:
+        gate.open.set()
+    lookahead.close()
 
 
 def test_time_within_sections_is_marked_on_a_device_only_if_asked_for() -> None:

@@ -2,11 +2,14 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from varuna.core.devices import DeviceFault
+from varuna.core.messages import Failed
 from varuna.fleet.agent.agent import Agent, AgentConfig
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.log_forwarder import LogForwarder
@@ -26,7 +29,7 @@ from varuna.fleet.net.protocol import (
     ZoneSeen,
 )
 from varuna.fleet.notices.notice import Preemptible, ZoneNotice
-from varuna.fleet.state.inputs import WorkerExited
+from varuna.fleet.state.inputs import MessageReceived, WorkerExited
 from varuna.fleet.workers.launcher import Launcher
 
 
@@ -128,6 +131,22 @@ def test_a_full_disk_starts_no_worker_and_ends_none(
     assert started == []
     agent.tend(31.0)
     assert started == ["n0-vm.0"]
+
+
+def test_a_gpu_that_broke_gets_no_worker_for_a_while(bench: Bench, started: list[str]) -> None:
+    agent = bench.agent
+    agent.happened(welcomed())
+    agent.take_next()
+    agent.tend(0.0)
+    broken = Failed(summary="s", traceback="", fault=DeviceFault(error="ECC"))
+    for event in (MessageReceived("n0-vm.0", broken), WorkerExited("n0-vm.0", 1, "")):
+        agent.happened(event)
+        agent.take_next()
+    now_s = time.monotonic()
+    agent.tend(now_s + 55)
+    assert started == ["n0-vm.0"]
+    agent.tend(now_s + 65)
+    assert started == ["n0-vm.0", "n0-vm.1"]
 
 
 def test_old_logs_of_workers_go(bench: Bench) -> None:

@@ -42,3 +42,28 @@ def test_one_that_ended_by_itself_is_not_followed_until_another_run() -> None:
     slots.begin_anew()
     assert slots.due(1000.0)
     assert not slots.ended("n0.7", 0, 5.0)
+
+
+def test_a_gpu_that_broke_rests_ever_longer_however_its_worker_ends() -> None:
+    slots, now_s, rests = Slots(1), 0.0, []
+    for number, code in enumerate((1, -9, 1)):
+        slots.started(slots.due(now_s)[0], f"n0.{number}", now_s)
+        slots.failed(f"n0.{number}", is_memory=False)
+        slots.ended(f"n0.{number}", code, now_s)
+        begin_s = now_s
+        while not slots.due(now_s):
+            now_s += 1.0
+        rests.append(now_s - begin_s)
+    assert rests == [60, 120, 240]
+    assert not slots.all_done
+
+
+def test_a_gpu_that_was_too_small_gets_the_next_worker_at_once() -> None:
+    slots = Slots(1)
+    slots.started(slots.due(0.0)[0], "n0.0", 0.0)
+    slots.failed("n0.0", is_memory=True)
+    slots.ended("n0.0", 1, 5.0)
+    assert slots.due(5.0)
+    slots.started(slots.due(5.0)[0], "n0.1", 5.0)
+    slots.ended("n0.1", 1, 9.0)  # of its own
+    assert slots.all_done

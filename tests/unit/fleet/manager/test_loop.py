@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,7 @@ class Hands:
         self.generation = -1
         self.on_generation: Callable[[int], None] = lambda generation: None
 
-    def spawn(self) -> str:
+    def spawn(self, avoided: Collection[str]) -> str:
         return next(self.names)
 
     def kill(self, name: str) -> None:

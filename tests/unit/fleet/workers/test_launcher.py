@@ -77,6 +77,7 @@ def test_a_worker_takes_the_lowest_place_that_nobody_living_has(bench: Bench) ->
     assert [place(name) for name in names] == ["0", "1", "2"]
     launcher.kill("w1")
     bench.exit()
+    assert place(launcher.spawn(avoided=("w1",))) == "3"
     assert place(launcher.spawn()) == "1"
     assert place(launcher.spawn(environment={"LOCAL_RANK": "7"})) == "7"
     launcher.stop_all(0)

@@ -1,0 +1,214 @@
+"""A GPU that fails is a lost worker; what is wrong on every GPU ends the run."""
+
+import pytest
+
+from tests.unit.fleet.support import Driver, two_stages
+from varuna.core.devices import ClassSize, DeviceFacts, DeviceFault
+from varuna.core.messages import Failed, Leaving, Suspect
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.outputs import Ask, EndRun, Kill, Spawn
+from varuna.fleet.state.phases import Running
+from varuna.fleet.state.questions import WhichPlan
+from varuna.fleet.state.run_events import Notice, WorkerLost
+
+GB = 2**30
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+class Gpus(Driver):
+    """Worker w3 has GPU 3, unless told otherwise; all are of one class."""
+
+    gpu_of: dict[str, str]
+
+    def hello_of(self, worker, **changes):  # type: ignore[no-untyped-def]
+        name = getattr(self, "gpu_of", {}).get(worker, worker.replace("w", "gpu"))
+        device = DeviceFacts(name=name, memory_bytes=16 * GB)
+        return super().hello_of(worker, **changes).model_copy(update={"device": device, "device_class": "T4"})
+
+
+def running(workers: int = 4, **options: object) -> Gpus:
+    driver = Gpus(FleetConfig(workers=workers, **options), plan=two_stages)  # type: ignore[arg-type]
+    driver.gather()
+    driver.voted(0, 1)
+    return driver
+
+
+def fails(driver: Driver, worker: str, error: str = ECC, *, is_memory: bool = False) -> None:
+    device = driver.fleet.workers[worker].device
+    fault = DeviceFault(error=error, device=device.name if device else "", is_memory=is_memory)
+    driver.say(worker, Failed(summary=error, traceback="T", fault=fault))
+
+
+def goes_on(driver: Driver) -> None:
+    """The others stop, and form the next generation."""
+    driver.wait(0.4)
+    for name in driver.fleet.live_members:
+        driver.held(name, driver.fleet.recorded_step + 1)
+    assert isinstance(driver.fleet.phase, Running)
+
+
+def spawned(driver: Driver) -> list[Spawn]:
+    return [each for each in driver.done if isinstance(each, Spawn)]
+
+
+def test_a_broken_gpu_is_a_lost_worker() -> None:
+    driver = running()
+    fails(driver, "w1")
+    assert [each.worker for each in driver.done if isinstance(each, Kill)] == ["w1"]
+    assert [event.cause for event in driver.told(WorkerLost)] == [f"worker w1 lost its GPU: {ECC}"]
+    assert [event.text for event in driver.told(Notice) if event.warning] == [
+        "GPU gpu1 (T4) gets no worker for 1m 00s, since it failed"
+    ]
+    goes_on(driver)
+    driver.voted(2)
+    assert driver.fleet.recorded_step == 2
+
+
+def test_its_gpu_gets_no_worker_for_a_while_and_then_one_again() -> None:
+    driver = running()
+    driver.spawns = False
+    before = len(spawned(driver))
+    fails(driver, "w1")
+    goes_on(driver)
+    driver.wait(58)
+    assert len(spawned(driver)) == before
+    driver.wait(3)
+    assert spawned(driver)[before:] == [Spawn(1)]
+
+
+def test_another_lost_worker_is_replaced_meanwhile_on_another_gpu() -> None:
+    driver = running()
+    fails(driver, "w1")
+    goes_on(driver)
+    driver.kill("w2")
+    assert spawned(driver)[-1] == Spawn(1, avoided=("w1",))
+
+
+def test_it_rests_twice_as_long_each_time() -> None:
+    driver = running()
+    driver.gpu_of = {"w4": "gpu1"}
+    fails(driver, "w1")
+    goes_on(driver)
+    driver.voted(2)
+    driver.wait(62)
+    driver.hello("w4")
+    fails(driver, "w4", "another error")
+    assert [event.text for event in driver.told(Notice) if event.warning][-1].startswith(
+        "GPU gpu1 (T4) gets no worker for 2m"
+    )
+
+
+def test_a_gpu_that_breaks_again_and_again_does_not_count_as_replacements_that_die() -> None:
+    driver = running(max_start_failures=1)
+    driver.gpu_of = {"w4": "gpu1"}
+    fails(driver, "w1")
+    goes_on(driver)
+    driver.wait(62)
+    assert "w4" in driver.fleet.workers
+    driver.say("w4", Failed(summary=ECC, traceback="", fault=DeviceFault(error=ECC, device="gpu1")))
+    assert not [each for each in driver.done if isinstance(each, EndRun)]
+
+
+def test_the_same_error_on_two_gpus_one_after_the_other_in_a_step_ends_the_run() -> None:
+    driver = running()
+    fails(driver, "w1")
+    goes_on(driver)
+    fails(driver, "w2")
+    [end] = [each for each in driver.done if isinstance(each, EndRun)]
+    assert end.exit_code == 1
+    assert all(word in end.text for word in ("step 2", ECC, "gpu1", "w1", "gpu2", "w2", "CUDA_LAUNCH_BLOCKING"))
+
+
+@pytest.mark.parametrize("how", ["at once", "another step", "another error"])
+def test_two_gpus_break_by_chance(how: str) -> None:
+    driver = running(6)
+    fails(driver, "w1")
+    if how != "at once":
+        goes_on(driver)
+    if how == "another step":
+        driver.voted(2)
+    fails(driver, "w2", "CUDA error: unspecified launch failure" if how == "another error" else ECC)
+    assert not [each for each in driver.done if isinstance(each, EndRun)]
+    assert len(driver.told(WorkerLost)) == 2
+
+
+def test_before_the_first_generation_two_are_enough() -> None:
+    driver = Gpus(FleetConfig(workers=3), plan=two_stages)
+    for name in ("w0", "w1"):
+        driver.say(name, Failed(summary=ECC, traceback="", fault=DeviceFault(error=ECC, device=f"gpu of {name}")))
+    assert [each.exit_code for each in driver.done if isinstance(each, EndRun)] == [1]
+
+
+def test_a_run_waits_for_a_gpu_that_it_cannot_do_without() -> None:
+    driver = running(2)
+    fails(driver, "w1")
+    driver.wait(0.4)
+    driver.held("w0", 2)
+    driver.wait(58, still=False)
+    assert not [each for each in driver.done if isinstance(each, EndRun)]
+    driver.wait(4, still=False)
+    driver.hello("w2")
+    driver.wait(2, still=False)
+    assert isinstance(driver.fleet.phase, Running)
+
+
+def test_after_its_last_step_a_script_has_nobody_else_to_finish_it() -> None:
+    driver = running()
+    driver.say("w0", Leaving(step=2))
+    fails(driver, "w0")
+    assert [each.exit_code for each in driver.done if isinstance(each, EndRun)] == [1]
+
+
+# -- memory
+
+
+def sizes(driver: Driver) -> tuple[ClassSize, ...]:
+    return driver.fleet.classes_of(driver.fleet.joined)
+
+
+def test_out_of_memory_loses_the_worker_and_the_next_plan_fills_less() -> None:
+    driver = running(5)  # a spare, with which the plan that ran could go on
+    fails(driver, "w1", "CUDA out of memory.", is_memory=True)
+    assert [size.memory_part for size in sizes(driver)] == [0.9]
+    assert any("fill 10 % less" in event.text for event in driver.told(Notice))
+    asked: list[WhichPlan] = []
+    plan_answer = driver.answer
+
+    def answer(ask: Ask):  # type: ignore[no-untyped-def]
+        if isinstance(ask.question, WhichPlan):
+            asked.append(ask.question)
+        return plan_answer(ask)
+
+    driver.answer = answer  # type: ignore[method-assign]
+    goes_on(driver)
+    assert [size.memory_part for size in asked[-1].classes] == [0.9]
+    assert spawned(driver)[-1] == Spawn(1)  # its GPU is whole
+
+
+def test_ranks_that_run_out_of_memory_at_once_lower_it_once() -> None:
+    driver = running(6)
+    for name in ("w1", "w3"):
+        fails(driver, name, "CUDA out of memory.", is_memory=True)
+    assert [size.memory_part for size in sizes(driver)] == [0.9]
+
+
+def test_the_third_time_ends_the_run_with_the_figures() -> None:
+    driver = running(8)
+    for name in ("w1", "w2"):
+        fails(driver, name, "CUDA out of memory.", is_memory=True)
+        goes_on(driver)
+    assert [size.memory_part for size in sizes(driver)] == [pytest.approx(0.81)]
+    fails(driver, driver.fleet.members[1], "CUDA out of memory.", is_memory=True)
+    [end] = [each for each in driver.done if isinstance(each, EndRun)]
+    assert all(word in end.text for word in ("stage 1", "16 GiB", "19% less", "--memory-per-worker"))
+
+
+def test_a_worker_that_survives_it_stays_and_the_generation_ends_at_once() -> None:
+    driver = running(5)
+    fault = DeviceFault(error="CUDA out of memory.", device="gpu1", is_memory=True)
+    driver.say("w1", Suspect(generation=0, reason="rank 1 (stage 1) ran out of memory in step 2", fault=fault))
+    assert driver.fleet.workers["w1"].is_joined
+    assert not isinstance(driver.fleet.phase, Running)
+    assert [size.memory_part for size in sizes(driver)] == [0.9]
+    goes_on(driver)
+    assert driver.fleet.record.cause == "worker w1 reported: rank 1 (stage 1) ran out of memory in step 2"

@@ -1,0 +1,102 @@
+"""Errors of a device, told from those of the user's code and of links, which are ``RuntimeError`` too.
+
+CUDA reports most errors at a later call, on whichever thread makes it, and from then on at every call of the process.
+So what is wrong says itself by its type and its text, never by where it was raised.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from enum import Enum
+
+import torch
+
+from varuna.core.devices import DeviceFault
+from varuna.core.errors import DeviceError
+
+_ACCELERATOR: type[RuntimeError] | tuple[()] = getattr(torch, "AcceleratorError", ())
+HANGS = "it hangs"
+"""What is wrong with a device that says nothing."""
+_FULL, _USERS = 2, (1, 9, 98, 209, 710)
+"""Numbers of CUDA: out of memory; and what fails on every device of its kind: an invalid argument or launch, a kernel
+that torch was not built with, an assertion on the device."""
+_ASSERT = "device-side assert"
+_LIBRARY = re.compile(r"(?:CU[A-Z]+|NCCL)_STATUS_([A-Z_]+)|^NCCL.*unhandled (cuda) error", re.DOTALL)
+"""Of cuBLAS, cuDNN and their like; NCCL's other errors are those of links."""
+_BREAKS = ("EXECUTION_FAILED", "INTERNAL_ERROR", "MAPPING_ERROR", "NOT_INITIALIZED", "cuda")
+
+
+class Kind(Enum):
+    """Whose matter an error of a device is."""
+
+    BROKEN = "the device's"
+    FULL = "the device's, which is whole"
+    USERS = "the code's"
+
+
+class DeviceFull(Exception):
+    """A device has too little memory for a step of which nothing is applied: this worker goes on with less to do."""
+
+    def __init__(self, who: str, step: int, fault: DeviceFault) -> None:
+        super().__init__(f"{who} ran out of memory in step {step}: {fault.error}")
+        self.fault = fault
+
+
+def kind_of(error: BaseException) -> Kind | None:
+    """Whose matter an error of a device is; None: it is not of a device. What caused an error counts, too."""
+    return next((kind for each in _chain(error) if (kind := _own_kind(each)) is not None), None)
+
+
+def fault_of(error: BaseException) -> DeviceFault | None:
+    """What the device that this thread computes on did, if that is why an error was raised."""
+    kind = kind_of(error)
+    if kind is None or kind is Kind.USERS:
+        return None
+    first = next(each for each in _chain(error) if _own_kind(each) is kind)
+    line = str(first).strip().partition("\n")[0].partition(" Of the allocated memory")[0]
+    text = HANGS if isinstance(first, DeviceError) else line[:300]
+    return DeviceFault(error=text, device=_device(), is_memory=kind is Kind.FULL)
+
+
+def in_words(fault: DeviceFault) -> str:
+    """What a fault means for whoever sees it without a manager."""
+    where = f"GPU {fault.device}" if fault.device else "The GPU"
+    if fault.is_memory:
+        return f"{where} has too little memory for what this process does: lower micro_batch=, or add workers."
+    return (
+        f"{where} has failed, not the script, unless other GPUs fail in the same place. Look for Xid in the "
+        "kernel's log (dmesg), then start the same command again. `varuna run` and agents go on without such a GPU."
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it was raised from or in place of."""
+    while error is not None:
+        yield error
+        error = error.__cause__ if error.__cause__ is not None or error.__suppress_context__ else error.__context__
+
+
+def _own_kind(error: BaseException) -> Kind | None:
+    if isinstance(error, DeviceError):
+        return Kind.BROKEN
+    if isinstance(error, torch.OutOfMemoryError):
+        return Kind.FULL
+    if not isinstance(error, RuntimeError):
+        return None
+    text = str(error)
+    if status := _LIBRARY.search(text):
+        said = status[1] or status[2]
+        return Kind.FULL if said == "ALLOC_FAILED" else Kind.BROKEN if said in _BREAKS else Kind.USERS
+    if not (isinstance(error, _ACCELERATOR) or text.startswith("CUDA error")):
+        return None
+    number = getattr(error, "error_code", None)
+    if number in _USERS or _ASSERT in text:
+        return Kind.USERS
+    return Kind.FULL if number == _FULL or text.startswith("CUDA error: out of memory") else Kind.BROKEN
+
+
+def _device() -> str:
+    """The name of this thread's GPU, which torch remembers even if the GPU says nothing any more."""
+    with contextlib.suppress(Exception):
+        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return ""

@@ -1,0 +1,109 @@
+"""Devices that fail: a lost worker, and not the end of the run, as long as what failed may go well elsewhere.
+
+A GPU that broke gets no worker for a while. If what the code does broke it, the step breaks the next one, too: the same
+error on two GPUs, in the same step and one after the other, ends the run. In one generation it says less: what the GPUs
+of a machine share may have failed.
+
+A device that was too small has a worker again, or still, with a plan that fills less of it.
+"""
+
+from varuna.core.devices import DeviceFault, rest_s
+from varuna.core.units import format_bytes, format_duration
+from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.device_faults import BrokenDevice, ShortMemory
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.phases import Ended
+from varuna.fleet.state.worker import Worker
+
+_MOST_TIMES = 2
+"""Plans that did not fit so often are wrong by more than a plan can make good."""
+
+
+def note_fault(transition: Transition, name: str, fault: DeviceFault) -> None:
+    """Note that a worker's device has failed, which ends the worker."""
+    if fault.is_memory:
+        note_full(transition, name, fault)
+        if not isinstance(transition.fleet.phase, Ended):
+            transition.lose(name, f"ran out of memory on its GPU: {fault.error}", kill=True)
+    else:
+        _note_broken(transition, name, fault)
+
+
+def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:
+    fleet, device = transition.fleet, _device_of(transition.fleet.workers[name], fault)
+    title = _title(fleet.workers[name], device)
+    step, generation = fleet.recorded_step + 1, fleet.generation
+    for other, seen in fleet.broken.items():
+        is_earlier = seen.generation < generation or generation < 0
+        if other != device and is_earlier and (seen.error, seen.step) == (fault.error, step):
+            transition.end(
+                1,
+                f"step {step} broke two GPUs in the same way, one after the other, so what the job computes is more "
+                f"likely to be wrong than both of them: {fault.error}. First {other} of {' and '.join(seen.workers)}, "
+                f"in generation {seen.generation}; then {title} of {name}, in generation {generation}. Run the script "
+                "with CUDA_LAUNCH_BLOCKING=1, which shows the operation. If it is sound, look for Xid in the kernel's "
+                "log (dmesg).",
+                worker=name,
+            )
+            return
+    before = fleet.broken.get(device)
+    is_same = before is not None and transition.now_s < before.until_s  # other workers had the same GPU
+    faults = (0 if before is None else before.faults) + (not is_same)
+    broken = BrokenDevice(
+        error=fault.error,
+        step=step,
+        generation=generation,
+        workers=(*(before.workers if before is not None and is_same else ()), name),
+        faults=faults,
+        until_s=transition.now_s + rest_s(faults),
+    )
+    transition.update(broken={**fleet.broken, device: broken})
+    transition.notice(f"{title} gets no worker for {format_duration(rest_s(faults))}, since it failed", warning=True)
+    transition.lose(name, f"lost its GPU: {fault.error}", kill=True)
+
+
+def note_full(transition: Transition, name: str, fault: DeviceFault) -> None:
+    """Note that a member's device has too little memory: plans fill less of its class, or the run ends."""
+    fleet, worker = transition.fleet, transition.fleet.workers[name]
+    before, of = fleet.short.get(worker.device_class), worker.device_class or "its class"
+    times = 0 if before is None else before.times
+    figures = _figures(fleet, worker)
+    if worker.is_joined and fleet.history and (before is None or before.generation < fleet.generation):
+        if times == _MOST_TIMES:
+            transition.end(
+                1,
+                f"worker {name} ran out of memory in step {fleet.recorded_step + 1}{figures}: {fault.error}. Plans for "
+                f"{of} fill {1 - fleet.short[worker.device_class].part:.0%} less than its devices seem to have. "
+                "Lower micro_batch=, pass --memory-per-worker, or add workers; and see what else uses these GPUs "
+                "(nvidia-smi).",
+                worker=name,
+            )
+            return
+        short = ShortMemory(times=times + 1, generation=fleet.generation)
+        transition.update(short={**fleet.short, worker.device_class: short}, replan=True)
+        transition.ask_anew()
+        transition.notice(
+            f"out of memory on worker {name}{figures}: plans for {of} fill 10 % less from now on", warning=True
+        )
+
+
+def _figures(fleet: Fleet, worker: Worker) -> str:
+    """What a worker's stage was promised, and what its device has."""
+    rank = fleet.rank_of(worker.name)
+    if rank is None or worker.device is None or not fleet.record.has_seat(worker.name):
+        return ""
+    plan, whole = fleet.record.plan, format_bytes(worker.device.memory_bytes)
+    replica, stage = plan.place_of(rank)
+    promised = plan.cut_of(replica).memory_bytes
+    needs = f"which was to need {format_bytes(promised[stage])}, " if promised else ""
+    return f" in stage {stage}, {needs}on a GPU of {whole}"
+
+
+def _device_of(worker: Worker, fault: DeviceFault) -> str:
+    """The name of a device, or of its only worker that is known."""
+    return fault.device or (worker.device.name if worker.device is not None else worker.name)
+
+
+def _title(worker: Worker, device: str) -> str:
+    """``GPU 0102… (Tesla T4)``."""
+    return f"GPU {device}{f' ({worker.device_class})' if worker.device_class else ''}"

@@ -1,0 +1,34 @@
+"""What the manager remembers of devices that failed."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenDevice:
+    """A GPU that failed, and gets no worker for a while."""
+
+    error: str
+    step: int
+    """That was in flight."""
+    generation: int
+    workers: tuple[str, ...]
+    """That ended by its newest fault."""
+    faults: int
+    """So far."""
+    until_s: float
+    """When it may have a worker again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortMemory:
+    """Plans for a class of devices fill less than what these seemed to have."""
+
+    times: int
+    """How often that was lowered."""
+    generation: int
+    """In which it was lowered last: all ranks of a stage run out of memory at once."""
+
+    @property
+    def part(self) -> float:
+        """Of what devices have that plans fill."""
+        return 0.9**self.times
