@@ -478,6 +478,11 @@ static int handle(void** made) {
   *made = malloc(256);
   return 0;
 }
+EXPORT int cuGetErrorString(int error, const char** text) {
+  *text = error == 801 ? "operation not supported" : cudaGetErrorString((cudaError_t)error);
+  return 0;
+}
+EXPORT int cuGetErrorName(int error, const char** text) { return cuGetErrorString(error, text); }
 EXPORT int cuCtxGetCurrent(void** context) { return handle(context); }
 EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_active) {
   if (flags) *flags = 0;
@@ -523,6 +528,7 @@ EXPORT int cuMemRelease(unsigned long long made) {
 EXPORT int cuMemMap(uintptr_t pointer, size_t bytes, size_t, unsigned long long, unsigned long long) {
   return mprotect((void*)pointer, bytes, PROT_READ | PROT_WRITE);
 }
+EXPORT int cuMemSetAccess(uintptr_t, size_t, const void*, size_t) { return 0; }
 EXPORT int cuMemUnmap(uintptr_t pointer, size_t bytes) {
   return madvise((void*)pointer, bytes, MADV_DONTNEED) | mprotect((void*)pointer, bytes, PROT_NONE);
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from varuna.engine.device.faults import kind_of
 from varuna.process.console import say
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -24,8 +25,11 @@ def let_segments_grow(device: torch.device) -> None:
         return
     _set("expandable_segments:True")
     try:
-        torch.empty(1, device=device)
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]  # nothing of it is cached
+            torch.empty(1, device=device)
     except RuntimeError as error:  # as on WSL, and with old drivers
         _set("expandable_segments:False")
+        if kind_of(error) is not None:
+            raise
         reason = str(error).splitlines()[0]
         say(f"the memory of {device} may fragment, as its driver has no expandable segments ({reason})")
