@@ -485,6 +485,10 @@ EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_activ
   return 0;
 }
 EXPORT int nvmlInit() { return 0; }  // asked for the number of devices by a process that will fork
+EXPORT int cuGetErrorString(int error, const char** text) {
+  *text = error == 2 ? "out of memory" : "operation not supported";
+  return 0;
+}
 EXPORT int cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return 0;
@@ -523,6 +527,7 @@ EXPORT int cuMemRelease(unsigned long long made) {
 EXPORT int cuMemMap(uintptr_t pointer, size_t bytes, size_t, unsigned long long, unsigned long long) {
   return mprotect((void*)pointer, bytes, PROT_READ | PROT_WRITE);
 }
+EXPORT int cuMemSetAccess(uintptr_t, size_t, const void*, size_t) { return 0; }
 EXPORT int cuMemUnmap(uintptr_t pointer, size_t bytes) {
   return madvise((void*)pointer, bytes, MADV_DONTNEED) | mprotect((void*)pointer, bytes, PROT_NONE);
 }
