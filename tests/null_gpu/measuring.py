@@ -3,20 +3,18 @@
 Prints figures as JSON, in bytes unless they are said to be something else.
 """
 
-import ctypes
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from tests.other_torch import NEWEST, environment, folder_of
+from tests.null_gpu.counts import counted
 from tests.unit.engine.ranks import Setup, connected
 from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
 from varuna.core.messages import Assignment, Transfer
@@ -31,8 +29,6 @@ from varuna.engine.worker.stored import initial_states
 from varuna.store.opening import open_store
 from varuna.testing.threads import run_all
 
-PAGEABLE_READS, PINNED, PEAK_PINNED = 6, 15, 16
-"""Of ``Count`` in runtime.cpp."""
 WIDTH = 300
 """Of the layers: no size is a power of two, nor near below one."""
 
@@ -62,13 +58,13 @@ def saves(precision: Precision) -> Figures:
     saver = Snapshotter(open_store("memory://measured"), 1, lambda shard: None)
     saver.begin(stage, assignment)
     saver.flush()
-    reserved = count(PINNED)
+    reserved = counted().pinned_bytes
     _update(stage)
     saver.save(stage, assignment)
     saver.flush()
     states = [stage.state_of(section, owned_only=True) for section in stage.sections]
     copied = sum(value.nbytes for state in states for value in state.tensors.values())
-    return {"copied": copied, "reserved": reserved, "pinned": count(PEAK_PINNED)}
+    return {"copied": copied, "reserved": reserved, "pinned": counted().peak_pinned_bytes}
 
 
 def offload(precision: Precision) -> Figures:
@@ -76,33 +72,35 @@ def offload(precision: Precision) -> Figures:
     setup = Setup(Wide, device="cuda:0", precision=precision, offload=True)
     stage = _stage(setup)
     _update(stage)
-    pinned = count(PINNED)
+    pinned = counted().pinned_bytes
     states = [stage.state_of(each) for each in stage.sections]
     held = sum(v.nbytes for state in states for v in state.tensors.values() if v.device.type == "cpu" and v.dim())
     state = {each.section: from_bytes(to_bytes(each)) for each in states}
     plan = stage.plan
     del stage, states
     stage = Stage(setup.job(), plan, 0, state, 1)
-    taken_over = count(PINNED)
+    taken_over = counted().pinned_bytes
     del stage, state
-    return {"held": held, "pinned": pinned, "taken_over": taken_over, "left": count(PINNED)}
+    return {"held": held, "pinned": pinned, "taken_over": taken_over, "left": counted().pinned_bytes}
 
 
 def moves() -> Figures:
     """State of 200 MB from a GPU to another rank."""
     held = {each: SectionState(each, {"parameters/w": torch.ones(25_000_000, device="cuda:0")}) for each in range(2)}
     transfers = [Transfer(section=each, source_rank=0, target_rank=1) for each in held]
-    groups, copies, before = connected(2), traffic_of(torch.device("cuda:0")).state, count(PAGEABLE_READS)
+    groups, copies, before = connected(2), traffic_of(torch.device("cuda:0")).state, counted().pageable_reads
 
     def work(rank: int) -> None:
         exchange(groups[rank], transfers, rank, {} if rank else held, copies=copies)
 
     run_all([partial(work, rank) for rank in range(2)])
-    return {"pinned": count(PEAK_PINNED), "pageable reads": count(PAGEABLE_READS) - before}
+    return {"pinned": counted().peak_pinned_bytes, "pageable reads": counted().pageable_reads - before}
 
 
-def segments() -> Figures:
-    """Of each segment of device memory, whether it grows, once a worker has its streams."""
+def segments(*before: str) -> Figures:
+    """Whether each segment of device memory grows, once a worker has its streams; a script was ``before`` on some."""
+    small = [torch.empty(10, device=device) for device in before]
+    del small  # it is in torch's cache now
     traffic_of(torch.device("cuda:0"))
     used = torch.empty(10_000_000, device="cuda:0")
     snapshot: Callable[[], list[dict[str, Any]]] = torch.cuda.memory_snapshot
@@ -129,20 +127,11 @@ def _update(stage: Stage) -> None:
     stage.apply_tentatively(1.0, StageExchange(lambda row: row.view(1, -1), stage.owned))
 
 
-def count(which: int) -> int:
-    """Ask the null GPU, which torch has loaded."""
-    path = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "nullcuda" in line)
-    ask = ctypes.CDLL(path).null_gpu_count
-    ask.restype = ctypes.c_long
-    return cast(int, ask(which))
-
-
-def measured(*case: str, version: str = NEWEST, **settings: str) -> Figures:
-    """Measure a case in a process of its own, over the null GPU."""
+def measured(*case: str, **settings: str) -> Figures:
+    """Measure a case in a process of its own, over the null GPU that this one has."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.null_gpu.measuring", *case],
-        env=environment(version) | {"NULL_GPUS": "1"} | settings,
-        cwd=Path(__file__).parents[2],
+        env={**os.environ, **settings},
         capture_output=True,
         text=True,
         timeout=300,
@@ -150,16 +139,6 @@ def measured(*case: str, version: str = NEWEST, **settings: str) -> Figures:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return cast(Figures, json.loads(done.stdout.splitlines()[-1])) | {"said": done.stderr}
-
-
-def knows(name: str, version: str = NEWEST) -> bool:
-    """Whether the null GPU that was built for this version has a variable."""
-    return name.encode() in (folder_of(version) / "torch/lib/libnullcuda.so").read_bytes()
-
-
-def is_there(version: str = NEWEST) -> bool:
-    """Whether torch's CUDA build is installed beside ``.venv``, over the null GPU."""
-    return (folder_of(version) / ".installed").exists() and os.name == "posix"
 
 
 CASES: dict[str, Callable[..., Figures]] = {"saves": saves, "offload": offload, "moves": moves, "segments": segments}

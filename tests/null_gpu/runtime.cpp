@@ -490,6 +490,10 @@ EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_activ
   return 0;
 }
 EXPORT int nvmlInit() { return 0; }  // asked for the number of devices by a process that will fork
+EXPORT int cuGetErrorString(int error, const char** text) {
+  *text = error == 2 ? "out of memory" : "operation not supported";
+  return 0;
+}
 EXPORT int cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return 0;

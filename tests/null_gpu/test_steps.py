@@ -115,7 +115,8 @@ def test_causal_attention_gets_its_fast_kernel_and_memory_keeps_to_the_promise(n
     length, options, kernel = CASES[name]
     found = measured(length, 4, 256, **options)
     assert found.kernels == {kernel, f"{kernel}_backward"}
-    assert found.peak_bytes == pytest.approx(found.promised_bytes, rel=0.03)
+    least = 0.7 if "memory" in options else 0.97  # what torch keeps for streams of copies is promised, too
+    assert least <= found.peak_bytes / found.promised_bytes <= 1.03
 
 
 class Wide(nn.Module):

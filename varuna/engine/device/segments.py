@@ -11,6 +11,7 @@ from varuna.process.console import say
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _set: Any = torch._C._accelerator_setAllocatorSettings
+_stream: Any = torch.cuda.Stream
 _settings: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
 """What the script has set; up to torch 2.12 nobody says."""
 
@@ -25,11 +26,10 @@ def let_segments_grow(device: torch.device) -> None:
         return
     _set("expandable_segments:True")
     try:
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]  # nothing of it is cached
+        with torch.cuda.stream(_stream(device, priority=-1)):  # which nobody has used: no memory of it is cached
             torch.empty(1, device=device)
     except RuntimeError as error:  # as on WSL, and with old drivers
         _set("expandable_segments:False")
         if kind_of(error) is not None:
             raise
-        reason = str(error).splitlines()[0]
-        say(f"the memory of {device} may fragment, as its driver has no expandable segments ({reason})")
+        say(f"the memory of {device} may fragment, as its driver has no expandable segments")
