@@ -19,7 +19,6 @@ def build(libraries: Path, headers: Path) -> None:
         headers: of the CUDA runtime, of the same major version.
     """
     ours = libraries / "libnullcuda.so"
-    ours.unlink(missing_ok=True)
     torchs = [path for path in sorted(libraries.glob("*.so")) if "torch" in path.name or "c10" in path.name]
     wanted, versions = _undefined([*torchs, *libraries.glob("libcaffe2*.so")])
     work = libraries / "null"

@@ -478,11 +478,6 @@ static int handle(void** made) {
   *made = malloc(256);
   return 0;
 }
-EXPORT int cuGetErrorString(int error, const char** text) {
-  *text = error == 801 ? "operation not supported" : cudaGetErrorString((cudaError_t)error);
-  return 0;
-}
-EXPORT int cuGetErrorName(int error, const char** text) { return cuGetErrorString(error, text); }
 EXPORT int cuCtxGetCurrent(void** context) { return handle(context); }
 EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* is_active) {
   if (flags) *flags = 0;

@@ -103,8 +103,8 @@ class CudaStreams:
         self._device = device
 
     def stream(self) -> Stream:
-        """Create a stream."""
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        """Create a stream, whose kernels go before those of computations that wait: NCCL's are short, and awaited."""
+        return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
     def computing(self) -> Stream:
         """The one that this thread's computations go to."""
