@@ -123,6 +123,8 @@ test: install azurite fake-gcs field-libraries kubernetes-tools page-tools
 unit: install
 	@$(BIN)/python -m tests.parts unit
 
+VERSION ?=
+
 # What depends on torch's inside, with another version, which lies in .torch/ and leaves .venv as it is.
 test-torch: install
 	@test -n "$(VERSION)" || { echo "Name one: make test-torch VERSION=2.15.0" >&2; exit 1; }
