@@ -251,7 +251,7 @@ _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 def _base(step: dis.Instruction, first: str | None) -> str | None:
     if step.opname in _BASES:
         return str(step.argval)
-    if step.opname.startswith("LOAD_FAST") and first is not None:
+    if "LOAD_FAST" in step.opname and first is not None:  # the last of two, as 3.13 fuses them
         last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
         return first if last == first else None
     return None
