@@ -14,7 +14,7 @@ TORCH ?= $(or $(shell cat $(STAMP) 2>/dev/null),$(PINNED_TORCH))
 # Also where the environment forbids it: each process of tests would compile all of them anew, for five seconds.
 export PYTHONDONTWRITEBYTECODE :=
 IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
-PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
 	if $$p $(IS_PYTHON_311) 2>/dev/null; then echo $$p; break; fi; done)
 
 .PHONY: gpu-session null-gpu test-torch chaos docs help install azurite fake-gcs kubernetes-tools image-check field-libraries page-tools demo test unit nightly test-field field-table check format clean bench-peers sbom wheel

@@ -61,11 +61,14 @@ class DeviceFacts(Value):
 
 
 class DeviceFault(Value):
-    """What ended a worker and is the matter of its device alone: the same work may go well on another one."""
+    """What ended a worker and is the matter of its device or machine alone: the same work may go well elsewhere."""
 
     error: str = Field(max_length=300, description="as the device's library said it")
     device: str = Field(default="", max_length=255, description="the name in its ``DeviceFacts``; empty: unknown")
     is_memory: bool = Field(default=False, description="it has too little memory, and is whole")
+    of_machine: bool = Field(
+        default=False, description="not of the device, but of a disk, a mount or the like beside it"
+    )
 
 
 def rest_s(faults: int) -> float:

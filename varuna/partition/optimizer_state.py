@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import UsageError
@@ -327,13 +328,21 @@ class OptimizerState:
     def copies(self) -> "Undo":
         """A copy of all state, to be put back bit for bit."""
         self._beside = None  # whoever copies is about to change it
-        tables = [(table, {key: deepcopy(its) for key, its in table.items()}) for table in states_in(self._optimizer)]
+        tables = [(table, {key: _copied(its) for key, its in table.items()}) for table in states_in(self._optimizer)]
         places = [
-            (place, {key: deepcopy(place.entries[key]) for key in place.plain()})
+            (place, {key: _copied(place.entries[key]) for key in place.plain()})
             for place in places_in(self._optimizer, self._names)
             if not any(place.entries is table for table, _ in tables)
         ]
         return Undo(tables, places)
+
+
+def _copied(value: Any) -> Any:
+    """A copy, of whose tensors each has memory of its own: ``deepcopy`` copies all that theirs may be a part of."""
+    parts = [
+        leaf for leaf in tree_leaves(value) if type(leaf) is Tensor and leaf.nbytes < leaf.untyped_storage().nbytes()
+    ]
+    return deepcopy(value, {id(part): part.detach().clone() for part in parts})
 
 
 class Undo(NamedTuple):

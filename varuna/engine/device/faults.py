@@ -1,10 +1,11 @@
-"""Errors of a device, told from those of the user's code and of links, which are ``RuntimeError`` too.
+"""Errors of a device or its machine, told from those of the user's code and of links, which have the same types.
 
 CUDA reports most errors at a later call, on whichever thread makes it, and from then on at every call of the process.
 So what is wrong says itself by its type and its text, never by where it was raised.
 """
 
 import contextlib
+import errno
 import re
 from collections.abc import Iterator
 from enum import Enum
@@ -12,7 +13,7 @@ from enum import Enum
 import torch
 
 from varuna.core.devices import DeviceFault
-from varuna.core.errors import DeviceError
+from varuna.core.errors import DataError, DeviceError, VarunaError
 
 _ACCELERATOR: type[RuntimeError] | tuple[()] = getattr(torch, "AcceleratorError", ())
 HANGS = "it hangs"
@@ -26,10 +27,22 @@ _LIBRARY = re.compile(r"(?:CU[A-Z]+|NCCL)_STATUS_([A-Z_]+)|^NCCL.*unhandled (cud
 _BREAKS = ("EXECUTION_FAILED", "INTERNAL_ERROR", "MAPPING_ERROR", "NOT_INITIALIZED", "cuda")
 
 
+_MACHINES = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EIO", "ENXIO", "ENODEV", "ENOSPC", "EDQUOT", "EROFS", "ESTALE", "EREMOTEIO", "EUCLEAN"),
+        *("ETIMEDOUT", "ECONNRESET", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "ENETUNREACH", "ENETDOWN"),
+    )
+    if hasattr(errno, name)
+)
+"""Of disks, mounts and networks: what the code asked for was right, and may be had elsewhere."""
+
+
 class Kind(Enum):
-    """Whose matter an error of a device is."""
+    """Whose matter an error is."""
 
     BROKEN = "the device's"
+    MACHINE = "of the machine around it"
     FULL = "the device's, which is whole"
     USERS = "the code's"
 
@@ -43,23 +56,33 @@ class DeviceFull(Exception):
 
 
 def kind_of(error: BaseException) -> Kind | None:
-    """Whose matter an error of a device is; None: it is not of a device. What caused an error counts, too."""
+    """Whose matter an error of a device or a machine is; None: of neither. What caused an error counts, too."""
     return next((kind for each in _chain(error) if (kind := _own_kind(each)) is not None), None)
 
 
 def fault_of(error: BaseException) -> DeviceFault | None:
-    """What the device that this thread computes on did, if that is why an error was raised."""
-    kind = kind_of(error)
-    if kind is None or kind is Kind.USERS:
+    """What the device that this thread computes on, or this machine, did, if that is why an error was raised.
+
+    Varuna's own errors say what to do about a disk or a network, but for what happens under ``dataset[i]``.
+    """
+    kind, own = kind_of(error), isinstance(error, VarunaError) and not isinstance(error, DataError)
+    if kind is None or kind is Kind.USERS or (own and kind is Kind.MACHINE):
         return None
     first = next(each for each in _chain(error) if _own_kind(each) is kind)
     line = str(first).strip().partition("\n")[0].partition(" Of the allocated memory")[0]
     text = HANGS if isinstance(first, DeviceError) else line[:300]
+    if kind is Kind.MACHINE:
+        return DeviceFault(error=f"{type(first).__name__}: {text}"[:300], of_machine=True)
     return DeviceFault(error=text, device=_device(), is_memory=kind is Kind.FULL)
 
 
 def in_words(fault: DeviceFault) -> str:
     """What a fault means for whoever sees it without a manager."""
+    if fault.of_machine:
+        return (
+            "This machine has failed, not the script, unless others fail in the same place. Look at its disks, mounts "
+            "and network (df, mount, dmesg), then start the same command again. `varuna run` and agents go on without."
+        )
     where = f"GPU {fault.device}" if fault.device else "The GPU"
     if fault.is_memory:
         return f"{where} has too little memory for what this process does: lower micro_batch=, or add workers."
@@ -81,6 +104,8 @@ def _own_kind(error: BaseException) -> Kind | None:
         return Kind.BROKEN
     if isinstance(error, torch.OutOfMemoryError):
         return Kind.FULL
+    if isinstance(error, OSError):
+        return Kind.MACHINE if error.errno in _MACHINES else None
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)

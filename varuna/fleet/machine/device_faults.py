@@ -1,8 +1,8 @@
-"""Devices that fail: a lost worker, and not the end of the run, as long as what failed may go well elsewhere.
+"""Devices and machines that fail: a lost worker, and not the end of the run, as long as all may go well elsewhere.
 
-A GPU that broke gets no worker for a while. If what the code does broke it, the step breaks the next one, too: the same
-error on two GPUs, in the same step and one after the other, ends the run. In one generation it says less: what the GPUs
-of a machine share may have failed.
+A GPU that broke, or a machine whose disk or mount did, gets no worker for a while. If what the code does broke it, the
+step breaks the next one, too: the same error on two of them, in the same step and one after the other, ends the run. In
+one generation it says less: what the GPUs of a machine share may have failed.
 
 A device that was too small has a worker again, or still, with a plan that fills less of it.
 """
@@ -20,7 +20,7 @@ _MOST_TIMES = 2
 
 
 def note_fault(transition: Transition, name: str, fault: DeviceFault) -> None:
-    """Note that a worker's device has failed, which ends the worker."""
+    """Note that a worker's device or machine has failed, which ends the worker."""
     if fault.is_memory:
         note_full(transition, name, fault)
         if not isinstance(transition.fleet.phase, Ended):
@@ -31,18 +31,18 @@ def note_fault(transition: Transition, name: str, fault: DeviceFault) -> None:
 
 def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:
     fleet, device = transition.fleet, _device_of(transition.fleet.workers[name], fault)
-    title = _title(fleet.workers[name], device)
+    title = device if fault.of_machine else _title(fleet.workers[name], device)
+    what = "machine" if fault.of_machine else "GPU"
     step, generation = fleet.recorded_step + 1, fleet.generation
     for other, seen in fleet.broken.items():
         is_earlier = seen.generation < generation or generation < 0
         if other != device and is_earlier and (seen.error, seen.step) == (fault.error, step):
             transition.end(
                 1,
-                f"step {step} broke two GPUs in the same way, one after the other, so what the job computes is more "
+                f"step {step} broke two {what}s in the same way, one after the other, so what the job does is more "
                 f"likely to be wrong than both of them: {fault.error}. First {other} of {' and '.join(seen.workers)}, "
-                f"in generation {seen.generation}; then {title} of {name}, in generation {generation}. Run the script "
-                "with CUDA_LAUNCH_BLOCKING=1, which shows the operation. If it is sound, look for Xid in the kernel's "
-                "log (dmesg).",
+                f"in generation {seen.generation}; then {title} of {name}, in generation {generation}. "
+                + (_LOOK_AT_MACHINES if fault.of_machine else _LOOK_AT_GPUS),
                 worker=name,
             )
             return
@@ -59,7 +59,14 @@ def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:
     )
     transition.update(broken={**fleet.broken, device: broken})
     transition.notice(f"{title} gets no worker for {format_duration(rest_s(faults))}, since it failed", warning=True)
-    transition.lose(name, f"lost its GPU: {fault.error}", kill=True)
+    transition.lose(name, f"lost its {what}: {fault.error}", kill=True)
+
+
+_LOOK_AT_GPUS = (
+    "Run the script with CUDA_LAUNCH_BLOCKING=1, which shows the operation. If it is sound, look for Xid in the "
+    "kernel's log (dmesg)."
+)
+_LOOK_AT_MACHINES = "Read what that step reads by hand, on each of them; if they share a disk or a mount, look at that."
 
 
 def note_full(transition: Transition, name: str, fault: DeviceFault) -> None:
@@ -100,7 +107,9 @@ def _figures(fleet: Fleet, worker: Worker) -> str:
 
 
 def _device_of(worker: Worker, fault: DeviceFault) -> str:
-    """The name of a device, or of its only worker that is known."""
+    """The name of a device, or of its only worker that is known; of a machine, if that is what failed."""
+    if fault.of_machine:
+        return f"machine {worker.node}"
     return fault.device or (worker.device.name if worker.device is not None else worker.name)
 
 

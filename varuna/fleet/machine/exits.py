@@ -37,13 +37,17 @@ def note_connection_lost(transition: Transition, event: ConnectionLost) -> None:
 def note_failed(transition: Transition, name: str, failed: Failed) -> None:
     """End the run, since a worker's own code raised: another worker would fail in the same way.
 
-    Not so if its device failed. Once it is through with its steps, there is nobody else who could finish its script.
+    Not so if its device or its machine failed, or if it is new to a run that trains without it. Once it is through with
+    its steps, there is nobody else who could finish its script.
     """
     standing = transition.fleet.workers[name].standing
     if failed.fault is not None and standing not in (Standing.LEFT, Standing.DISMISSED):
         note_fault(transition, name, failed.fault)
     elif standing is not Standing.DISMISSED:
         text = f"worker {_title(transition.fleet, name)} failed: {failed.summary}"
+        if _is_outsider(transition.fleet, name):
+            transition.do_without(name, f"{text}. {_WITHOUT}")
+            return
         transition.forget(name)
         transition.end(failed.exit_code, f"{text}\n{failed.traceback}".rstrip(), worker=name)
 
@@ -156,8 +160,19 @@ def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
     when = "after its last step" if left else "before its training was done"
     text = f"worker {_title(fleet, worker.name)} ended with exit code {exit_.code} {when}"
     tail = f". The end of its stderr:\n{exit_.stderr_tail.rstrip()}" if exit_.stderr_tail.strip() else ""
+    if _is_outsider(fleet, worker.name):
+        transition.do_without(worker.name, f"{text}. {_WITHOUT}{tail}")
+        return
     transition.forget(worker.name)
     transition.end(exit_.code if exit_.code in (1, 2, 3) else 1, text + tail, worker=worker.name)
+
+
+_WITHOUT = "The run trains without it: look at what this machine lacks (packages, mounts, drivers)"
+
+
+def _is_outsider(fleet: Fleet, name: str) -> bool:
+    """Whether a worker never had a seat in a run that has done a step: so the script works, if not where it is."""
+    return fleet.recorded_step >= 0 and not any(name in record.ranks for record in fleet.history)
 
 
 def finish_if_all_left(transition: Transition) -> None:

@@ -94,9 +94,7 @@ def _refuse(transition: Transition, name: str, difference: Objection) -> None:
     """Send a worker away; another one would have the same fault, so it is not replaced."""
     reason = f"worker {name} was refused: {difference.text}. Start all workers with the same script and arguments."
     transition.send(name, Finish(failure=reason))
-    transition.notice(reason, warning=True)
-    transition.forget(name)
-    transition.update(wanted=max(0, transition.fleet.wanted - 1))
+    transition.do_without(name, reason)
 
 
 def _difference(hello: Hello, job: JobFacts, version: str) -> Objection | None:

@@ -147,6 +147,12 @@ class Transition:
                     "Look at its log; if it ran out of memory, use fewer workers per machine.",
                 )
 
+    def do_without(self, name: str, reason: str) -> None:
+        """Forget a worker that never had a seat; another one in its place would fail in the same way."""
+        self.notice(reason, warning=True)
+        self.forget(name)
+        self.update(wanted=max(0, self.fleet.wanted - 1))
+
     def part_with(self, name: str) -> None:
         """Remove a worker that has ended as it should; at the run's end nobody needs to hear of each."""
         departure = self.fleet.departing.get(self.fleet.workers[name].node)

@@ -1,9 +1,12 @@
 """Errors of a device are told from the user's, and from those of links, by their type and their text."""
 
+import errno
+from pathlib import Path
+
 import pytest
 import torch
 
-from varuna.core.errors import DeviceError, LinkError, ModelError
+from varuna.core.errors import CheckpointError, DataError, DeviceError, LinkError, ModelError
 from varuna.engine.device.faults import HANGS, Kind, fault_of, in_words, kind_of
 
 
@@ -99,3 +102,38 @@ def test_a_fault_is_told_in_words() -> None:
     assert fault.error == "CUDA out of memory. Tried 2 GiB."
     assert "lower micro_batch=" in in_words(fault)
     assert "Xid" in in_words(fault.model_copy(update={"is_memory": False, "device": "0102"}))
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS, errno.ETIMEDOUT, errno.ENOTCONN]
+)
+def test_a_disk_a_mount_or_a_network_that_fails_is_the_machines_matter(number: int) -> None:
+    error = OSError(number, "it fails", "/data/x")
+    fault = fault_of(error)
+    assert kind_of(error) is Kind.MACHINE
+    assert fault is not None
+    assert (fault.of_machine, fault.is_memory, fault.device) == (True, False, "")
+    assert "'/data/x'" in fault.error
+    assert "Look at its disks, mounts and network" in in_words(fault)
+
+
+def test_what_a_script_asks_for_wrongly_is_its_own_matter(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as missing:
+        (tmp_path / "no").read_text()
+    for error in (
+        missing.value,
+        PermissionError(errno.EACCES, "no"),
+        IsADirectoryError(errno.EISDIR, "no"),
+        OSError("no"),
+    ):
+        assert fault_of(error) is None
+
+
+def test_under_the_dataset_a_machine_may_have_failed_and_elsewhere_our_own_words_stand() -> None:
+    def caused(error: Exception) -> Exception:
+        error.__cause__ = OSError(errno.EIO, "it fails")
+        return error
+
+    assert fault_of(caused(DataError("dataset[3] cannot be read"))) is not None
+    assert fault_of(caused(ValueError("no picture"))) is not None
+    assert fault_of(caused(CheckpointError("the folder cannot be read"))) is None

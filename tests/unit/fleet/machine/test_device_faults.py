@@ -212,3 +212,99 @@ def test_a_worker_that_survives_it_stays_and_the_generation_ends_at_once() -> No
     assert [size.memory_part for size in sizes(driver)] == [0.9]
     goes_on(driver)
     assert driver.fleet.record.cause == "worker w1 reported: rank 1 (stage 1) ran out of memory in step 2"
+
+
+# ---- machines
+
+EIO = "OSError: [Errno 5] Input/output error: '/data/x'"
+
+
+def on_machines(workers: int = 4) -> Gpus:
+    """Each worker on a machine of its own, as in a run of one machine, whose processes stand for VMs."""
+    driver = Gpus(FleetConfig(workers=workers), plan=two_stages, node_of=lambda worker: worker)
+    driver.gather()
+    driver.voted(0, 1)
+    return driver
+
+
+def machine_fails(driver: Driver, worker: str, error: str = EIO) -> None:
+    driver.say(worker, Failed(summary=error, traceback="T", fault=DeviceFault(error=error, of_machine=True)))
+
+
+def test_a_disk_that_fails_loses_the_worker_and_its_machine_rests() -> None:
+    driver = on_machines()
+    machine_fails(driver, "w1")
+    assert [event.cause for event in driver.told(WorkerLost)] == [f"worker w1 lost its machine: {EIO}"]
+    assert [event.text for event in driver.told(Notice) if event.warning] == [
+        "machine w1 gets no worker for 1m 00s, since it failed"
+    ]
+    goes_on(driver)
+    driver.wait(30)
+    assert len(spawned(driver)) == 1  # those of the beginning
+    driver.wait(31)
+    assert [each.count for each in spawned(driver)] == [4, 1]
+
+
+def test_the_same_error_on_two_machines_one_after_the_other_in_a_step_ends_the_run() -> None:
+    driver = on_machines()
+    machine_fails(driver, "w1")
+    goes_on(driver)
+    machine_fails(driver, "w2")
+    [end] = [each for each in driver.done if isinstance(each, EndRun)]
+    assert "step 2 broke two machines in the same way" in end.text
+    assert "machine w1 of w1" in end.text
+    assert "if they share a disk or a mount" in end.text
+
+
+def test_other_errors_on_two_machines_are_chance() -> None:
+    driver = on_machines(6)
+    machine_fails(driver, "w1")
+    goes_on(driver)
+    machine_fails(driver, "w2", EIO.replace("/data/x", "/data/y"))
+    goes_on(driver)
+    assert not [each for each in driver.done if isinstance(each, EndRun)]
+
+
+# ---- newcomers
+
+MISSING = "ModuleNotFoundError: No module named 'webdataset'"
+
+
+def late(driver: Driver) -> str:
+    """A worker that comes while others train."""
+    driver.kill("w1")
+    goes_on(driver)
+    [name] = [name for name in driver.fleet.workers if not driver.fleet.is_member(name)]
+    return name
+
+
+@pytest.mark.parametrize("code", [None, 1, 3])
+def test_a_newcomer_that_fails_does_not_end_a_run_that_trains_without_it(code: int | None) -> None:
+    driver = running()
+    name = late(driver)
+    if code is None:
+        driver.say(name, Failed(summary=MISSING, traceback="T"))
+    else:
+        driver.kill(name, code, MISSING)
+        driver.wait(driver.fleet.config.exit_grace_s + 1)
+    assert not [each for each in driver.done if isinstance(each, EndRun)]
+    [said] = [event.text for event in driver.told(Notice) if event.warning]
+    assert f"worker {name} " in said
+    assert MISSING in said
+    assert "The run trains without it" in said
+    assert name not in driver.fleet.workers
+    driver.wait(120)
+    assert isinstance(driver.fleet.phase, Running)
+
+
+def test_a_worker_that_fails_before_any_step_ends_the_run() -> None:
+    driver = Gpus(FleetConfig(workers=4), plan=two_stages)
+    driver.gather()
+    driver.say("w1", Failed(summary=MISSING, traceback="T"))
+    assert [each.exit_code for each in driver.done if isinstance(each, EndRun)] == [1]
+
+
+def test_a_member_that_once_had_a_seat_ends_the_run() -> None:
+    driver = running()
+    driver.say("w1", Failed(summary=MISSING, traceback="T"))
+    assert [each.exit_code for each in driver.done if isinstance(each, EndRun)] == [1]
