@@ -71,7 +71,8 @@ def start_older_agent(cluster: Cluster, args: tuple[str, ...]) -> "subprocess.Po
     """A machine whose image has an older Varuna."""
     image = cluster.folder / "image"
     shutil.copytree(Path(varuna.__file__).parent, image / "varuna", ignore=shutil.ignore_patterns("__pycache__"))
-    (image / "varuna" / "core" / "version.py").write_text('__version__ = "0.0.1"\n')
+    version = image / "varuna" / "core" / "version.py"
+    version.write_text(version.read_text().replace(f'"{__version__}"', '"0.0.1"'))
     join = cluster.verb("join-token").out.strip()
     words = ["-m", "varuna", "agent", "--state-dir", str(cluster.folder / "older"), join, "--", JOB, *args]
     with (cluster.folder / "older-0.err").open("wb") as err:

@@ -57,10 +57,10 @@ class ComputeCopies:
         """Renew the copies of parameters that the optimizer has changed."""
         if not self._is_copy:
             return
-        with torch.no_grad():
-            for name, value in written.items():
-                if self._copies[name] is not value:
-                    self._copies[name].copy_(value)
+        pairs = [(self._copies[name], value) for name, value in written.items() if self._copies[name] is not value]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([copy for copy, _ in pairs], [value for _, value in pairs])
 
 
 class HalfGradients:

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.testing import assert_close
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
+from tests.depth import nightly
 from varuna.partition.capture.capture import Capture, Recipe, capture
 from varuna.partition.graph.plain_masks import without_plain_masks
 from varuna.partition.model import partition
@@ -159,7 +160,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["bert", *nightly("gpt2", "mistral", "mistral with a window")])
 def test_models_of_transformers(name: str) -> None:
     build, expected = FAMILIES[name]
     tokens = torch.randint(0, 20, (4, LENGTH))
