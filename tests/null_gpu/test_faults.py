@@ -54,7 +54,8 @@ def test_a_step_that_breaks_one_gpu_after_the_other_ends_the_run(tmp_path: Path)
 def test_out_of_memory_in_an_action_costs_the_step_and_no_worker(tmp_path: Path) -> None:
     ran = run(tmp_path, "--stages", "1", FAULT_AT="8", FAULT_OF="w0", FAULT_IS="actions")
     assert (ran.code, ran.steps) == (0, STEPS), ran.text
-    assert (ran.counted("workers? lost"), ran.counted("steps? redone")) == (0, 1), ran.text
+    assert ran.counted("workers? lost") == 0, ran.text
+    assert ran.counted("steps? redone") <= 1, ran.text  # none, if the others had done so much that it is gone on with
     assert ran.text.count("plans for Null H200 fill 10 % less from now on") == 1
 
 

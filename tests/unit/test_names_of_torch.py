@@ -141,8 +141,13 @@ def _taken_from_torch(tree: ast.Module) -> dict[str, str]:
     return names
 
 
-def _uses() -> Iterator[tuple[str, str, bool]]:
+@cache
+def _uses() -> tuple[tuple[str, str, bool], ...]:
     """Places, the names that they use, and whether it is a whole name of torch or an attribute of something."""
+    return tuple(_each_use())
+
+
+def _each_use() -> Iterator[tuple[str, str, bool]]:
     for file, tree in _trees().items():
         taken = _taken_from_torch(tree)
         yield from ((file, name, True) for name in taken.values() if any(map(_is_private, name.split("."))))

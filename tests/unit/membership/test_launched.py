@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from tests.depth import nightly_rows
 from varuna.core.errors import DataError, UsageError
 from varuna.membership.launched import explained
 
@@ -46,9 +47,11 @@ raise {error}
             'torch.AcceleratorError("CUDA error: unspecified launch failure")',
             "error='CUDA error: unspecified launch fail",
         ),
-        ('torch.OutOfMemoryError("CUDA out of memory")', "is_memory=True"),
-        ('DeviceError("rank 0 waited 300 s")', "error='it hangs'"),
         ('ValueError("CUDA error: said by the user")', "1 None"),
+        *nightly_rows(
+            ('torch.OutOfMemoryError("CUDA out of memory")', "is_memory=True"),
+            ('DeviceError("rank 0 waited 300 s")', "error='it hangs'"),
+        ),
     ],
 )
 def test_an_exception_that_ends_the_script_tells_the_manager_of_a_fault_of_the_device(error: str, said: str) -> None:
