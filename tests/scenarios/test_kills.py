@@ -133,7 +133,7 @@ DEATHS = [
         )
     ),
     pytest.param(
-        Deaths("gather:begin:5:1,gather:end:14:0", ("--share", "--offload"), workers=6),
+        Deaths("gather:begin:5:1,vote:end:14:0", ("--share", "--offload"), workers=6),  # then two replicas: no gather
         id="shared out, over another depth",
         marks=nightly,
     ),

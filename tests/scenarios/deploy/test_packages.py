@@ -144,11 +144,11 @@ def test_the_images_steps_work_one_by_one(tmp_path: Path) -> None:
     for step in steps:
         assert subprocess.run(["/bin/sh", "-nc", step], timeout=20).returncode == 0
     [installing] = [step for step in steps if "torch==" in step and ".whl" not in step]
-    pinned = re.search(r"^TORCH := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    pinned = re.search(r"^PINNED_TORCH := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
     assert pinned is not None
     asked = "pip install --no-cache-dir"
-    assert installed(installing, "", tmp_path) == f"{asked} {pinned[1]}"
-    assert installed(installing, "file:///wheels", tmp_path) == f"{asked} --index-url file:///wheels {pinned[1]}"
+    assert installed(installing, "", tmp_path) == f"{asked} torch=={pinned[1]}"
+    assert installed(installing, "file:///wheels", tmp_path) == f"{asked} --index-url file:///wheels torch=={pinned[1]}"
 
 
 def installed(step: str, index: str, folder: Path) -> str:
