@@ -1,4 +1,4 @@
-"""What one GPU can tell of Varuna in ten minutes: parts with limits of their own, the most valuable first.
+"""Measure Varuna on one GPU in ten minutes: each part is a process with a time limit, the most valuable first.
 
     python benchmarks/gpu_session.py --out found                      # all parts, in 570 s at most
     python benchmarks/gpu_session.py --out found --parts facts loop
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ MICRO_BATCHES = 8
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of what is timed."""
+    """Dimensions of the model, and sizes of what is timed."""
 
     length: int = 1024
     micro_batch: int = 4
@@ -190,18 +191,20 @@ def facts() -> None:
     square = torch.randn(here.matmul, here.matmul, device=device, dtype=torch.bfloat16)
     note(part="facts", what="matmul", tflops=2 * here.matmul**3 / seconds(lambda: square @ square) / 1e12)
     for samples, length in here.attention:
-        shape, half = (samples, 32, length, 64), {"device": device, "dtype": torch.bfloat16}
-        query, key, value = (torch.randn(shape, requires_grad=True, **half) for _ in range(3))  # type: ignore[call-overload]
+        shape = (samples, 32, length, 64)
+        given = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         triangle = torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(samples, 1, -1, -1)
-
-        def attend(how: dict[str, Any], of: Any = (query, key, value)) -> None:
-            made = torch.nn.functional.scaled_dot_product_attention(*of, **how)
-            torch.autograd.backward(made, of[0])
-
-        causal_s = seconds(lambda attend=attend: attend({"is_causal": True}))  # type: ignore[misc]
-        mask_s = seconds(lambda attend=attend, mask=triangle: attend({"attn_mask": mask}))  # type: ignore[misc]
+        causal_s = seconds(partial(_attend, given, is_causal=True))
+        mask_s = seconds(partial(_attend, given, attn_mask=triangle))
         times = {"causal_ms": causal_s * 1e3, "mask_ms": mask_s * 1e3, "mask_over_causal": mask_s / causal_s}
         note(part="facts", what="attention", tokens=length, **times)
+
+
+def _attend(given: list[Any], **how: Any) -> None:
+    import torch
+
+    query, key, value = given
+    torch.autograd.backward(torch.nn.functional.scaled_dot_product_attention(query, key, value, **how), query)
 
 
 def loop() -> None:

@@ -1,4 +1,4 @@
-"""What a GPU machine without a network needs for ``gpu_session.py``, in one folder: ``make gpu-session``.
+"""Collect what a GPU machine without a network needs for ``gpu_session.py`` in one folder: ``make gpu-session``.
 
 The machine has Python 3.12 on x86-64 with torch, transformers and pytest. The folder gets wheels of what else Varuna
 imports; with the project itself they must be small enough to be carried. Then the session tries itself on the null GPU.
@@ -13,7 +13,7 @@ FOLDER = ROOT / ".gpu-session"
 LARGEST_BYTES = 60 << 20
 PYTHON = "3.12"
 GLIBC = ("2_28", "2_27", "2_24", "2_17", "2014", "1")
-"""Of wheels that run on it, as their names say."""
+"""Versions of glibc, as the names of wheels have them, that run on the machine."""
 PACKAGES = (
     *("annotated-types", "cffi", "cryptography>=43", "nccl4py>=0.6,<0.7", "obstore>=0.12,<0.13", "pycparser"),
     *("pydantic>=2.10,<3", "pytest>=9,<10", "starlette>=1,<2", "typer>=0.29,<0.30", "typing-extensions>=4.16"),

@@ -7,7 +7,7 @@ NAME = "Null H200"
 
 
 def is_null() -> bool:
-    """Whether this process computes on the null GPU."""
+    """Return whether this process computes on the null GPU."""
     return torch.cuda.is_available() and torch.cuda.get_device_name(0) == NAME
 
 

@@ -63,7 +63,7 @@ class DeviceFacts(Value):
 class DeviceFault(Value):
     """What ended a worker and is the matter of its device or machine alone: the same work may go well elsewhere."""
 
-    error: str = Field(max_length=300, description="as the device's library said it")
+    error: str = Field(max_length=300, description="as a library or the system said it")
     device: str = Field(default="", max_length=255, description="the name in its ``DeviceFacts``; empty: unknown")
     is_memory: bool = Field(default=False, description="it has too little memory, and is whole")
     of_machine: bool = Field(

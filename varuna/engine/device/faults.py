@@ -25,8 +25,6 @@ _ASSERT = "device-side assert"
 _LIBRARY = re.compile(r"(?:CU[A-Z]+|NCCL)_STATUS_([A-Z_]+)|^NCCL.*unhandled (cuda) error", re.DOTALL)
 """Of cuBLAS, cuDNN and their like; NCCL's other errors are those of links."""
 _BREAKS = ("EXECUTION_FAILED", "INTERNAL_ERROR", "MAPPING_ERROR", "NOT_INITIALIZED", "cuda")
-
-
 _MACHINES = frozenset(
     getattr(errno, name)
     for name in (

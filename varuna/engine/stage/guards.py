@@ -31,17 +31,12 @@ class Truths:
 
     def take_false(self) -> tuple[int, str] | None:
         """Look at all of them, and forget them: micro-batch and place of the first branch that goes the other way."""
-        found, self._found = self._found, {}
+        found, self._found = sorted(self._found.items()), {}
         if not found:
             return None
-        said = torch.cat([truths for _, truths in found.values()]).tolist()  # one transfer from a GPU
-        of = ((key, place) for key, (places, _) in found.items() for place in places)
-        false = [
-            (micro_batch, section, place)
-            for ((micro_batch, section), place), truth in zip(of, said, strict=True)
-            if not truth
-        ]
-        return None if not false else min(false, key=lambda each: each[:2])[::2]
+        truths = torch.cat([truths for _, (_, truths) in found]).tolist()  # one transfer from a GPU
+        places = ((micro_batch, place) for (micro_batch, _), (places, _) in found for place in places)
+        return next((at for at, truth in zip(places, truths, strict=True) if not truth), None)
 
     def check(self, source: SampleSource, plan: Plan, step: int) -> None:
         """Look at all of them. Before the vote: a step with a false one is not committed.
