@@ -11,7 +11,6 @@ Only a mask that follows from the number of samples alone is looked at: what han
 (padding, packed rows, prefixes), sliding windows and biases by distance stay as they are.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -122,11 +121,7 @@ class _Masks:
 
 
 def _is_arithmetic(target: object) -> bool:
-    return getattr(target, "__module__", "") == "_operator" or target in (
-        operator.getitem,
-        torch.sym_ite,
-        torch.sym_not,
-    )
+    return getattr(target, "__module__", "") == "_operator" or target in (torch.sym_ite, torch.sym_not)
 
 
 def _is_triangle(mask: Tensor) -> bool | None:
@@ -134,7 +129,8 @@ def _is_triangle(mask: Tensor) -> bool | None:
     if mask.dtype is not torch.bool and not mask.is_floating_point():
         return None
     seen = mask if mask.dtype is torch.bool else mask == 0
-    if mask.dtype is not torch.bool and not bool((seen | (mask == float("-inf"))).all()):
+    hidden = ~seen if mask.dtype is torch.bool else mask == float("-inf")
+    if not bool((seen | hidden).all()):
         return None
     if bool(seen.all()):
         return False
