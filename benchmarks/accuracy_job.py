@@ -28,7 +28,7 @@ from benchmarks.timed import step_times  # noqa: E402
 from varuna.core.model import JobFacts  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
 from varuna.core.times import RankTimes  # noqa: E402
-from varuna.engine.base.transport import c10d  # noqa: E402
+from varuna.engine.base.transport import Group  # noqa: E402
 from varuna.engine.worker.reporting import WARM_STEPS  # noqa: E402
 from varuna.job.spec import JobSpec  # noqa: E402
 from varuna.job.start import begin  # noqa: E402
@@ -170,7 +170,7 @@ def main() -> None:
     if args.model == "slept":
         run_on_time()
     delay_sends(
-        c10d.ProcessGroupGloo,
+        Group,
         NETWORKS[args.network],
         NETWORK_UNIT_S[args.model],
         seed=int(os.environ.get("RANK", "0")),

@@ -1,6 +1,6 @@
 """Two fast and some slow workers: seconds of a step with micro-batches dealt by speed, and against the bound.
 
-CPU workers over gloo train ``tests/scenarios/job.py``; a forward sleeps in addition, twice as long on slow workers, so
+CPU workers train ``tests/scenarios/job.py``; a forward sleeps in addition, twice as long on slow workers, so
 that speeds are what they are said to be on any machine. The manager finds out by itself who is slow.
 
 - bound: what the same micro-batches take if each worker computes at its speed all the time, and nothing is sent.

@@ -1,6 +1,6 @@
 """How long training stands still: a killed worker, a frozen one, a planned loss, a gain; and torchrun beside it.
 
-Four CPU workers over gloo train a small model (benchmarks/elastic_job.py) as 2 stages x 2 replicas. After each
+Four CPU workers train a small model (benchmarks/elastic_job.py) as 2 stages x 2 replicas. After each
 disturbance the cluster is made whole again before the next one. All times are medians over the rounds.
 
 - killed, frozen: from the signal to the end of the first backward of a micro-batch in the next generation.

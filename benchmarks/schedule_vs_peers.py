@@ -1,4 +1,4 @@
-"""Step time of Varuna's engine and its peers': real gloo, slept compute, an emulated network or real wires.
+"""Step time of Varuna's engine and its peers': real messages, slept compute, an emulated network or real wires.
 
     make bench-peers                                                 # once: installs the peers
     python benchmarks/schedule_vs_peers.py --stages 8 --micro-batches 32 --network mid [--json]

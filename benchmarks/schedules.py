@@ -6,7 +6,8 @@
 
 One unit is one forward of a stage; R = 1, B = 2, I = 1.22, W = 0.80 (as measured: 0.61 B and 0.40 B). Networks are
 those of ``benchmarks/emulated/network.py``, and one worse; with jitter, means over seeds. The picture is the paper's
-figure, with I = W = 1. The measured one runs the engine itself with slept compute and gloo, beside its simulation.
+figure, with I = W = 1. The measured one runs the engine itself with slept compute and real messages, beside
+its simulation.
 """
 
 import argparse
@@ -112,7 +113,7 @@ def measured_figure(network: str, stages: int, micro_batches: int) -> str:
     panels: list[Panel] = []
     for title, policy in (("Varuna", "varuna"), ("Adaptive", "adaptive")):
         times = run(policy, network, stages, micro_batches)
-        ran = _in_units(measured(f"{title}, measured", f"engine and gloo, network '{network}'", times))
+        ran = _in_units(measured(f"{title}, measured", f"engine, network '{network}'", times))
         trace = step(costs, policy, micro_batches, seed=0)
         error = trace.step_s / ran.end_s - 1
         panels += [ran, simulated(f"{title}, simulated", f"{error:+.1%} against the run above", trace)]

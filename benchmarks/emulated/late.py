@@ -45,9 +45,9 @@ class LateLines(Lines):
 def be_late(rank: int) -> None:
     """Let this rank begin some of its actions late from now on, and some of its messages leave late."""
     from varuna.engine.base import spans
-    from varuna.engine.base.transport import c10d
+    from varuna.engine.base.transport import Group
 
-    chance, real = random.Random(rank), c10d.ProcessGroupGloo.send
+    chance, real = random.Random(rank), Group.send
     lines = LateLines(chance)
 
     def hear(mark: Any) -> None:
@@ -59,10 +59,10 @@ def be_late(rank: int) -> None:
         elif chance.random() < 1 / LATE_ONE_OF:
             time.sleep(LATE_S)
 
-    def send(group: Any, tensors: list[torch.Tensor], destination: int, tag: int) -> Any:
-        if tensors[0].nbytes < LARGE_BYTES:
-            return real(group, tensors, destination, tag)
-        return lines.send((id(group), destination), lambda: real(group, tensors, destination, tag).wait())
+    def send(group: Group, buffer: torch.Tensor, peer: int, tag: int) -> Any:
+        if buffer.nbytes < LARGE_BYTES:
+            return real(group, buffer, peer, tag)
+        return lines.send((id(group), peer), lambda: real(group, buffer, peer, tag).wait())
 
     spans.subscribe(hear)
-    setattr(c10d.ProcessGroupGloo, "send", send)  # noqa: B010 - mypy takes no assignment to a method
+    setattr(Group, "send", send)  # noqa: B010 - mypy takes no assignment to a method

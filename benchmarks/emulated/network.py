@@ -1,4 +1,4 @@
-"""An emulated network under a real one: every large message passes a FIFO delay line before gloo gets it.
+"""An emulated network under a real one: every large message passes a FIFO delay line before the real one gets it.
 
 Imports torch only: the peers' environment, which has no Varuna, uses it too.
 """
@@ -110,10 +110,10 @@ class DelayLines(Lines):
 
 
 def delay_sends(group: Any, network: Network, unit_s: float, seed: int, message_bytes: int | None = None) -> None:
-    """Make every large ``group.send(tensors, destination, tag)`` pass a delay line.
+    """Make every large ``group.send(tensors or tensor, destination, tag)`` pass a delay line.
 
     Args:
-        group: a class of process groups of torch.
+        group: a class of groups, torch's or ours.
         network: what to emulate; nothing changes for one without delays.
         unit_s: seconds of one forward.
         seed: of the jitter.
@@ -124,11 +124,13 @@ def delay_sends(group: Any, network: Network, unit_s: float, seed: int, message_
         return
     lines, real = DelayLines(network, unit_s, seed), group.send
 
-    def send(self: Any, tensors: list[Any], destination: int, tag: int) -> Any:
-        size = tensors[0].numel() * tensors[0].element_size()
+    def send(self: Any, given: Any, destination: int, tag: int) -> Any:
+        tensor = given[0] if isinstance(given, list) else given
+        size = tensor.numel() * tensor.element_size()
         if message_bytes is None and size < LARGE_BYTES:
-            return real(self, tensors, destination, tag)
-        kept = [tensors[0].detach().clone()]  # the caller may write to its own again
+            return real(self, given, destination, tag)
+        kept = tensor.detach().clone()  # the caller may write to its own again
+        kept = [kept] if isinstance(given, list) else kept
         share = 1.0 if message_bytes is None else size / message_bytes
         return lines.send((id(self), destination), lambda: real(self, kept, destination, tag).wait(), share)
 

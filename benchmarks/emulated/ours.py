@@ -25,7 +25,7 @@ from benchmarks.emulated.work import LENGTHS, lengths_of, work
 from benchmarks.forked import run_ranks
 from benchmarks.timed import step_times
 from varuna.core.plan import Plan
-from varuna.engine.base.transport import c10d
+from varuna.engine.base.transport import Group
 from varuna.engine.stage.section import Examples, Tape
 from varuna.engine.stage.stage import Left, Results, Stage
 from varuna.engine.worker import generation
@@ -131,7 +131,7 @@ def main() -> None:
         run_on_time()
         wires.enter(int(os.environ["RANK"]))
         world = world_from_environment()
-        delay_sends(c10d.ProcessGroupGloo, network, unit_s, seed=world.rank)
+        delay_sends(Group, network, unit_s, seed=world.rank)
         session = open_session(spec, steps, StaticMembership(world, lambda *_: plan))
         times = list(step_times(session))
         if folder is not None:

@@ -69,7 +69,6 @@ ATTRIBUTES: dict[str, Callable[[], object]] = {
     "_check_input_dim": lambda: nn.BatchNorm1d(1),
     "_ctc_loss": lambda: torch.ops.aten,
     "_ctc_loss_backward": lambda: torch.ops.aten,
-    "_devices": _gloo_options,
     "_engine_run_backward": lambda: torch.autograd,
     "_flat_weights": lambda: nn.LSTM(1, 1),
     "_forward_cls": _node,

@@ -17,7 +17,7 @@ from varuna.core.vote import Tally
 MAX_FRAME_BYTES = 64 * 2**20
 """The largest message: more than any vote needs, which is 8 million numbers of 8 digits."""
 MAX_KEY, MAX_VALUE_BYTES, MAX_KEYS = 200, 16 * 2**10, 4096
-"""Limits on what members offer each other: a gloo address takes 218 bytes, an NCCL identity 256."""
+"""Limits on what members offer each other: an address takes 60 bytes, an NCCL identity 256."""
 
 PROFILE_PART_BYTES, PROFILE_PARTS, PROFILE_STEPS = 2**20, 32, 20
 """Most bytes in a piece of a profile, pieces of it, and steps that it may be of."""

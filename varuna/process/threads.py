@@ -1,6 +1,6 @@
 """A worker's background threads, so that its process can wait for them before it ends.
 
-A daemon thread that returns from C++ (torch, gloo) into a finalising interpreter aborts the process: Python ends the
+A daemon thread that returns from C++ (torch, NCCL) into a finalising interpreter aborts the process: Python ends the
 thread by unwinding its stack, which C++ does not allow (CPython issue 87135, until 3.14). So every thread of ours that
 may be inside such a call is started here and has an owner that lets it end; ``join_all`` is the bound.
 """

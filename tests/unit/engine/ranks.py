@@ -42,13 +42,13 @@ from varuna.testing.threads import run_all
 
 
 def reaped(bound_s: float = 5.0, *begins: str) -> None:
-    """Wait for what drops groups."""
-    deadline_s, names = time.monotonic() + bound_s, ("varuna-reaper", "varuna-abort", *begins)
+    """Wait for what aborts NCCL's communicators, and for threads whose names begin so."""
+    deadline_s, names = time.monotonic() + bound_s, ("varuna-abort", *begins)
     while any(thread.name.startswith(names) for thread in threading.enumerate()) and time.monotonic() < deadline_s:
         time.sleep(0.001)  # not join(): one of them may be about to start
 
 
-# What comes back from C++ into a finalising interpreter aborts it: reapers, and loaders and formings that a test left.
+# What comes back from C++ into a finalising interpreter aborts it: loaders and formings that a test left.
 atexit.register(reaped, 5.0, "varuna-loader", "varuna-forming", "varuna-export")
 
 _sessions: list[tuple[Session, Any]] = []
@@ -301,7 +301,7 @@ def dealt(*speeds: float) -> Callable[[Plan], Plan]:
 
 
 def close_sessions() -> None:
-    """End the threads and sockets of all sessions: else gloo wakes up a hundred times a second for each of them."""
+    """End the threads and sockets of all sessions."""
     if not _sessions:
         return
     while _sessions:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _TOKEN_USES, _TOKEN_LIFE_S = 1_000_000, 365 * 24 * 3600.0  # machines come and go for as long as the run lasts
 _PASSED_ON = ("OMP_NUM_THREADS", "VARUNA_PATIENCE")
-_PASSED_ON_PREFIXES = ("NCCL_", "GLOO_")
+_PASSED_ON_PREFIXES = ("NCCL_",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class TorchFacts(Value):
     """what went wrong when each GPU was to add two numbers"""
     nccl: str = ""
     link: "LinkFacts | None" = None
-    """gloo between two threads of that process"""
+    """TCP between two threads of that process"""
 
 
 class FolderFacts(Value):
@@ -120,7 +120,7 @@ class MachineFacts(Value):
 
 
 class LinkFacts(Value):
-    """Messages from one machine to another, by gloo."""
+    """Messages from one machine to another, by TCP."""
 
     latency_s: float = 0.0
     """of the smallest message, one way"""
@@ -140,7 +140,7 @@ class FleetSums(Value):
     """Sums over all machines, as gradients are added."""
 
     how: str
-    """gloo or NCCL"""
+    """TCP or NCCL"""
     size_bytes: int = 0
     took_s: float = 0.0
     problem: str = ""

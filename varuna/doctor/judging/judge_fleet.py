@@ -134,9 +134,9 @@ def _speeds(facts: FleetFacts) -> Iterator[Finding]:
     for (a, b), link in links.items():
         if link.problem and (a < b or (b, a) not in links):  # both ends tell the same story
             remedy = (
-                "The machines connect, but gloo does not get through: look for firewalls that inspect, and at MTUs."
+                "The machines connect, but messages do not get through: look for firewalls that inspect, and at MTUs."
             )
-            yield fault("gloo", f"between {a} and {b}: {link.problem}", remedy)
+            yield fault("links", f"between {a} and {b}: {link.problem}", remedy)
     if not good:
         return
     typical, usual_s = (
@@ -164,7 +164,7 @@ def _speeds(facts: FleetFacts) -> Iterator[Finding]:
     rates = [link.bytes_per_s for link in good.values()]
     delays = [link.latency_s for link in good.values()]
     text = f"{counted(len(good), 'link')}: {speed(min(rates))} to {speed(max(rates))}, "
-    yield ok("links", f"{text}{delay(min(delays))} to {delay(max(delays))} (gloo, one way)")
+    yield ok("links", f"{text}{delay(min(delays))} to {delay(max(delays))} (TCP, one way)")
 
 
 def _outliers(
@@ -182,13 +182,14 @@ def _sums(facts: FleetFacts) -> Iterator[Finding]:
         for each in sums:
             by_kind.setdefault(each.how, []).append((name, each.problem, each.took_s, each.size_bytes))
     for how, rows in by_kind.items():
+        subject = "nccl" if how == "NCCL" else "sums"
         bad = [(name, problem) for name, problem, _, _ in rows if problem]
         if bad:
             remedy = "Each pair of machines was tried before: see what it says of links."
             if how == "NCCL":
                 remedy = "Set NCCL_DEBUG=INFO and run this again; NCCL_SOCKET_IFNAME names the network interface."
-            yield fault(how.lower(), f"the sum over all machines failed on {bad[0][0]}: {bad[0][1]}", remedy)
+            yield fault(subject, f"the sum over all machines failed on {bad[0][0]}: {bad[0][1]}", remedy)
         else:
             took_s, size_bytes = max((took_s, size) for _, _, took_s, size in rows)
             text = f"{format_bytes(size_bytes)} summed over {counted(len(rows), 'machine')} in {delay(took_s)}"
-            yield ok(how.lower(), text)
+            yield ok(subject, text)

@@ -25,7 +25,7 @@ _KINDS = 4
 def judge_machine(facts: MachineFacts) -> tuple[Finding, ...]:
     """Findings of all checks, in the order in which a person would want to read them."""
     checks: tuple[Callable[[MachineFacts], list[Finding]], ...] = (
-        *(_python, _torch, _gpus, _gloo, _memory, _limits, _address, _folders, _store, _cloud),
+        *(_python, _torch, _gpus, _loopback, _memory, _limits, _address, _folders, _store, _cloud),
     )
     return tuple(finding for check in checks for finding in check(facts))
 
@@ -117,15 +117,15 @@ def _taken(gpus: tuple[GpuFacts, ...]) -> list[Finding]:
     return found
 
 
-def _gloo(facts: MachineFacts) -> list[Finding]:
+def _loopback(facts: MachineFacts) -> list[Finding]:
     link = facts.torch.link
     if link is None:
         return []
     if link.problem:
         remedy = "Workers of one machine talk over loopback: is the interface lo up, and does a firewall filter it?"
-        return [fault("gloo", f"two workers of this machine cannot talk: {link.problem}", remedy)]
+        return [fault("loopback", f"two workers of this machine cannot talk: {link.problem}", remedy)]
     nccl = f"; NCCL {facts.torch.nccl}" if facts.torch.nccl else ""
-    return [ok("gloo", f"works on this machine: {delay(link.latency_s)}, {speed(link.bytes_per_s)}{nccl}")]
+    return [ok("loopback", f"workers of this machine talk: {delay(link.latency_s)}, {speed(link.bytes_per_s)}{nccl}")]
 
 
 def _memory(facts: MachineFacts) -> list[Finding]:

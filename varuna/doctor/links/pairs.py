@@ -1,4 +1,4 @@
-"""Links to all other machines, as workers have them: gloo between pairs, then sums over all, by gloo and by NCCL."""
+"""Links to all other machines, as workers have them: TCP between pairs, then sums over all, by TCP and by NCCL."""
 
 import threading
 import time
@@ -101,7 +101,7 @@ def try_links(ask: LinkOrder, tell: Callable[[str, LinkFacts | FleetSums | None]
         tell(ask.names[peer], link)
     if not all_good:
         return  # a sum over all needs all links
-    kinds = [("gloo", _gloo_sum), *([("NCCL", _nccl_sum)] if ask.nccl else [])]
+    kinds = [("TCP", _tcp_sum), *([("NCCL", _nccl_sum)] if ask.nccl else [])]
     others = [rank for rank in range(size) if rank != ask.rank]
     for how, work in kinds:
         tell(how, None)
@@ -136,13 +136,13 @@ def _took_s(samples: Sequence[Sized], size_bytes: int) -> float:
     return median(seconds for size, seconds in samples if size == size_bytes)
 
 
-def _gloo_sum(store: Any, ask: LinkOrder) -> FleetSums:
+def _tcp_sum(store: Any, ask: LinkOrder) -> FleetSums:
     group = Group(store, "all", ask.rank, len(ask.names), ask.address)
     values = torch.ones(_SUM_BYTES // 4)
     group.all_reduce(torch.zeros(1))
     begin_s = time.monotonic()
     group.all_reduce(values)
-    return _checked("gloo", values, len(ask.names), time.monotonic() - begin_s)
+    return _checked("TCP", values, len(ask.names), time.monotonic() - begin_s)
 
 
 def _nccl_sum(store: Any, ask: LinkOrder) -> FleetSums:

@@ -15,7 +15,7 @@ from varuna.doctor.judging.facts import FleetSums, LinkFacts, LinkOrder, TorchFa
 
 IMPORT_S = 60.0
 """From a cold network drive, torch takes most of it."""
-_SUMS = ("gloo", "NCCL")
+_SUMS = ("TCP", "NCCL")
 
 
 class TorchChild:

@@ -37,7 +37,7 @@ def main() -> None:
         try_links(LinkOrder.model_validate_json(asked), tell)
         print(json.dumps({"peer": "", "found": None}), file=out)
     out.flush()
-    os._exit(0)  # threads may still wait in gloo for somebody who is gone
+    os._exit(0)  # threads may still wait for somebody who is gone
 
 
 def _torch() -> TorchFacts:

@@ -1,50 +1,40 @@
-"""The seam to c10d: raw Gloo groups and stores, with a bound on every operation.
+"""Groups of members that are connected each with each, sums over them, and the stores by which they find each other.
 
-Typed here once, since torch's own annotations leave these calls out.
+c10d's stores are typed here once, since torch's own annotations leave these calls out.
 """
 
-import socket
 import time
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna.engine.base.peer_sockets import with_epoll
+from varuna.engine.base.connection import OPERATION_BOUND_S, Connection, Work
+from varuna.engine.base.meeting import meet
+
+__all__ = ["OPERATION_BOUND_S", "Group", "Work"]
 
 c10d: Any = dist
 Store: Any = c10d.Store
 
-OPERATION_BOUND_S = 100_000.0
-"""Longer than any wait in the inbox (``wait_bounds``), which ends what is blocked here by abandoning the group."""
 FORMING_BOUND_S = 30.0
 """Members of a generation look for each other at most this long."""
-_SWAP_TAG = 80_000
-_SHORTEST_S = 0.001  # a bound of 0 is none to Gloo
-
-
-class Work:
-    """A transfer in progress; keeps its buffer alive."""
-
-    def __init__(self, work: Any, buffer: Tensor) -> None:
-        self._work = work
-        self.buffer = buffer
-
-    def wait(self, bound_s: float = OPERATION_BOUND_S) -> Tensor:
-        """Block until the transfer is done.
-
-        Raises:
-            RuntimeError: the peer is gone, the group was abandoned, or the bound has passed.
-        """
-        self._work.wait(timedelta(seconds=bound_s))
-        return self.buffer
+AT_ONCE = 2**21
+"""Numbers of a sum that travel together, so that the buffers of two turns stay below 16 MiB."""
+_SMALL_BYTES = 2**14
+"""So little of each member's is sent to all whole: one trip in place of two."""
+_SWAP_TAG, _SUM_TAG = 80_000, 80_001
+_SHORTEST_S = 0.001
 
 
 class Group:
-    """A Gloo process group of one generation."""
+    """Members of one generation, connected each with each."""
 
     def __init__(self, store: Any, name: str, rank: int, size: int, interface_host: str) -> None:
         """Connect to all other members; blocks until they do the same.
@@ -59,35 +49,78 @@ class Group:
         Raises:
             RuntimeError: a member did not come within the bound.
         """
-        options = c10d.ProcessGroupGloo._Options()
-        device, self._epoll = with_epoll(lambda: c10d.ProcessGroupGloo.create_device(hostname=interface_host))
-        options._devices = [device]
-        options._timeout = timedelta(seconds=FORMING_BOUND_S)
-        self._group = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
+        connected = meet(prefixed(name, store), rank, size, interface_host, FORMING_BOUND_S)
+        self._connections = {
+            other: Connection(each, f"{name}, rank {rank} with rank {other}") for other, each in connected.items()
+        }
         self._rank = rank
         self.size = size
-
-    def sockets(self) -> list[socket.socket]:
-        """Duplicates of its connections to other members; none where they cannot be told (no Linux)."""
-        return [] if self._epoll is None else self._epoll.sockets()
+        self.abandon = weakref.finalize(self, _abandon, tuple(self._connections.values()))
+        """ends all transfers, with an error for who waits; so does the end of the last reference to the group"""
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        """Start to send; ``buffer`` must not change until the transfer is done."""
-        return Work(self._group.send([buffer], peer, tag), buffer)
+        """Start to send; ``buffer`` must not change until the transfer is done.
+
+        Raises:
+            RuntimeError: the peer is gone, or the group was abandoned.
+        """
+        return self._connections[peer].send(buffer, tag)
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        """Start to receive into ``buffer``."""
-        return Work(self._group.recv([buffer], peer, tag), buffer)
+        """Start to receive into ``buffer``.
 
-    def all_reduce(self, values: Tensor) -> None:
-        """Sum over all members, in place; blocks.
+        Raises:
+            RuntimeError: as ``send``.
+        """
+        return self._connections[peer].receive(buffer, tag)
+
+    def all_reduce(self, values: Tensor, *, crossing: torch.dtype | None = None, at_once: int = AT_ONCE) -> None:
+        """Sum over all members, in place; blocks. All get the same bits: those of a sum in the order of ranks.
+
+        Each member adds up its share of the numbers as all members have them, and then everyone gathers the shares.
+
+        Args:
+            values: contiguous, in host memory.
+            crossing: dtype in which numbers cross, both ways; that of ``values`` by default.
+            at_once: how many numbers travel together.
 
         Raises:
             RuntimeError: as ``Work.wait``.
         """
-        options = c10d.AllreduceOptions()
-        options.timeout = timedelta(seconds=OPERATION_BOUND_S)
-        self._group.allreduce([values], options).wait()
+        if self.size == 1:
+            return
+        flat, dtype = values.view(-1), crossing or values.dtype
+        if flat.numel() * dtype.itemsize <= _SMALL_BYTES:
+            whole = torch.empty(self.size, flat.numel(), dtype=dtype)
+            self._swap([flat.to(dtype)] * self.size, list(whole), _SUM_TAG).wait()
+            flat.copy_(_sum(list(whole), values.dtype).to(dtype))
+            return
+        chunks, begun, gathers = torch.split(flat, at_once), deque[_Shares](), _Swap()
+        rooms: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for number, chunk in enumerate(chunks):
+            begun.append(self._share_out(chunk.to(dtype), rooms[number % 2]))
+            if number:  # shares travel while those before them are added up
+                gathers = self._add_up(begun.popleft(), chunks[number - 1], gathers)
+        self._add_up(begun.popleft(), chunks[-1], gathers).wait()
+
+    def _share_out(self, wire: Tensor, rooms: list[Tensor]) -> "_Shares":
+        """Begin to give each member its share of the numbers; ``rooms`` are for what comes, and are used again."""
+        shares = wire.tensor_split(self.size)
+        mine = shares[self._rank]
+        while len(rooms) < self.size:
+            rooms.append(torch.empty_like(mine))  # the first chunk is the largest
+        rows = [mine if peer == self._rank else room[: mine.numel()] for peer, room in enumerate(rooms)]
+        return _Shares(wire, shares, rows, self._swap(shares, rows, _SUM_TAG))
+
+    def _add_up(self, shares: "_Shares", chunk: Tensor, before: "_Swap") -> "_Swap":
+        """Add up this member's share, and begin to gather all, once ``before`` is through."""
+        shares.swap.wait()
+        mine = shares.all[self._rank]
+        if (total := _sum(shares.rows, chunk.dtype)) is not mine:
+            mine.copy_(total)
+        before.wait()
+        then = None if shares.wire.data_ptr() == chunk.data_ptr() else partial(chunk.copy_, shares.wire)
+        return self._swap([mine] * self.size, shares.all, _SUM_TAG, then)
 
     def exchange(self, values: Tensor, bound_s: float = OPERATION_BOUND_S) -> Tensor:
         """Cut ``values`` into as many equal parts as there are members; this member's part of everyone's, in order.
@@ -98,7 +131,7 @@ class Group:
             RuntimeError: as ``Work.wait``.
         """
         theirs = torch.empty_like(values)
-        self._swap(_bytes(values).chunk(self.size), _bytes(theirs).chunk(self.size), bound_s)
+        self._swap(values.chunk(self.size), theirs.chunk(self.size), _SWAP_TAG).wait(bound_s)
         return theirs
 
     def gather(self, part: Tensor) -> Tensor:
@@ -108,28 +141,63 @@ class Group:
             RuntimeError: as ``Work.wait``.
         """
         whole = torch.empty(self.size * part.numel(), dtype=part.dtype)
-        self._swap([_bytes(part)] * self.size, _bytes(whole).chunk(self.size), OPERATION_BOUND_S)
+        self._swap([part] * self.size, whole.chunk(self.size), _SWAP_TAG).wait()
         return whole
 
-    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor], bound_s: float) -> None:
-        """Send ``sent[peer]`` to each peer while ``received[peer]`` comes from it; all of it within the bound.
+    def _swap(
+        self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int, then: Callable[[], object] | None = None
+    ) -> "_Swap":
+        """Begin to send ``sent[peer]`` to each peer and to receive ``received[peer]`` from it.
 
-        Everything is asked for before anything is sent: Gloo sends what was asked for, and on the same connection a
-        question waits for the data that was sent before it. Gloo's own collectives send first, so a member that is
-        early sends its part, and only then gets what it needs.
+        Everything is asked for before anything is sent: a member that is early has what it needs on its way.
         """
-        deadline_s = time.monotonic() + bound_s
         peers = [(self._rank + more) % self.size for more in range(1, self.size)]
-        coming = [self.receive(received[peer], peer, _SWAP_TAG) for peer in peers]
-        going = [self.send(sent[peer], peer, _SWAP_TAG) for peer in peers]
-        received[self._rank].copy_(sent[self._rank])
-        for work in (*coming, *going):
+        coming = [self.receive(received[peer], peer, tag) for peer in peers]
+        going = [self.send(sent[peer], peer, tag) for peer in peers]
+        if received[self._rank] is not sent[self._rank]:
+            received[self._rank].copy_(sent[self._rank])
+        return _Swap((*coming, *going), then)
+
+
+class _Swap(NamedTuple):
+    """Transfers that end together."""
+
+    works: Sequence[Work] = ()
+    then: Callable[[], object] | None = None
+
+    def wait(self, bound_s: float = OPERATION_BOUND_S) -> None:
+        """Wait for all, ``bound_s`` in total."""
+        deadline_s = time.monotonic() + bound_s
+        for work in self.works:
             work.wait(max(_SHORTEST_S, deadline_s - time.monotonic()))
+        if self.then is not None:
+            self.then()
 
 
-def _bytes(values: Tensor) -> Tensor:
-    """The same memory as bytes, since gloo does not know every dtype."""
-    return values.view(torch.uint8)
+class _Shares(NamedTuple):
+    """Numbers that are being added up, each member's share by that member."""
+
+    wire: Tensor
+    """the numbers as they cross"""
+    all: Sequence[Tensor]
+    """views of it"""
+    rows: Sequence[Tensor]
+    """this member's share, as each member has it"""
+    swap: _Swap
+    """brings the rows"""
+
+
+def _abandon(connections: Iterable[Connection]) -> None:
+    for each in connections:
+        each.end()
+
+
+def _sum(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Add rows up, one after another, in the memory of the first if that has the dtype."""
+    total = rows[0].to(dtype)
+    for row in rows[1:]:
+        total.add_(row)
+    return total
 
 
 def connect_store(host: str, port: int, *, hosts: bool = False, bound_s: float = 60.0) -> Any:

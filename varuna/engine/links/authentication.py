@@ -1,8 +1,8 @@
 """Members of a generation prove to each other that they belong to it, before anything else goes over their links.
 
-Gloo connects whoever reaches its port. The manager gives each generation's members, and nobody else, a secret; over
-each pair's own link both send a nonce, and answer the other's with a keyed hash of it. That keeps strangers out, and
-processes of another run or another generation; it hides nothing from who listens.
+Whoever hears what members say to the store can connect as one of them. The manager gives each generation's members, and
+nobody else, a secret; over each pair's own link both send a nonce, and answer the other's with a keyed hash of it. That
+keeps strangers out, and processes of another run or another generation; it hides nothing from who listens.
 """
 
 import hmac

@@ -1,8 +1,8 @@
 """Memory that goes from GPU to GPU: links and sums of gradients whose workers all have GPUs of their own.
 
 A call of NCCL blocks its stream, and holds a part of the device, until its peers have made theirs. So a rank calls
-only after its peers have said over gloo that they are there, with memory allocated: a device never waits for a late
-peer, the host knows what has arrived, and a lost peer shows on gloo's sockets as always. This module sees NCCL as a
+only after its peers have said over TCP that they are there, with memory allocated: a device never waits for a late
+peer, the host knows what has arrived, and a lost peer shows on its connections as always. This module sees NCCL as a
 ``Communicator``; all that is CUDA's own is in ``nccl``.
 """
 

@@ -1,23 +1,18 @@
-"""Process groups of one generation: raw, created under a store prefix, abandoned rather than destroyed.
+"""Groups of one generation: formed under a store prefix, and abandoned without asking any peer.
 
-Destroying a group that waits for a frozen peer blocks until the group's timeout, so the thread that must morph never
-does it. A reaper thread shuts down the groups' sockets, which frees every thread that is blocked on them, and drops
-the references.
+The thread that must morph never waits for one that is frozen: abandoning a group ends its transfers here, with an
+error for each thread that waits for one.
 """
 
-import contextlib
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from varuna.engine.base.transport import Group
 from varuna.engine.links.authentication import prove
 from varuna.engine.links.gpu_links import Direct
-from varuna.process.threads import start
 
-_kept: list["Groups"] = []
+_kept: list[Direct] = []
 
 
 @dataclass
@@ -33,14 +28,13 @@ class Groups:
     if D = 1"""
     direct: Direct = field(default_factory=Direct)
     """what goes from GPU to GPU"""
-    _sockets: list[socket.socket] = field(default_factory=list)
 
     @property
     def gradients(self) -> Group:
         """By whose connections gradients of activations go: by other ones than activations.
 
-        What asks a peer for the next gradient would wait there for all activations that were sent to it before: on a
-        slow network the way back would be idle for half of the time.
+        A connection carries one message at a time: what asks a peer for the next gradient would wait for an activation
+        that is on its way there, and on a slow network the way back would be idle meanwhile.
         """
         assert self.grid is not None, "a pipeline of several stages has a grid of several ranks"
         return self.grid
@@ -48,41 +42,14 @@ class Groups:
     def abandon(self, *, exiting: bool = False) -> None:
         """Free every thread that is blocked on these groups, without waiting for any peer.
 
-        ``exiting``: the process ends, and a reaper caught half-way by that would abort it.
+        ``exiting``: the process ends, and a thread that aborts NCCL's communicators would be caught half-way by that.
         """
-        _shut(self._sockets)
+        for group in filter(None, (self.world, self.grid, *self.sums.values())):
+            group.abandon()
         if exiting:
-            _kept.append(self)
-            return
-        self.direct.abandon()
-        start("reaper", partial(_drop, [self]))
-
-
-def _shut(connections: list[socket.socket]) -> None:
-    """Free every thread that is blocked on them."""
-    for connection in connections:
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-        connection.close()
-    connections.clear()
-
-
-def _drop(abandoned: list[Groups]) -> None:
-    """Drop groups on this thread, since their destructors may join threads."""
-    for groups in abandoned:
-        groups.grid = None
-        groups.sums.clear()
-        vars(groups).pop("world", None)
-
-
-def _drop_kept() -> None:
-    """Drop groups of earlier sessions of this process: each has threads that wake 100 times a second."""
-    abandoned = list(_kept)
-    del _kept[: len(abandoned)]
-    for groups in abandoned:
-        groups.direct.abandon()
-    if abandoned:
-        start("reaper", partial(_drop, abandoned))
+            _kept.append(self.direct)
+        else:
+            self.direct.abandon()
 
 
 def form(
@@ -111,18 +78,19 @@ def form(
     Raises:
         RuntimeError: a member did not come, or has not proven that it belongs to the generation.
     """
-    _drop_kept()
-    own_sockets: list[socket.socket] = []
+    while _kept:
+        _kept.pop().abandon()  # of an earlier session of this process, which goes on after all
+    own: list[Group] = []
 
     def group(name: str, rank: int, size: int) -> Group:
         made = Group(store, f"g{generation}/{name}", rank, size, interface_host)
-        own_sockets.extend(made.sockets())
+        own.append(made)
         if secret and size > 1:
             prove(made, secret=secret, name=f"g{generation}/{name}", rank=rank)
         return made
 
     try:
-        groups = Groups(group("world", rank, members), _sockets=own_sockets)
+        groups = Groups(group("world", rank, members))
         if rank < grid and grid > 1:
             groups.grid = group("grid", rank, grid)
             made: dict[tuple[int, ...], Group] = {}
@@ -133,6 +101,7 @@ def form(
                         made[holders] = group(f"section{section}", holders.index(rank), len(holders))
                     groups.sums[section] = made[holders]
     except BaseException:
-        _shut(own_sockets)  # nobody else knows them
+        for each in own:
+            each.abandon()
         raise
     return groups

@@ -1,12 +1,11 @@
 """Links: one channel per direction per neighbour, each with a thread of its own.
 
-Gloo's point-to-point calls can be neither polled nor interrupted, and a send waits for its receive. So these waits
-are in disposable threads, and the training thread never blocks on them. Messages of a link have a fixed order, so
+A send waits for its receive, and both for the network. These waits are in disposable threads, and the training thread
+never blocks on them. Messages of a link have a fixed order, so
 receives are posted ahead.
 """
 
 import queue
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -274,6 +273,4 @@ def _failure(error: Exception, what: str) -> Exception:
 
 
 def _first_line(error: BaseException) -> str:
-    """The message without the place in gloo's sources, and without its guesses, which hide who was not reached."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\] ?|\. This is typically caused by.*", "", line)[:300]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

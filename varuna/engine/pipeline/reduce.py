@@ -18,7 +18,6 @@ from varuna.engine.base.spans import span
 from varuna.engine.base.transport import Group
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import Ready
-from varuna.engine.links.bf16_all_reduce import all_reduce_rounded
 from varuna.engine.links.carry import Carry
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.in_parts import Incoming, Outgoing, part_bytes_for, spans_of
@@ -110,10 +109,7 @@ class Reducer:
 
     def _sum(self, group: Group, values: Tensor, step: int, section: int) -> None:
         with self._span("sum", step, section):
-            if self._stage.job.bf16_reduction:
-                all_reduce_rounded(group, values)
-            else:
-                group.all_reduce(values)
+            group.all_reduce(values, crossing=torch.bfloat16 if self._stage.job.bf16_reduction else None)
 
     def _copy(self, values: Tensor, after: Ready) -> Tensor:
         """A copy in host memory that the next reduction uses again: there is one at a time."""
@@ -256,7 +252,7 @@ class Reducer:
         lines = len(homes) + 1  # whatever of it is this rank's: parts are of one size on all
         spans = list(spans_of(total.nbytes, part_bytes_for(lines) if peers else max(1, total.nbytes)))
         sizes = [end - first for first, end in spans]
-        # First what comes: gloo asks for it on the connection by which ours goes, and would ask after all of that.
+        # First what comes: it is on its way while ours is written.
         coming = {
             tag: Incoming(world, home, tag, sizes, copies.room)
             for tag, home in enumerate(homes, first_tag)

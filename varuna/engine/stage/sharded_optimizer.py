@@ -83,7 +83,7 @@ class ShardedOptimizerState:
             group: the replicas of the stage.
 
         Raises:
-            RuntimeError: a peer is gone (from gloo).
+            RuntimeError: a peer is gone.
         """
         for messages in self.rounds():
             arriving, leaving = [], []
@@ -95,7 +95,7 @@ class ShardedOptimizerState:
             for owner, section in messages:
                 if owner == self.replica:
                     parts = [value.detach().reshape(-1).view(torch.uint8) for value in values[section]]
-                    packed = torch.cat(parts).cpu()  # gloo's point-to-point takes host tensors only
+                    packed = torch.cat(parts).cpu()  # what crosses is in host memory
                     others = (r for r in range(self.replicas) if r not in self.holders[section])
                     leaving += [group.send(packed, other, _TAG + section) for other in others]
             for section, work in arriving:

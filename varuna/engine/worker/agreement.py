@@ -42,7 +42,7 @@ def check_agreement(
 
     Raises:
         ModelError: two holders differ; every rank raises it.
-        RuntimeError: a peer is gone (from gloo).
+        RuntimeError: a peer is gone.
     """
     holdings = list(_holdings(model, plan))
     sums = torch.zeros(len(holdings), dtype=torch.int64)
@@ -69,7 +69,7 @@ def share_refusal(group: Group, rank: int, members: int, refusal: VarunaError | 
 
     Raises:
         VarunaError: this rank's own refusal, or the text of the first rank that has one.
-        RuntimeError: a peer is gone (from gloo).
+        RuntimeError: a peer is gone.
     """
     text = b"" if refusal is None else str(refusal).encode()
     lengths = torch.zeros(members, dtype=torch.int64)

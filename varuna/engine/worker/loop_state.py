@@ -185,7 +185,7 @@ def agree(group: Group, rank: int, members: int, mine: Told) -> JSON:
     """The state of the member whose loop is farthest, and which knows of the newest step; blocks.
 
     Raises:
-        RuntimeError: a peer is gone (from gloo).
+        RuntimeError: a peer is gone.
     """
     text = json.dumps(mine.value).encode()
     owed = len(cast(dict[str, Any], mine.value)["owed"])

@@ -70,7 +70,7 @@ def exchange(
         copies: of state, from the device that it is on.
 
     Raises:
-        RuntimeError: a peer is gone (from gloo).
+        RuntimeError: a peer is gone.
         CheckpointError: a tensor's dtype has no name.
     """
 

@@ -28,7 +28,7 @@ _ANSWER_S = 5.0
 _SILENT_S = 45.0
 """A cluster whose head is gone ends this process after 60 s, without a word."""
 _GONE_S = 15.0
-_PASSED_ON = ("VARUNA_", "NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTHONPATH", "XDG_STATE_HOME")
+_PASSED_ON = ("VARUNA_", "NCCL_", "OMP_NUM_THREADS", "PYTHONPATH", "XDG_STATE_HOME")
 
 
 def follow(place: EnginePlace, options: Mapping[str, str], words: Sequence[str]) -> int | None:

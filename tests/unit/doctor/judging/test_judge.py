@@ -93,7 +93,7 @@ CASES: dict[str, tuple[MachineFacts, str, Severity, str]] = {
     "broken GPU": (torch(gpu_problem="GPU 0 does not compute: ECC"), "gpu", FAULT, "ECC"),
     "busy GPU": (gpu(used_bytes=9 * GIB), "gpu", WARNING, "9 GiB of GPU 0"),
     "exclusive GPU": (gpu(compute_mode="Exclusive_Process"), "gpu", WARNING, "only one process"),
-    "no loopback": (torch(link=LinkFacts(problem="refused")), "gloo", FAULT, "cannot talk"),
+    "no loopback": (torch(link=LinkFacts(problem="refused")), "loopback", FAULT, "cannot talk"),
     "a container": (limits(container_bytes=8 * GIB, container_cpus=2.5), "memory", OK, "container may use 8 GiB"),
     "little memory": (limits(available_bytes=GIB), "memory", WARNING, "1 GiB available"),
     "Docker's shm": (limits(shared_bytes=64 << 20), "memory", WARNING, "/dev/shm has only 64 MiB"),
@@ -134,7 +134,7 @@ def fleet(*names: str, **changes: Any) -> FleetFacts:
         machines=machines,
         reaches={by: {to: ReachFacts(took_s=1e-4) for to in names if to != by} for by in names},
         links=every,
-        sums={name: (FleetSums(how="gloo", size_bytes=1 << 20, took_s=0.01),) for name in names},
+        sums={name: (FleetSums(how="TCP", size_bytes=1 << 20, took_s=0.01),) for name in names},
     )
     return facts.model_copy(update=changes)
 
@@ -147,7 +147,7 @@ def changed(facts: FleetFacts, name: str, **changes: Any) -> FleetFacts:
 def test_of_machines_that_are_well_figures_are_shown() -> None:
     findings = judge_fleet(fleet("a", "b", "c"))
     assert {each.level for each in findings} == {OK}
-    assert worst(findings, "links").text == "6 links: 9.6 Gb/s to 9.6 Gb/s, 200 µs to 200 µs (gloo, one way)"
+    assert worst(findings, "links").text == "6 links: 9.6 Gb/s to 9.6 Gb/s, 200 µs to 200 µs (TCP, one way)"
     assert "1 MiB summed over 3 machines in 10 ms" in [each.text for each in findings]
 
 

@@ -12,8 +12,7 @@ from tests.unit.engine.models import SmallLanguage, Tokens
 from tests.unit.engine.plain import worst
 from tests.unit.engine.ranks import Setup, connected
 from varuna.core.precision import Precision
-from varuna.engine.base.transport import Group
-from varuna.engine.links.bf16_all_reduce import all_reduce_rounded
+from varuna.engine.base.transport import Group, Work, local_store
 from varuna.testing.threads import run_all
 
 
@@ -22,38 +21,44 @@ def values_of(member: int, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("members", [2, 3, 4])
-@pytest.mark.parametrize("count", [1, 7, 23])
-def test_all_members_get_the_sum_of_rounded_values_in_their_order(members: int, count: int) -> None:
+@pytest.mark.parametrize(("count", "at_once"), [(1, 8), (7, 8), (23, 8), (30_001, 2**22)])
+def test_all_members_get_the_sum_of_rounded_values_in_their_order(members: int, count: int, at_once: int) -> None:
     given = [values_of(member, count) for member in range(members)]
     expected = given[0].bfloat16().float()
     for other in given[1:]:
         expected = expected + other.bfloat16().float()
     groups = connected(members)
-    run_all([partial(all_reduce_rounded, group, value, 8) for group, value in zip(groups, given, strict=True)])
+    run_all(
+        [
+            partial(group.all_reduce, value, crossing=torch.bfloat16, at_once=at_once)
+            for group, value in zip(groups, given, strict=True)
+        ]
+    )
     for value in given:
         assert torch.equal(value, expected.bfloat16().float())
 
 
-class Counting:
+class _Counting(Group):
     """A group that counts the bytes that leave this member."""
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.size, self.left_bytes = group, group.size, 0
+    left_bytes = 0
 
-    def exchange(self, values: Tensor) -> Tensor:
-        self.left_bytes += values.nbytes * (self.size - 1) // self.size
-        return self.group.exchange(values)
-
-    def gather(self, part: Tensor) -> Tensor:
-        self.left_bytes += part.nbytes * (self.size - 1)
-        return self.group.gather(part)
+    def send(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        self.left_bytes += buffer.nbytes
+        return super().send(buffer, peer, tag)
 
 
 def test_half_the_bytes_of_a_ring_of_fp32_leave() -> None:
-    groups = [Counting(group) for group in connected(4)]
-    run_all([partial(all_reduce_rounded, group, torch.ones(4000)) for group in groups])  # type: ignore[arg-type]
-    ring_bytes = 2 * 3 * 4000 * 4 // 4
-    assert [group.left_bytes for group in groups] == [ring_bytes // 2] * 4
+    store, left_bytes, count = local_store(), [], 40_000
+
+    def work(member: int) -> None:
+        group = _Counting(store, "counting", member, 4, "127.0.0.1")
+        group.all_reduce(torch.ones(count), crossing=torch.bfloat16)
+        left_bytes.append(group.left_bytes)
+
+    run_all([partial(work, member) for member in range(4)])
+    ring_bytes = 2 * 3 * count * 4 // 4
+    assert left_bytes == [ring_bytes // 2] * 4
 
 
 @pytest.mark.parametrize("precision", ["fp32", *nightly("bf16")])

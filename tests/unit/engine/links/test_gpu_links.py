@@ -286,7 +286,7 @@ def test_a_missing_gradient_is_sent_as_zeros(pair: Pair) -> None:
 
 def test_a_peer_that_dies_between_header_and_body_breaks_the_link(pair: Pair) -> None:
     pair.receive()
-    header = torch.tensor([4, 5]).view(torch.uint8)
+    header = torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
     pair.groups[0].send(header, 1, 1).wait()
     pair.communicators[0].abort()  # its process is gone
     with pytest.raises(LinkError, match=r"the link in broke while receiving: NCCL: remote process exited"):

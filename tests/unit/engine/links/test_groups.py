@@ -1,20 +1,15 @@
 """Groups of a generation: formed with everybody, interrupted by its end, abandoned without waiting."""
 
 import contextlib
-import os
-import queue
-import socket
 import threading
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 
-from tests.unit.engine.ranks import reaped
-from varuna.engine.base.peer_sockets import DeviceEpoll
 from varuna.engine.base.transport import Group, local_store
+from varuna.engine.links.gpu_links import Direct
 from varuna.engine.links.groups import Groups, form
 from varuna.engine.worker.forming import InterruptibleStore
 from varuna.testing.threads import run_all
@@ -156,8 +151,7 @@ def test_generations_do_not_meet_in_the_same_store() -> None:
     assert values == {(1, 0): 2.0, (1, 1): 2.0, (2, 0): 4.0, (2, 1): 4.0}
 
 
-def test_abandoned_groups_are_dropped_off_the_calling_thread_and_once_more_is_no_error() -> None:
-    droppers: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+def test_a_group_that_is_dropped_or_abandoned_again_is_no_error_and_its_peer_is_told() -> None:
     store = local_store()
     groups: dict[int, Groups] = {}
 
@@ -165,41 +159,13 @@ def test_abandoned_groups_are_dropped_off_the_calling_thread_and_once_more_is_no
         groups[rank] = form_here(store, rank, members=2, stages=2, replicas=1)
 
     run_all([partial(work, rank) for rank in range(2)])
-    for each in groups.values():
-        weakref.finalize(each.world, lambda: droppers.put(threading.current_thread()))
+    waits = blocked_in_receive(groups[0].world)
+    _formed.clear()
+    del groups[1]  # nobody abandons it
+    waits.join(20)
+    assert not waits.is_alive()
+    groups[0].abandon(exiting=True)
     groups[0].abandon()
-    found = [droppers.get(timeout=20)]
-    groups[1].abandon(exiting=True)
-    reaped()
-    assert droppers.empty()  # one that exits keeps its groups
-    groups[1].abandon()
-    found.append(droppers.get(timeout=20))
-    assert threading.current_thread() not in found
-    groups[1].abandon()
-
-
-def inodes(sockets: Iterable[socket.socket]) -> set[int]:
-    found = set()
-    for connection in sockets:
-        with connection:
-            found.add(os.fstat(connection.fileno()).st_ino)
-    return found
-
-
-def test_each_groups_own_sockets_are_found_and_nobody_elses_though_all_form_in_one_process_at_once() -> None:
-    store, groups = local_store(), dict[int, Groups]()
-    strangers = list[socket.socket]()  # an upload, or the way to the manager
-
-    def work(rank: int) -> None:
-        strangers.append(socket.create_connection(listener.getsockname()))
-        groups[rank] = form_here(store, rank, members=3, stages=3, replicas=1)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        run_all([partial(work, rank) for rank in range(3)])
-    made = [group for of in groups.values() for group in (of.world, of.grid) if group is not None]
-    found = [inodes(group.sockets()) for group in made]
-    assert [len(each) for each in found] == [2] * 6  # one for each of the two others
-    assert len(set.union(*found, inodes(strangers))) == 6 * 2 + 3
 
 
 def blocked_in_receive(group: Group) -> threading.Thread:
@@ -229,19 +195,29 @@ def test_a_rank_that_is_a_thread_is_freed_by_what_it_abandons_and_the_others_are
     assert not waits.is_alive()
 
 
-def test_a_number_that_another_device_has_taken_since_is_not_the_devices() -> None:
-    one, other = (Group(local_store(), "numbers", 0, 1, "127.0.0.1") for _ in range(2))
-    assert one._epoll is not None
-    assert other._epoll is not None
-    assert DeviceEpoll(other._epoll.number, one._epoll.pipe).sockets() == []
+@pytest.mark.parametrize("tags", [(1, 1), (1, 2)])
+def test_a_large_message_that_is_half_way_ends_at_both_ends(tags: tuple[int, int]) -> None:
+    store, groups = local_store(), dict[int, Groups]()
+
+    def work(rank: int) -> None:
+        groups[rank] = form_here(store, rank, members=2, stages=2, replicas=1)
+
+    run_all([partial(work, rank) for rank in range(2)])
+    works = [
+        groups[0].world.send(torch.zeros(2**26), 1, tags[0]),
+        groups[1].world.receive(torch.zeros(2**26), 0, tags[1]),
+    ]
+    groups[0].abandon()
+    for each in works:
+        with pytest.raises(RuntimeError, match=r"abandoned|closed|broke"):
+            each.wait(20)
 
 
-def test_groups_of_a_session_that_ended_go_when_the_next_one_forms() -> None:
+def test_what_gpus_of_a_session_that_ended_hold_goes_when_the_next_one_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     first = form_here(local_store(), 0, members=1, stages=1, replicas=1)
-    world = weakref.ref(first.world)
+    abandoned: list[Direct] = []
+    monkeypatch.setattr(Direct, "abandon", lambda direct: abandoned.append(direct))
     first.abandon(exiting=True)
-    reaped()
-    assert world() is not None  # the process may be about to end
+    assert not abandoned  # the process may be about to end
     form_here(local_store(), 0, members=1, stages=1, replicas=1)
-    reaped()
-    assert world() is None
+    assert any(each is first.direct for each in abandoned)

@@ -111,14 +111,12 @@ def test_a_courier_whose_collective_fails_ends_the_generation_and_stops() -> Non
     ran = threading.Event()
 
     def fail() -> None:
-        place = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
-        guess = ". This is typically caused by a remote worker crashing. Check the logs."
-        raise RuntimeError(f"{place}Connection closed by peer [127.0.0.1]{guess}\nand a stack that nobody wants")
+        raise RuntimeError("connection closed by the peer (rank 0)\nand a stack that nobody wants")
 
     courier.submit("one", fail)
     courier.submit("two", ran.set)
     with pytest.raises(
-        LinkError, match=r"the reduction failed on rank 1 \(stage 0\): Connection closed by peer \[127.0.0.1\]$"
+        LinkError, match=r"the reduction failed on rank 1 \(stage 0\): connection closed by the peer \(rank 0\)$"
     ):
         inbox.take("one", nothing)
     assert not ran.wait(0.05)

@@ -1,0 +1,298 @@
+"""One TCP connection to another member of a group, and the transfers over it.
+
+A sender waits until the receiver has asked, so a message lands in the memory that it is for, and what nobody takes
+stays with its sender::
+
+    receiver              sender
+    ASK tag, size   ->
+                    <-    BODY tag, size, and that many bytes
+
+Asks of a tag are answered in their order. An ask goes out before bodies that wait, so it is never behind more than the
+one that is being written.
+
+Every transfer ends: with its bytes, or with the error that ended the connection. This is why we do not use Gloo, which
+forgets the message that was half-way when a connection broke: who waits for it, and its memory, stay for hours.
+"""
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from varuna.process.threads import start
+
+OPERATION_BOUND_S = 100_000.0
+"""Longer than any wait in the inbox (``wait_bounds``), which ends what is blocked here by abandoning the group."""
+
+_HEADER = struct.Struct("<qqB")
+"""tag, size in bytes, kind"""
+_ASK, _BODY = 0, 1
+
+
+class Work:
+    """A transfer in progress; keeps its buffer alive."""
+
+    def __init__(self, buffer: Tensor, tag: int, give_up: Callable[[str], None]) -> None:
+        self.buffer = buffer
+        self.tag = tag
+        self.view = bytes_of(buffer)
+        self._give_up = give_up
+        self._pending = threading.Lock()  # wakes faster than an Event
+        self._pending.acquire()
+        self._problem = ""
+
+    def wait(self, bound_s: float = OPERATION_BOUND_S) -> Tensor:
+        """Block until the transfer is done.
+
+        Raises:
+            RuntimeError: the peer is gone, the group was abandoned, or the bound has passed.
+        """
+        if not self._pending.acquire(timeout=bound_s):
+            self._give_up(f"timed out after {bound_s:.3g} s")  # nobody knows what the memory holds
+            self._pending.acquire()
+        self._pending.release()
+        if self._problem:
+            raise RuntimeError(self._problem)
+        return self.buffer
+
+    def end(self, problem: str = "") -> None:
+        """Let ``wait`` return, or raise what ended the connection."""
+        self._problem = problem
+        self._pending.release()
+
+
+class _Frame:
+    """Bytes that are being written."""
+
+    def __init__(self, kind: int, tag: int, size_bytes: int, work: Work | None = None) -> None:
+        self.work = work
+        body = [] if work is None else [work.view]
+        self._left = [memoryview(_HEADER.pack(tag, size_bytes, kind)), *body]
+
+    def write(self, connected: socket.socket, *, may_block: bool) -> bool:
+        """Write, all of it if it may block; whether nothing is left."""
+        while self._left:
+            try:
+                written = connected.sendmsg(self._left, (), 0 if may_block else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            while self._left and written >= self._left[0].nbytes:
+                written -= self._left.pop(0).nbytes
+            if self._left:
+                self._left[0] = self._left[0][written:]
+                if not may_block:
+                    return False
+        return True
+
+
+class Connection:
+    """Transfers between this member and one other.
+
+    Whoever gives something to write while nobody writes tries to write it at once; a thread goes on where that would
+    block. Another one reads. Both start when they are first needed, and nothing but them closes the socket: its number
+    would be another's, under the hands of who still uses it.
+    """
+
+    def __init__(self, connected: socket.socket, peer: str) -> None:
+        """Take over a connected, blocking socket; ``peer`` names its other end in errors."""
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._peer = connected, peer
+        self._lock = threading.Lock()
+        self._under_way: set[Work] = set()
+        self._to_receive: defaultdict[int, deque[Work]] = defaultdict(deque)
+        self._to_send: defaultdict[int, deque[Work]] = defaultdict(deque)
+        self._asked_bytes: defaultdict[int, deque[int]] = defaultdict(deque)
+        """by tag, what the peer has asked for before this end has sent it"""
+        self._asks: deque[_Frame] = deque()
+        self._bodies: deque[_Frame] = deque()
+        self._unwritten: queue.SimpleQueue[_Frame | None] | None = None  # the writing thread's
+        self._is_writing = self._is_reading = False
+        self._problem = ""
+
+    def send(self, buffer: Tensor, tag: int) -> Work:
+        """Start to send; returns at once."""
+        work = Work(buffer, tag, self.end)
+        with self._lock:
+            self._begin(work)
+            self._to_send[tag].append(work)
+            problem = self._match(tag)
+            has_turn = self._takes_turn()
+        self._go_on(problem, has_turn)
+        return work
+
+    def receive(self, buffer: Tensor, tag: int) -> Work:
+        """Start to receive; returns at once."""
+        work = Work(buffer, tag, self.end)
+        with self._lock:
+            self._begin(work)
+            self._to_receive[tag].append(work)
+            self._asks.append(_Frame(_ASK, tag, work.view.nbytes))
+            has_turn = self._takes_turn()
+        self._go_on("", has_turn)
+        return work
+
+    def end(self, problem: str = "the group was abandoned") -> None:
+        """End all transfers, and refuse others; the first reason counts."""
+        with self._lock:
+            if self._problem:
+                return
+            self._problem = f"{problem} ({self._peer})"
+            ended, self._under_way = self._under_way, set()
+            self._to_receive.clear()
+            self._to_send.clear()
+            self._asks.clear()
+            self._bodies.clear()
+            with contextlib.suppress(OSError):  # the peer has ended it
+                self._socket.shutdown(socket.SHUT_RDWR)
+            if self._unwritten is not None:
+                self._unwritten.put(None)
+            self._close_if_unused()
+        for work in ended:
+            work.end(self._problem)
+
+    def _begin(self, work: Work) -> None:
+        if self._problem:
+            raise RuntimeError(self._problem)
+        self._under_way.add(work)
+        if not self._is_reading:
+            self._is_reading = True
+            start(f"read-{self._peer}", self._read)
+
+    def _done(self, work: Work) -> None:
+        with self._lock:
+            is_first = work in self._under_way  # not if the connection has ended meanwhile
+            self._under_way.discard(work)
+        if is_first:
+            work.end()
+
+    def _match(self, tag: int) -> str:
+        """Let go what is to be sent and has been asked for; what is wrong with it."""
+        while self._to_send[tag] and self._asked_bytes[tag]:
+            work, size_bytes = self._to_send[tag].popleft(), self._asked_bytes[tag].popleft()
+            if work.view.nbytes != size_bytes:
+                return f"the peer asked for {size_bytes} bytes of tag {tag}, and {work.view.nbytes} are to be sent"
+            self._bodies.append(_Frame(_BODY, tag, size_bytes, work))
+        return ""
+
+    def _go_on(self, problem: str, has_turn: bool) -> None:
+        if problem:
+            self.end(problem)
+        if has_turn:
+            self._write()
+
+    # -- writing: one thread at a time has the turn ----------------------------------------------------------
+
+    def _takes_turn(self) -> bool:
+        """Whether the caller has to write now."""
+        if self._is_writing or not (self._asks or self._bodies):
+            return False
+        self._is_writing = True
+        return True
+
+    def _write(self, begun: _Frame | None = None, *, may_block: bool = False) -> None:
+        """Write all that is to go, or let the writing thread go on where that would block; give the turn back."""
+        frame = begun
+        while True:
+            with self._lock:
+                if frame is None and not self._problem:
+                    frame = self._asks.popleft() if self._asks else self._bodies.popleft() if self._bodies else None
+                if frame is None or self._problem:
+                    self._is_writing = False
+                    self._close_if_unused()
+                    return
+            try:
+                is_whole = frame.write(self._socket, may_block=may_block)
+            except OSError as error:
+                self.end(f"the connection broke: {error.strerror or error}")
+                continue
+            if not is_whole:
+                self._leave(frame)
+                return
+            if frame.work is not None:
+                self._done(frame.work)
+            frame = None
+
+    def _leave(self, frame: _Frame) -> None:
+        """Let the writing thread have the turn."""
+        with self._lock:
+            if not self._problem:
+                if self._unwritten is None:
+                    self._unwritten = queue.SimpleQueue()
+                    start(f"write-{self._peer}", self._write_left)
+                self._unwritten.put(frame)
+                return
+            self._is_writing = False
+            self._close_if_unused()
+
+    def _write_left(self) -> None:
+        assert self._unwritten is not None
+        while (frame := self._unwritten.get()) is not None:
+            self._write(frame, may_block=True)
+            del frame  # it keeps a message
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        header = bytearray(_HEADER.size)
+        try:
+            while True:
+                self._fill(memoryview(header))
+                tag, size_bytes, kind = _HEADER.unpack(header)
+                if kind == _ASK:
+                    self._was_asked(tag, size_bytes)
+                else:
+                    self._take(tag, size_bytes)
+        except EOFError:
+            self.end("connection closed by the peer")
+        except OSError as error:
+            self.end(f"the connection broke: {error.strerror or error}")
+        except _Unasked as error:
+            self.end(str(error))
+        finally:
+            with self._lock:
+                self._is_reading = False
+                self._close_if_unused()
+
+    def _was_asked(self, tag: int, size_bytes: int) -> None:
+        with self._lock:
+            self._asked_bytes[tag].append(size_bytes)
+            problem = self._match(tag)
+            has_turn = self._takes_turn()
+        self._go_on(problem, has_turn)
+
+    def _take(self, tag: int, size_bytes: int) -> None:
+        with self._lock:
+            waiting = self._to_receive[tag]
+            work = waiting.popleft() if waiting else None
+        if work is None or work.view.nbytes != size_bytes:
+            raise _Unasked(f"the peer sent {size_bytes} bytes of tag {tag} that nobody asked for")
+        self._fill(work.view)
+        self._done(work)
+
+    def _fill(self, view: memoryview) -> None:
+        while view.nbytes:
+            read = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+            if not read:
+                raise EOFError
+            view = view[read:]
+
+    def _close_if_unused(self) -> None:
+        if self._problem and not self._is_writing and not self._is_reading:
+            self._socket.close()
+
+
+class _Unasked(Exception):
+    """The peer sends what this end has no place for."""
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor that crosses must be contiguous; this one has strides {tensor.stride()}")
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
