@@ -233,8 +233,8 @@ class Agent:
     def _hear(self, worker: str, message: FromWorker) -> None:
         """A worker said something: beats wait for the next pulse, the rest goes at once."""
         is_ours, got_on = self._roster.hear(worker, message)
-        if isinstance(message, Failed) and message.fault is not None:
-            self._slots.failed(worker, is_memory=message.fault.is_memory)
+        if isinstance(message, Failed) and (message.fault is not None or self._roster.broke_off(worker)):
+            self._slots.failed(worker, is_memory=message.fault is not None and message.fault.is_memory)
         if got_on:
             self._progress_s = time.monotonic()
         if isinstance(message, Offered | Sought | WorkSought) and not self._connected:
@@ -272,7 +272,13 @@ class Agent:
         self._connected = False
 
     def _note_exit(self, event: WorkerExited) -> None:
-        """Record that a worker's process ended."""
+        """Record that a worker's process ended.
+
+        What failed in the midst of training may have been this machine: if the run goes on, another worker follows,
+        after a rest.
+        """
+        if event.code > 0 and self._roster.broke_off(event.worker):
+            self._slots.failed(event.worker)
         if not self._slots.ended(event.worker, event.code, time.monotonic()):
             return
         exited = Exited.of(event.code, event.stderr_tail)

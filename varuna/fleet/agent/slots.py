@@ -52,10 +52,10 @@ class Slots:
         """Note that a worker runs in a slot."""
         slot.worker, slot.started_s = worker, now_s
 
-    def failed(self, worker: str, *, is_memory: bool) -> None:
-        """Note that a worker's device failed: one that broke gets no other worker for a while."""
+    def failed(self, worker: str, *, is_memory: bool = False) -> None:
+        """Note that a worker's device failed, or may have: one that broke gets no other worker for a while."""
         for slot in self._slots:
-            if slot.worker == worker:
+            if slot.worker == worker and slot.rest_s is None:
                 slot.faults += not is_memory
                 slot.rest_s = 0.0 if is_memory else rest_s(slot.faults)
 

@@ -44,6 +44,12 @@ class WorkerRecords:
             if name in self._records:
                 self._records[name].told(message)
 
+    def broke_off(self, name: str) -> bool:
+        """Whether a worker has had a seat, and has not left it: if its process ends, it was not done."""
+        with self._lock:
+            record = self._records.get(name)
+            return record is not None and record.generation >= 0 and record.leaving is None
+
     def ended(self, name: str, exited: Exited) -> bool:
         """Note that a process ended; False if it is not one of ours, as after ``clear``."""
         with self._lock:

@@ -4,6 +4,9 @@ A GPU that broke, or a machine whose disk or mount did, gets no worker for a whi
 step breaks the next one, too: the same error on two of them, in the same step and one after the other, ends the run. In
 one generation it says less: what the GPUs of a machine share may have failed.
 
+An error that says nothing of a machine may be the code's or a machine's (another driver, a package, bad memory). It
+costs the worker, too, where others have machines of their own; if the step then fails once more, it was the code.
+
 A device that was too small has a worker again, or still, with a plan that fills less of it.
 """
 
@@ -29,6 +32,41 @@ def note_fault(transition: Transition, name: str, fault: DeviceFault) -> None:
         _note_broken(transition, name, fault)
 
 
+def note_error(transition: Transition, name: str, text: str, *, exit_code: int, detail: str) -> None:
+    """Note that a worker ended by an error of its own code, which another machine may not meet.
+
+    Before the first step, where all workers are on one machine, and where the same step has failed before, in another
+    generation or on another machine, the run ends.
+
+    Args:
+        transition: of the event.
+        name: of the worker.
+        text: which error, of which worker.
+        exit_code: of the run, if it ends.
+        detail: what follows the text, such as a traceback.
+    """
+    fleet, worker = transition.fleet, transition.fleet.workers[name]
+    device, step = f"machine {worker.node}", fleet.recorded_step + 1
+    again = [
+        (other, seen)
+        for other, seen in fleet.broken.items()
+        if seen.may_be_code and seen.step == step and (other != device or seen.generation < fleet.generation)
+    ]
+    is_alone = not fleet.config.elastic or all(each.node == worker.node for each in fleet.workers.values())
+    if again or is_alone or fleet.recorded_step < 0:
+        before = f" Step {step} had failed on {again[0][0]} before: {again[0][1].error}" if again else ""
+        transition.forget(name)
+        transition.end(exit_code, f"{text}{before}{detail}", worker=name)
+        return
+    transition.notice(
+        f"{text}. Its machine may be to blame, so the run goes on without this worker, and ends if step {step} fails "
+        f"again{detail}",
+        warning=True,
+    )
+    _rest(transition, name, device, device, text, may_be_code=True)
+    transition.lose(name, f"failed: {text}", kill=True)
+
+
 def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:
     fleet, device = transition.fleet, _device_of(transition.fleet.workers[name], fault)
     title = device if fault.of_machine else _title(fleet.workers[name], device)
@@ -46,20 +84,27 @@ def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:
                 worker=name,
             )
             return
+    _rest(transition, name, device, title, fault.error)
+    transition.lose(name, f"lost its {what}: {fault.error}", kill=True)
+
+
+def _rest(transition: Transition, name: str, device: str, title: str, error: str, *, may_be_code: bool = False) -> None:
+    """Let a device, or a machine, have no worker for a while."""
+    fleet = transition.fleet
     before = fleet.broken.get(device)
     is_same = before is not None and transition.now_s < before.until_s  # other workers had the same GPU
     faults = (0 if before is None else before.faults) + (not is_same)
     broken = BrokenDevice(
-        error=fault.error,
-        step=step,
-        generation=generation,
+        error=error,
+        step=fleet.recorded_step + 1,
+        generation=fleet.generation,
         workers=(*(before.workers if before is not None and is_same else ()), name),
         faults=faults,
         until_s=transition.now_s + rest_s(faults),
+        may_be_code=may_be_code,
     )
     transition.update(broken={**fleet.broken, device: broken})
     transition.notice(f"{title} gets no worker for {format_duration(rest_s(faults))}, since it failed", warning=True)
-    transition.lose(name, f"lost its {what}: {fault.error}", kill=True)
 
 
 _LOOK_AT_GPUS = (

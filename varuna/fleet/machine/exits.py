@@ -4,7 +4,7 @@ import signal
 
 from varuna.core.messages import Failed, Finish
 from varuna.fleet.machine.commit import commit, judge, press, record_votes
-from varuna.fleet.machine.device_faults import note_fault
+from varuna.fleet.machine.device_faults import note_error, note_fault
 from varuna.fleet.machine.leases import is_gone, return_patience_s
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet
@@ -35,21 +35,16 @@ def note_connection_lost(transition: Transition, event: ConnectionLost) -> None:
 
 
 def note_failed(transition: Transition, name: str, failed: Failed) -> None:
-    """End the run, since a worker's own code raised: another worker would fail in the same way.
+    """Conclude what a worker's own code raised.
 
-    Not so if its device or its machine failed, or if it is new to a run that trains without it. Once it is through with
-    its steps, there is nobody else who could finish its script.
+    Once it is through with its steps, there is nobody else who could finish its script.
     """
     standing = transition.fleet.workers[name].standing
     if failed.fault is not None and standing not in (Standing.LEFT, Standing.DISMISSED):
         note_fault(transition, name, failed.fault)
     elif standing is not Standing.DISMISSED:
         text = f"worker {_title(transition.fleet, name)} failed: {failed.summary}"
-        if _is_outsider(transition.fleet, name):
-            transition.do_without(name, f"{text}. {_WITHOUT}")
-            return
-        transition.forget(name)
-        transition.end(failed.exit_code, f"{text}\n{failed.traceback}".rstrip(), worker=name)
+        _conclude_error(transition, name, text, failed.exit_code, f"\n{failed.traceback}".rstrip())
 
 
 def note_leaving(transition: Transition, name: str) -> None:
@@ -160,11 +155,18 @@ def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
     when = "after its last step" if left else "before its training was done"
     text = f"worker {_title(fleet, worker.name)} ended with exit code {exit_.code} {when}"
     tail = f". The end of its stderr:\n{exit_.stderr_tail.rstrip()}" if exit_.stderr_tail.strip() else ""
-    if _is_outsider(fleet, worker.name):
-        transition.do_without(worker.name, f"{text}. {_WITHOUT}{tail}")
-        return
-    transition.forget(worker.name)
-    transition.end(exit_.code if exit_.code in (1, 2, 3) else 1, text + tail, worker=worker.name)
+    _conclude_error(transition, worker.name, text, exit_.code if exit_.code in (1, 2, 3) else 1, tail)
+
+
+def _conclude_error(transition: Transition, name: str, text: str, exit_code: int, detail: str) -> None:
+    """Go on without a worker that failed, as long as that may be the matter of its machine alone; else end the run."""
+    if _is_outsider(transition.fleet, name):
+        transition.do_without(name, f"{text}. {_WITHOUT}{detail}")
+    elif transition.fleet.workers[name].standing is Standing.LEFT:
+        transition.forget(name)
+        transition.end(exit_code, text + detail, worker=name)
+    else:
+        note_error(transition, name, text, exit_code=exit_code, detail=detail)
 
 
 _WITHOUT = "The run trains without it: look at what this machine lacks (packages, mounts, drivers)"

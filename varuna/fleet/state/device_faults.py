@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenDevice:
-    """A GPU that failed, and gets no worker for a while."""
+    """A GPU or a machine that failed, or may have, and gets no worker for a while."""
 
     error: str
     step: int
@@ -17,6 +17,8 @@ class BrokenDevice:
     """So far."""
     until_s: float
     """When it may have a worker again."""
+    may_be_code: bool = False
+    """Its error does not say whose matter it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,14 @@
 """A GPU that fails is a lost worker; what is wrong on every GPU ends the run."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.unit.fleet.support import Driver, two_stages
 from varuna.core.devices import ClassSize, DeviceFacts, DeviceFault
 from varuna.core.messages import Failed, Leaving, Suspect
 from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.inputs import WorkerSpawned
 from varuna.fleet.state.outputs import Ask, EndRun, Kill, Spawn
 from varuna.fleet.state.phases import Running
 from varuna.fleet.state.questions import WhichPlan
@@ -308,3 +311,94 @@ def test_a_member_that_once_had_a_seat_ends_the_run() -> None:
     driver = running()
     driver.say("w1", Failed(summary=MISSING, traceback="T"))
     assert [each.exit_code for each in driver.done if isinstance(each, EndRun)] == [1]
+
+
+# ---- errors that say nothing of a machine
+
+WRONG = "ValueError: math domain error"
+
+
+def raises(driver: Driver, worker: str, error: str = WRONG) -> None:
+    driver.say(worker, Failed(summary=error, traceback="Traceback of it", exit_code=1))
+
+
+def ends(driver: Driver) -> list[str]:
+    return [each.text for each in driver.done if isinstance(each, EndRun)]
+
+
+def on_vms(workers: int = 4, node_of: Callable[[str], str] = lambda worker: worker) -> Gpus:
+    """Workers of agents."""
+    config = FleetConfig(workers=workers, elastic=True, replace=False, wait_s=float("inf"))
+    driver = Gpus(config, plan=two_stages)
+    for name in (f"w{number}" for number in range(workers)):
+        driver.feed(WorkerSpawned(name, node_of(name)))
+    driver.gather()
+    driver.voted(0, 1)
+    return driver
+
+
+@pytest.mark.parametrize("how", ["raises", "exits"])
+def test_an_error_costs_its_worker_once_where_others_have_machines_of_their_own(how: str) -> None:
+    driver = on_vms()
+    if how == "raises":
+        raises(driver, "w1")
+    else:
+        driver.kill("w1", 3, WRONG)
+        driver.wait(driver.fleet.config.exit_grace_s + 1)
+    assert not ends(driver)
+    [lost] = driver.told(WorkerLost)
+    assert lost.cause.startswith("worker w1 failed: worker w1 (rank 1, generation 0) ")
+    first, rests = (event.text for event in driver.told(Notice) if event.warning)
+    assert "Its machine may be to blame, so the run goes on without this worker" in first
+    assert WRONG in first
+    assert rests == "machine w1 gets no worker for 1m 00s, since it failed"
+    goes_on(driver)
+    driver.voted(2, 3)
+    assert driver.fleet.recorded_step == 3
+
+
+@pytest.mark.parametrize("second", ["w2", "w3"])
+def test_a_step_that_fails_again_on_another_machine_ends_the_run(second: str) -> None:
+    driver = on_vms()
+    raises(driver, "w1")
+    goes_on(driver)
+    raises(driver, second, "KeyError: 'x'")
+    [text] = ends(driver)
+    assert text.startswith(f"worker {second} (rank ")
+    assert f"Step 2 had failed on machine w1 before: worker w1 (rank 1, generation 0) failed: {WRONG}" in text
+    assert text.endswith("Traceback of it")
+
+
+def test_ranks_that_fail_together_end_the_run_at_once() -> None:
+    driver = on_vms()
+    raises(driver, "w1")
+    raises(driver, "w0")
+    assert len(ends(driver)) == 1
+
+
+def test_a_later_step_that_fails_elsewhere_is_another_matter() -> None:
+    driver = on_vms(6)
+    raises(driver, "w1")
+    goes_on(driver)
+    driver.voted(2)
+    raises(driver, "w2")
+    goes_on(driver)
+    assert not ends(driver)
+
+
+def test_workers_of_one_machine_that_fail_together_say_no_more_than_one_and_once_more_in_its_next_generation() -> None:
+    driver = on_vms(node_of=lambda worker: "a" if worker in ("w1", "w2") else "b")
+    raises(driver, "w1")
+    raises(driver, "w2")
+    assert not ends(driver)
+    driver.spawns = False
+    goes_on(driver)
+    raises(driver, "w0")
+    assert len(ends(driver)) == 1
+
+
+@pytest.mark.parametrize("driver", [on_machines(), on_vms(node_of=lambda worker: "a")])
+def test_where_all_workers_are_on_one_machine_an_error_ends_the_run(driver: Gpus) -> None:
+    raises(driver, "w1")
+    [text] = ends(driver)
+    assert text == f"worker w1 (rank 1, generation 0) failed: {WRONG}\nTraceback of it"
