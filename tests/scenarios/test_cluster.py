@@ -67,12 +67,18 @@ def turn_strangers_away(cluster: Cluster, args: tuple[str, ...]) -> None:
     assert any("arguments" in why for why in refused)
 
 
-def start_older_agent(cluster: Cluster, args: tuple[str, ...]) -> "subprocess.Popen[bytes]":
-    """A machine whose image has an older Varuna."""
-    image = cluster.folder / "image"
+def older_image(folder: Path) -> Path:
+    """Where ``varuna`` is of an older version."""
+    image = folder / "image"
     shutil.copytree(Path(varuna.__file__).parent, image / "varuna", ignore=shutil.ignore_patterns("__pycache__"))
     version = image / "varuna" / "core" / "version.py"
     version.write_text(version.read_text().replace(f'"{__version__}"', '"0.0.1"'))
+    return image
+
+
+def start_older_agent(cluster: Cluster, args: tuple[str, ...]) -> "subprocess.Popen[bytes]":
+    """A machine whose image has an older Varuna."""
+    image = older_image(cluster.folder)
     join = cluster.verb("join-token").out.strip()
     words = ["-m", "varuna", "agent", "--state-dir", str(cluster.folder / "older"), join, "--", JOB, *args]
     with (cluster.folder / "older-0.err").open("wb") as err:
@@ -253,5 +259,42 @@ def test_a_run_folder_has_one_manager_and_a_lost_journal_is_noticed(tmp_path: Pa
         wait_for(lambda: "has the keys of a run but an empty journal" in cluster.said())
         modes = {path.name: path.stat().st_mode & 0o077 for path in (cluster.run_dir, cluster.run_dir / "logs")}
         assert set(modes.values()) == {0}
+    finally:
+        cluster.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("cold_start")
+def test_an_upgrade_is_a_stop_and_the_same_commands_and_a_manager_of_another_version_breaks_nothing(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    installed = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(older_image(tmp_path))}
+    args = (*ARGS, "--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "100")
+    cluster = Cluster(tmp_path, "--workers", "2", "--stages", "2", whereabouts=lambda machine: installed)
+
+    def train(until: int) -> list[subprocess.Popen[bytes]]:
+        agents = []
+        for number, name in enumerate("ab", 1):
+            agents.append(cluster.agent(name, *args))
+            cluster.until_agents(number)
+        cluster.until_step(until)
+        return agents
+
+    try:
+        agents = train(until=4)
+        kill(cluster.manager)
+        tried = cluster.verb_at("manager", "--run-dir", str(cluster.run_dir), "--port", str(cluster.port))
+        assert tried.code == 2
+        assert f"goes on with Varuna 0.0.1, and this is {__version__}" in " ".join(tried.err.split())
+        cluster.start_manager()
+        cluster.until_step(max(cluster.steps()) + 4)
+        assert cluster.verb("stop").code == 0
+        assert [ended(process) for process in (cluster.manager, *agents)] == [0] * 3
+        assert max(cluster.steps()) < STEPS - 1
+        installed.clear()
+        cluster.start_manager()
+        agents = train(until=STEPS - 1)
+        assert [ended(process) for process in (cluster.manager, *agents)] == [0] * 3
+        assert [line["step"] for line in cluster.check(undisturbed)] == list(range(STEPS)), "no step was done twice"
     finally:
         cluster.close()

@@ -30,6 +30,7 @@ from varuna.fleet.manager.reconcile import Reconciliation, reconcile
 from varuna.fleet.manager.rendezvous import Meeting
 from varuna.fleet.manager.resume import lost_workers, resume
 from varuna.fleet.manager.validation import objection
+from varuna.fleet.net.protocol import wire_digest
 from varuna.fleet.net.watchdog import STOOD_STILL_S
 from varuna.fleet.run_folder.journal import Journal, Past
 from varuna.fleet.state.config import FleetConfig
@@ -353,7 +354,7 @@ class Manager:
         """Disk first: nobody hears of a verdict or a generation that a crash could forget."""
         if isinstance(event, GenerationStarted) and not event.record.generation:
             assert self.fleet.job is not None
-            self._journal.keep_job(self.fleet.job, self.fleet.version)
+            self._journal.keep_job(self.fleet.job, self.fleet.version, wire_digest())
         vote = self.fleet.votes.get(event.step) if isinstance(event, StepRecorded) else None
         self._journal.append(event, vote=vote)
         if isinstance(event, StepRecorded):

@@ -4,7 +4,10 @@ The first frame each way is ``Greet`` and ``Welcome``. Then come items, numbered
 and once a second a pulse, which the manager answers if it is asked to: so both sides notice a dead connection.
 """
 
-from typing import Annotated, Final, Literal
+import hashlib
+import json
+from functools import cache
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -266,3 +269,27 @@ DownFrame = Annotated[Welcome | DownItem | PulseAnswer, Field(discriminator="kin
 greeting: TypeAdapter[Greet] = TypeAdapter(Greet)
 up_frame: TypeAdapter[UpFrame] = TypeAdapter(UpFrame)
 down_frame: TypeAdapter[DownFrame] = TypeAdapter(DownFrame)
+
+
+@cache
+def wire_digest() -> str:
+    """A digest of all that managers, agents and workers may say to each other: two that differ are not understood."""
+    return schema_digest(greeting, up_frame, down_frame)
+
+
+def schema_digest(*adapters: TypeAdapter[Any]) -> str:
+    """A digest of what values are made of, without the words that are for people."""
+    schemas = [adapter.json_schema() for adapter in adapters]
+    return hashlib.sha256(json.dumps(_bare(schemas), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _bare(schema: object) -> object:
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if isinstance(schema, dict):
+        return {
+            key: _bare(value)
+            for key, value in schema.items()
+            if not (key in ("description", "title") and isinstance(value, str))
+        }
+    return schema

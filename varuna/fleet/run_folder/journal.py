@@ -149,21 +149,31 @@ class Journal:
         """A new run starts: what came before is history."""
 
         def insert() -> None:
-            for name in ("job", "version", "vote", "identity"):
+            for name in ("job", "version", "wire", "vote", "identity"):
                 self._database.execute("DELETE FROM facts WHERE name = ?", (name,))
             self._keep("run", run)
             self._keep("first_event", str(self._newest()))
 
         self._surely(insert)
 
-    def keep_job(self, job: JobFacts, version: str) -> None:
-        """Record what the run trains."""
+    def keep_job(self, job: JobFacts, version: str, wire: str) -> None:
+        """Record what the run trains, with which Varuna, and a digest of what its machines say to each other."""
 
         def insert() -> None:
             self._keep("job", job.model_dump_json())
             self._keep("version", version)
+            self._keep("wire", wire)
 
         self._surely(insert)
+
+    def written_by(self) -> tuple[str, str] | None:
+        """The version and the ``wire`` of the run that did not end; None: there is none, or it does not say."""
+        facts: dict[str, str] = dict(self._database.execute("SELECT name, body FROM facts WHERE name <> 'job'"))
+        if "version" not in facts or "wire" not in facts:
+            return None
+        ended = "SELECT 1 FROM events WHERE id > ? AND kind = 'run_ended'"
+        is_over = self._database.execute(ended, (int(facts["first_event"]),)).fetchone() is not None
+        return None if is_over else (facts["version"], facts["wire"])
 
     def read(self, newest_steps: int = STEPS_READ) -> Past | None:
         """The run that did not end, with so many of its newest steps; None if there is none.

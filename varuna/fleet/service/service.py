@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TextIO, TypeVar
 from starlette.routing import BaseRoute
 
 from varuna.core.errors import UsageError
+from varuna.core.version import __version__
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.loop import Executor, Manager, Observer
@@ -27,6 +28,7 @@ from varuna.fleet.manager.outlook import outlook
 from varuna.fleet.manager.prometheus import scraper_token
 from varuna.fleet.manager.step_desk import StepDesk
 from varuna.fleet.net.ca import make_private, write_private
+from varuna.fleet.net.protocol import wire_digest
 from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.costs import spent
 from varuna.fleet.page.live_feed import LiveFeed
@@ -204,6 +206,8 @@ class ManagerService(Generic[B]):
             except OSError as error:
                 raise UsageError(f"cannot write {error.filename}: {error.strerror}. Pass another place.") from error
             undo.callback(journal.close)
+            if launch.outlives:
+                _refuse_another_version(place.run_dir, journal.written_by())
             is_new, past = journal.is_new, journal.read() if launch.outlives else None
             run = past.run if past is not None else secrets.token_hex(8)
             if past is None:
@@ -387,3 +391,21 @@ def pass_on(line: bytes, stream: TextIO) -> None:
         stream.buffer.flush()
     except (OSError, ValueError):  # ValueError: closed
         return
+
+
+def _refuse_another_version(run_dir: Path, written_by: tuple[str, str] | None) -> None:
+    """See that this manager and the machines of a run that goes on understand each other.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if written_by is None or written_by == (__version__, wire_digest()):
+        return
+    version, _ = written_by
+    this = __version__ if version != __version__ else f"another source of {__version__}"
+    raise UsageError(
+        f"the run in {run_dir} goes on with Varuna {version}, and this is {this}: its machines and this manager would "
+        "not understand each other. Start the manager with the Varuna that the run began with. To upgrade, end the "
+        "run there with `varuna stop`, install the new version on all machines, and start the same commands again: "
+        "the run goes on from the checkpoint that stop has saved."
+    )

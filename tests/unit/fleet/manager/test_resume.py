@@ -54,7 +54,7 @@ class Shell:
         for done in self.driver.done[self.written :]:
             if isinstance(done, Publish):
                 if isinstance(done.event, GenerationStarted):
-                    self.journal.keep_job(self.driver.job, "1")
+                    self.journal.keep_job(self.driver.job, "1", "2")
                 vote = self.driver.fleet.votes.get(done.event.step) if isinstance(done.event, StepRecorded) else None
                 self.journal.append(done.event, vote=vote)
         self.written = len(self.driver.done)

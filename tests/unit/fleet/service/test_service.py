@@ -3,16 +3,21 @@
 from pathlib import Path
 
 import pytest
+from pydantic import Field, TypeAdapter
 
-from tests.unit.fleet.support import make_plan
-from varuna.core.errors import FleetError
+from tests.unit.fleet.support import Driver, make_plan
+from varuna.core.errors import FleetError, UsageError
+from varuna.core.value import Value
+from varuna.core.version import __version__
 from varuna.fleet.manager.mailbox import Leave
+from varuna.fleet.net.protocol import schema_digest, wire_digest
 from varuna.fleet.run_folder.connection_file import find
+from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.service.cluster_workers import ClusterLaunch, ClusterWorkers
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.run_events import Notice, RunEvent
+from varuna.fleet.state.run_events import Notice, RunEnded, RunEvent
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +62,47 @@ def test_a_manager_that_leaves_a_cluster_gives_its_folder_and_its_tokens_to_the_
     assert len(said) == 4
     assert all(text.startswith("manager at 127.0.0.1:") for text in said[::2])
     assert all(text.startswith("page at https://127.0.0.1:") for text in said[1::2])
+
+
+@pytest.mark.parametrize(
+    ("version", "wire", "named"), [("0.0.9", "", "0.1.0: "), (__version__, "ab", "another source of")]
+)
+def test_a_run_that_goes_on_is_left_to_the_varuna_that_it_began_with(
+    version: str, wire: str, named: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    journal = Journal(folder, None)
+    journal.begin("run-1")
+    journal.keep_job(Driver(FleetConfig(workers=1)).job, version, wire or wire_digest())
+    before = sorted(path.name for path in folder.iterdir())
+
+    def manager() -> ManagerService[ClusterWorkers]:
+        config = FleetConfig(workers=1, elastic=True)
+        return ManagerService(ServiceConfig(run_dir=folder), ClusterLaunch(), config=config, planner=make_plan)
+
+    with pytest.raises(UsageError, match=rf"goes on with Varuna {version}, and this is {named}.*`varuna stop`"):
+        manager()
+    assert not {"access.json", "tls"} & {path.name for path in folder.iterdir()}, "nothing was opened"
+    assert set(before) <= {path.name for path in folder.iterdir()}
+    journal.append(RunEnded(exit_code=0, text="done"))
+    journal.close()
+    service = manager()  # what has ended is of any version
+    service.mailbox.post(Leave())
+    assert service.manage() is None
+
+
+def test_words_for_people_are_no_other_wire() -> None:
+    class One(Value):
+        number: int = Field(description="of sheep")
+
+    class Same(Value):
+        number: int = Field(description="of goats")
+
+    class Other(Value):
+        number: int
+        more: int
+
+    described = schema_digest(TypeAdapter(One))
+    assert described == schema_digest(TypeAdapter(Same))
+    assert described != schema_digest(TypeAdapter(Other))
