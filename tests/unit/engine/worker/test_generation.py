@@ -14,7 +14,6 @@ from varuna.core.messages import Assignment
 from varuna.core.plan import Plan
 from varuna.engine.links.groups import Groups
 from varuna.engine.worker.forming import form_generation
-from varuna.process.threads import join_all
 
 
 @pytest.fixture
@@ -58,5 +57,4 @@ def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_
             at=lambda part: None,
             **rest,
         )
-    join_all(5.0)
-    assert [vars(groups).get("world") for groups in made] == [None]
+    assert [groups.world.abandon.alive for groups in made] == [False]
