@@ -18,6 +18,7 @@ NAMESPACE = "NETWORK_NAMESPACE"
 """In the environment of a process that ``warm`` starts: the namespace in which it lives."""
 
 _PR_SET_PDEATHSIG = 1
+_NOBODY = "02:00:00:00:00:77"
 _START_S = 10.0
 _SHAPED = "burst 16kb latency 400ms"
 """The bucket is small: what passes a line that was idle at full speed hides how narrow it is."""
@@ -104,6 +105,16 @@ class Network:
         self._nft(at, "add chain inet faults input { type filter hook input priority 0; }")
         lost = f"numgen random mod 100 < {percent} " if percent < 100 else ""
         self._nft(at, f"add rule inet faults input ip saddr {self.addresses[source]} {lost}drop")
+
+    def silence(self, one: str, other: str) -> None:
+        """Nothing gets through between two hosts any more; all else does. Each takes the other for a stranger."""
+        for host, peer in ((one, other), (other, one)):
+            self._ip(host, f"neighbour replace {self.addresses[peer]} lladdr {_NOBODY} dev eth0 nud permanent")
+
+    def unsilence(self, one: str, other: str) -> None:
+        """They know each other again."""
+        for host, peer in ((one, other), (other, one)):
+            self._ip(host, f"neighbour delete {self.addresses[peer]} dev eth0")
 
     def close(self) -> None:
         """Every process in it should be gone."""

@@ -89,8 +89,8 @@ class Membership(Protocol):
         """Report a committed step (rank 0 of the generation)."""
         ...
 
-    def suspect(self, generation: int, reason: str, fault: DeviceFault | None = None) -> None:
-        """Report evidence that a peer is gone, or a fault of this worker's own device that it survives."""
+    def suspect(self, generation: int, reason: str, fault: DeviceFault | None = None, peer: int | None = None) -> None:
+        """Report evidence that a peer is gone, or cannot be reached, or a fault of this worker's own device."""
         ...
 
     def saved(self, shard: SavedShard) -> None:

@@ -232,6 +232,7 @@ class Suspect(Value):
     generation: int
     reason: str
     fault: DeviceFault | None = Field(default=None, description="that nobody else is the cause of: too little memory")
+    peer: int | None = Field(default=None, ge=0, description="the rank to which nothing gets through")
 
 
 class Saved(Value):

@@ -266,9 +266,9 @@ class ManagedMembership:
         """Report a committed step."""
         self._post(Voted(vote=vote))
 
-    def suspect(self, generation: int, reason: str, fault: DeviceFault | None = None) -> None:
-        """Report a broken link, or a fault of this worker's own device that it survives."""
-        self._post(Suspect(generation=generation, reason=reason, fault=fault))
+    def suspect(self, generation: int, reason: str, fault: DeviceFault | None = None, peer: int | None = None) -> None:
+        """Report a broken link, a rank that cannot be reached, or a fault of this worker's device that it survives."""
+        self._post(Suspect(generation=generation, reason=reason, fault=fault, peer=peer))
 
     def saved(self, shard: SavedShard) -> None:
         """Report a durable shard."""

@@ -372,7 +372,7 @@ class StaticMembership:
         """No manager keeps a log."""
         self.recorded_step = vote.step
 
-    def suspect(self, generation: int, reason: str, fault: DeviceFault | None = None) -> None:
+    def suspect(self, generation: int, reason: str, fault: DeviceFault | None = None, peer: int | None = None) -> None:
         """A link's error itself ends this process; after a damaged checkpoint there is another assignment."""
         self._assigned = False
 

@@ -294,7 +294,7 @@ class _Workers:
         self._threads.start(f"worker {name}", partial(self._live, name))
         return name
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, *, rests: bool = False) -> None:
         """End a worker as far as a thread can be ended: its waits end, and so does its connection."""
         self._places[name].leave()
 

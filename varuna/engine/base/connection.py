@@ -15,24 +15,46 @@ forgets the message that was half-way when a connection broke: who waits for it,
 """
 
 import contextlib
+import errno
 import queue
 import socket
 import struct
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from varuna.process.threads import start
 
+SILENT_S = 30.0
+"""A peer whose system has not confirmed what was sent to it for so long cannot be reached."""
+UNREACHED = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 OPERATION_BOUND_S = 100_000.0
 """Longer than any wait in the inbox (``wait_bounds``), which ends what is blocked here by abandoning the group."""
 
 _HEADER = struct.Struct("<qqB")
 """tag, size in bytes, kind"""
 _ASK, _BODY = 0, 1
+
+
+class Unreachable(RuntimeError):
+    """Nothing gets through to another rank, which may well be there: the manager knows."""
+
+    def __init__(self, problem: str, peer: int) -> None:
+        super().__init__(problem)
+        self.peer = peer
+
+
+def unreachable_of(error: BaseException | None) -> int | None:
+    """The rank that could not be reached, if that is what an error comes from."""
+    while error is not None:
+        if isinstance(error, Unreachable):
+            return error.peer
+        error = error.__cause__
+    return None
 
 
 class Work:
@@ -45,7 +67,7 @@ class Work:
         self._give_up = give_up
         self._pending = threading.Lock()  # wakes faster than an Event
         self._pending.acquire()
-        self._problem = ""
+        self._problem: RuntimeError | None = None
 
     def wait(self, bound_s: float = OPERATION_BOUND_S) -> Tensor:
         """Block until the transfer is done.
@@ -57,11 +79,11 @@ class Work:
             self._give_up(f"timed out after {bound_s:.3g} s")  # nobody knows what the memory holds
             self._pending.acquire()
         self._pending.release()
-        if self._problem:
-            raise RuntimeError(self._problem)
+        if self._problem is not None:
+            raise self._problem
         return self.buffer
 
-    def end(self, problem: str = "") -> None:
+    def end(self, problem: RuntimeError | None = None) -> None:
         """Let ``wait`` return, or raise what ended the connection."""
         self._problem = problem
         self._pending.release()
@@ -99,10 +121,12 @@ class Connection:
     would be another's, under the hands of who still uses it.
     """
 
-    def __init__(self, connected: socket.socket, peer: str) -> None:
-        """Take over a connected, blocking socket; ``peer`` names its other end in errors."""
+    def __init__(self, connected: socket.socket, peer: str, rank: int = -1) -> None:
+        """Take over a connected, blocking socket; ``peer`` names its other end in errors, ``rank`` in reports."""
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._peer = connected, peer
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENT_S))
+        self._socket, self._peer, self._rank = connected, peer, rank
         self._lock = threading.Lock()
         self._under_way: set[Work] = set()
         self._to_receive: defaultdict[int, deque[Work]] = defaultdict(deque)
@@ -113,7 +137,7 @@ class Connection:
         self._bodies: deque[_Frame] = deque()
         self._unwritten: queue.SimpleQueue[_Frame | None] | None = None  # the writing thread's
         self._is_writing = self._is_reading = False
-        self._problem = ""
+        self._problem: Callable[[], RuntimeError] | None = None
 
     def send(self, buffer: Tensor, tag: int) -> Work:
         """Start to send; returns at once."""
@@ -137,12 +161,13 @@ class Connection:
         self._go_on("", has_turn)
         return work
 
-    def end(self, problem: str = "the group was abandoned") -> None:
+    def end(self, problem: str = "the group was abandoned", *, is_silent: bool = False) -> None:
         """End all transfers, and refuse others; the first reason counts."""
         with self._lock:
-            if self._problem:
+            if self._problem is not None:
                 return
-            self._problem = f"{problem} ({self._peer})"
+            text = f"{problem} ({self._peer})"
+            self._problem = partial(Unreachable, text, self._rank) if is_silent else partial(RuntimeError, text)
             ended, self._under_way = self._under_way, set()
             self._to_receive.clear()
             self._to_send.clear()
@@ -154,11 +179,14 @@ class Connection:
                 self._unwritten.put(None)
             self._close_if_unused()
         for work in ended:
-            work.end(self._problem)
+            work.end(self._problem())
+
+    def _broke(self, error: OSError) -> None:
+        self.end(f"the connection broke: {error.strerror or error}", is_silent=error.errno in UNREACHED)
 
     def _begin(self, work: Work) -> None:
-        if self._problem:
-            raise RuntimeError(self._problem)
+        if self._problem is not None:
+            raise self._problem()
         self._under_way.add(work)
         if not self._is_reading:
             self._is_reading = True
@@ -200,16 +228,16 @@ class Connection:
         frame = begun
         while True:
             with self._lock:
-                if frame is None and not self._problem:
+                if frame is None and self._problem is None:
                     frame = self._asks.popleft() if self._asks else self._bodies.popleft() if self._bodies else None
-                if frame is None or self._problem:
+                if frame is None or self._problem is not None:
                     self._is_writing = False
                     self._close_if_unused()
                     return
             try:
                 is_whole = frame.write(self._socket, may_block=may_block)
             except OSError as error:
-                self.end(f"the connection broke: {error.strerror or error}")
+                self._broke(error)
                 continue
             if not is_whole:
                 self._leave(frame)
@@ -221,7 +249,7 @@ class Connection:
     def _leave(self, frame: _Frame) -> None:
         """Let the writing thread have the turn."""
         with self._lock:
-            if not self._problem:
+            if self._problem is None:
                 if self._unwritten is None:
                     self._unwritten = queue.SimpleQueue()
                     start(f"write-{self._peer}", self._write_left)
@@ -251,7 +279,7 @@ class Connection:
         except EOFError:
             self.end("connection closed by the peer")
         except OSError as error:
-            self.end(f"the connection broke: {error.strerror or error}")
+            self._broke(error)
         except _Unasked as error:
             self.end(str(error))
         finally:
@@ -283,7 +311,7 @@ class Connection:
             view = view[read:]
 
     def _close_if_unused(self) -> None:
-        if self._problem and not self._is_writing and not self._is_reading:
+        if self._problem is not None and not self._is_writing and not self._is_reading:
             self._socket.close()
 
 

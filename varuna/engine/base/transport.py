@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna.engine.base.connection import OPERATION_BOUND_S, Connection, Work
+from varuna.engine.base.connection import OPERATION_BOUND_S, Connection, Unreachable, Work
 from varuna.engine.base.meeting import meet
 
 __all__ = ["OPERATION_BOUND_S", "Group", "Work"]
@@ -36,7 +36,16 @@ _SHORTEST_S = 0.001
 class Group:
     """Members of one generation, connected each with each."""
 
-    def __init__(self, store: Any, name: str, rank: int, size: int, interface_host: str) -> None:
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        size: int,
+        interface_host: str,
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         """Connect to all other members; blocks until they do the same.
 
         Args:
@@ -45,13 +54,19 @@ class Group:
             rank: this member.
             size: number of members.
             interface_host: address of the private interface to bind to.
+            ranks: of the generation, which the members are; the same numbers by default.
 
         Raises:
             RuntimeError: a member did not come within the bound.
         """
-        connected = meet(prefixed(name, store), rank, size, interface_host, FORMING_BOUND_S)
+        known = range(size) if ranks is None else ranks
+        try:
+            connected = meet(prefixed(name, store), rank, size, interface_host, FORMING_BOUND_S)
+        except Unreachable as error:
+            raise Unreachable(str(error), known[error.peer]) from error
         self._connections = {
-            other: Connection(each, f"{name}, rank {rank} with rank {other}") for other, each in connected.items()
+            other: Connection(each, f"{name}, rank {known[rank]} with rank {known[other]}", known[other])
+            for other, each in connected.items()
         }
         self._rank = rank
         self.size = size

@@ -82,8 +82,8 @@ def form(
         _kept.pop().abandon()  # of an earlier session of this process, which goes on after all
     own: list[Group] = []
 
-    def group(name: str, rank: int, size: int) -> Group:
-        made = Group(store, f"g{generation}/{name}", rank, size, interface_host)
+    def group(name: str, rank: int, size: int, ranks: Sequence[int] | None = None) -> Group:
+        made = Group(store, f"g{generation}/{name}", rank, size, interface_host, ranks=ranks)
         own.append(made)
         if secret and size > 1:
             prove(made, secret=secret, name=f"g{generation}/{name}", rank=rank)
@@ -98,7 +98,7 @@ def form(
                 holders = tuple(ranks)
                 if len(holders) > 1:
                     if holders not in made:
-                        made[holders] = group(f"section{section}", holders.index(rank), len(holders))
+                        made[holders] = group(f"section{section}", holders.index(rank), len(holders), holders)
                     groups.sums[section] = made[holders]
     except BaseException:
         for each in own:

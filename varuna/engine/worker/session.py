@@ -18,6 +18,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals
 from varuna.data.samples import SampleSource
+from varuna.engine.base.connection import unreachable_of
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.copies.keeping import KeptCopy
@@ -177,7 +178,7 @@ class Session:
         except GenerationEnded:
             return None
         except LinkError as error:
-            self._membership.suspect(generation.assignment.generation, str(error))
+            self._membership.suspect(generation.assignment.generation, str(error), peer=unreachable_of(error))
             if not self._membership.survives:
                 raise
             return None
@@ -252,7 +253,7 @@ class Session:
         except (LinkError, DamagedCheckpoint, DeviceFull) as error:
             self._shown.interrupt()
             fault = error.fault if isinstance(error, DeviceFull) else None
-            self._membership.suspect(assignment.generation, str(error), fault)
+            self._membership.suspect(assignment.generation, str(error), fault, unreachable_of(error))
             if not (self._membership.survives or isinstance(error, DamagedCheckpoint)):
                 raise
             self.heartbeat.at("waits for the manager's decision about a generation that broke")

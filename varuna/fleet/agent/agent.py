@@ -216,7 +216,9 @@ class Agent:
                 raise VoidSecretError(reason) if is_void else FleetError(reason)
             case Tell(worker=worker, message=message):
                 self._pass_on(worker, message)
-            case End(worker=worker):
+            case End(worker=worker, rests=rests):
+                if rests:
+                    self._slots.failed(worker)
                 self._launcher.kill(worker)
             case Dismiss():
                 self._leave(event)

@@ -7,8 +7,9 @@ from varuna.core.messages import Apply, Held, Hold, Recorded, Suspect, Vote
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.backoff import note_broken
 from varuna.fleet.machine.device_faults import note_full
-from varuna.fleet.machine.leases import is_near, note_progress, stands_still, waits_for_return
+from varuna.fleet.machine.leases import forget_waits, is_near, note_progress, stands_still, waits_for_return
 from varuna.fleet.machine.salvage import share_of_step
+from varuna.fleet.machine.silent_links import forget, note_unreachable, part
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Fleet
@@ -55,6 +56,8 @@ def note_suspect(transition: Transition, name: str, suspect: Suspect) -> None:
         return
     if suspect.fault is not None:
         note_full(transition, name, suspect.fault)
+    if suspect.peer is not None:
+        note_unreachable(transition, name, suspect.peer)
     phase = transition.fleet.phase
     if isinstance(phase, Running) and phase.suspicion is None:
         at_s = transition.now_s if suspect.fault is None else float("-inf")  # nobody is to be found out
@@ -132,6 +135,7 @@ def _record(transition: Transition, vote: Vote) -> None:
     )
     if vote.generation == fleet.generation:
         note_progress(transition)
+        forget_waits(transition)
         if fleet.formed and fleet.first_step is not None:
             stall_s = fleet.first_step.stall_s(vote.wall_s)
             transition.update(experience=fleet.experience.corrected(stall_s), first_step=None)
@@ -142,6 +146,7 @@ def _record(transition: Transition, vote: Vote) -> None:
 
 def _note_formed(transition: Transition, vote: Vote) -> None:
     """Note that the newest generation trains."""
+    forget(transition)
     fleet = transition.fleet
     first_step = None
     if fleet.planned:
@@ -181,9 +186,9 @@ def watch_generation(transition: Transition, phase: Running) -> None:
         # Such as in a generation that began after the last step.
         stop_generation(transition, EndCause(Ending.LEFT, "the other ranks have left"))
     elif phase.suspicion and transition.now_s >= phase.suspicion.at_s + fleet.config.suspect_grace_s:
-        stop_generation(
-            transition, EndCause(Ending.REPORTED, f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
-        )
+        reported = EndCause(Ending.REPORTED, f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
+        part(transition)
+        stop_generation(transition, reported)
 
 
 def _copying(fleet: Fleet) -> list[str]:

@@ -34,8 +34,10 @@ _NEAR_S = 2.5
 _ALONE_S = 3.0
 # Those without whom the step may stand still are looked at this often, as long as a rank that is heard is at work.
 _LOOK_AGAIN_S = 1.0
-# A wait is unusual if it is this many times longer than the longest that ended well.
+# A wait is unusual if it is this many times longer than the longest that ended well; which counts for half after
+# 20 steps, so that one hiccup of the network does not make a later loss slow.
 _UNUSUAL = 1.5
+_FORGETS = 0.5 ** (1 / 20)
 
 
 def note_tick(transition: Transition, deaf_s: float) -> None:
@@ -120,6 +122,13 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
         transition.update(phase=replace(phase, longest_wait_s=before.waits_s))
     if beat.step > before.step:
         note_progress(transition)
+
+
+def forget_waits(transition: Transition) -> None:
+    """Let a step that was recorded make long waits of earlier ones count for less."""
+    phase = transition.fleet.phase
+    if isinstance(phase, Running) and phase.longest_wait_s:
+        transition.update(phase=replace(phase, longest_wait_s=_FORGETS * phase.longest_wait_s))
 
 
 def note_progress(transition: Transition) -> None:

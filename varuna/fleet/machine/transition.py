@@ -112,15 +112,15 @@ class Transition:
         """Log and show a sentence."""
         self.publish(Notice(text=text, warning=warning, departs=departs))
 
-    def kill(self, worker: str, why: str) -> None:
-        """Fence a worker off for certain."""
-        self.instructions.append(Kill(worker, why))
+    def kill(self, worker: str, why: str, *, rests: bool = False) -> None:
+        """Fence a worker off for certain; ``rests``: no other one follows on its machine for a while."""
+        self.instructions.append(Kill(worker, why, rests))
 
-    def lose(self, name: str, what: str, *, kill: bool = False) -> None:
+    def lose(self, name: str, what: str, *, kill: bool = False, rests: bool = False) -> None:
         """Remove a worker that is gone, or is made to go; ``what`` continues the sentence "worker w3 ..."."""
         cause = f"worker {name} {what}"
         if kill:
-            self.kill(name, cause)
+            self.kill(name, cause, rests=rests)
         matters = self._matters(name)
         was_in = self.fleet.workers[name].standing in (Standing.JOINED, Standing.ASIDE)
         worker = self.forget(name)

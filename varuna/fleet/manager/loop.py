@@ -77,8 +77,8 @@ class Executor(Protocol):
         """Start a worker, on a GPU that none of these workers had; returns its name."""
         ...
 
-    def kill(self, name: str) -> None:
-        """End a worker for certain."""
+    def kill(self, name: str, *, rests: bool = False) -> None:
+        """End a worker for certain; ``rests``: no other one follows on its machine for a while."""
         ...
 
     def set_main(self, name: str) -> None:
@@ -333,8 +333,8 @@ class Manager:
                 self._hands.send(name, message)
             case Ask():
                 self._find_out(instruction)
-            case Kill(worker=name):
-                self._hands.kill(name)
+            case Kill(worker=name, rests=rests):
+                self._hands.kill(name, rests=rests)
             case Spawn(count=count, avoided=avoided):
                 # On one machine, each process stands for a VM: it can be drained, or be given notice, by itself.
                 return [WorkerSpawned(name, node=name) for name in (self._hands.spawn(avoided) for _ in range(count))]

@@ -241,6 +241,7 @@ class End(Value):
 
     kind: Literal["end"] = "end"
     worker: WorkerName
+    rests: bool = Field(default=False, description="no other one follows in its place for a while")
 
 
 class Dismiss(Value):

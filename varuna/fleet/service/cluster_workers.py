@@ -100,9 +100,9 @@ class ClusterWorkers:
         """Send a message to a worker."""
         self._serving.call(self._door.send, node_of(name), Tell(worker=name, message=message))
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, *, rests: bool = False) -> None:
         """End a worker, as soon as its agent is there."""
-        self._serving.call(self._door.send, node_of(name), End(worker=name))
+        self._serving.call(self._door.send, node_of(name), End(worker=name, rests=rests))
 
     def set_main(self, name: str) -> None:
         """Show the output of this worker."""

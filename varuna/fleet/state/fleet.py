@@ -16,6 +16,7 @@ from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Idle, Phase
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question
 from varuna.fleet.state.run_events import GenerationRecord
+from varuna.fleet.state.silence import Silence
 from varuna.fleet.state.stutter import Straggler
 from varuna.fleet.state.worker import Sight, Standing, Worker
 from varuna.fleet.state.workers import Workers
@@ -137,6 +138,8 @@ class Fleet:
     """By worker: how often it was found slow."""
     broken: Mapping[str, BrokenDevice] = field(default_factory=dict)
     """By name of a device: those that failed."""
+    silences: Mapping[tuple[str, str], Silence] = field(default_factory=dict)
+    """By machine that says so, and machine that it cannot reach."""
     short: Mapping[str, ShortMemory] = field(default_factory=dict)
     """By class of device: those whose workers ran out of memory."""
     morph_asked: bool = False

@@ -24,6 +24,8 @@ class Kill:
 
     worker: str
     why: str
+    rests: bool = False
+    """No other one follows on its machine for a while."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class Launcher:
         process.waiter = _start(f"{name}-waiter", self._await, process, log)
         return name
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, *, rests: bool = False) -> None:
         """SIGKILL to the worker's process group; nothing happens if it is gone. Safe from any thread."""
         with self._lock:
             process = self._processes.get(name)

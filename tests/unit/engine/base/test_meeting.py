@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from varuna.engine.base.connection import Unreachable
 from varuna.engine.base.meeting import meet
 from varuna.engine.base.transport import local_store
 from varuna.testing.threads import run_all
@@ -123,3 +124,24 @@ def test_a_member_that_is_gone_again_is_named_with_its_place() -> None:
 def test_an_interface_that_is_not_this_machines_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"cannot listen at 192\.0\.2\.1: "):
         meet(local_store(), 0, 2, "192.0.2.1", 5.0)
+
+
+def test_nobody_waits_behind_a_member_that_nothing_gets_through_to() -> None:
+    """Of three, rank 0 is a hole: the others say so of it, and not of each other."""
+    store = local_store()
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as hole:
+        host, port = hole.getsockname()
+        fillers = [socket.socket() for _ in range(8)]
+        for filler in fillers:  # its queue is full: what comes later is dropped
+            filler.setblocking(False)
+            filler.connect_ex((host, port))
+        store.set("0", f'["{host}", {port}, "word"]')
+        found = met(3, store=store, bound_s=1.0, ranks=range(1, 3))
+        for filler in fillers:
+            filler.close()
+    for rank in (1, 2):
+        assert isinstance(found[rank], Unreachable)
+        assert (found[rank].peer, str(found[rank])) == (
+            0,
+            f"rank 0 of the group at {host}:{port}: Connection timed out",
+        )

@@ -187,13 +187,21 @@ def test_a_step_that_takes_minutes_is_no_step_that_stands_still(at_work: str) ->
     assert not lost(driver)
 
 
-@pytest.mark.parametrize(("seconds", "phase"), [(28, Running), (33, Stopping)])
+@pytest.mark.parametrize(("seconds", "phase"), [(26, Running), (33, Stopping)])
 def test_waits_that_are_usual_here_are_no_evidence(seconds: float, phase: type) -> None:
     driver = on_machines("abcd")
     driver.wait(20, still=True)  # all wait for rank 3, which then goes on
     train(driver, 3)
     driver.wait(seconds, hidden=("d",))
     assert isinstance(driver.fleet.phase, phase)
+
+
+def test_one_long_wait_does_not_make_a_later_loss_slow() -> None:
+    driver = on_machines("abcd")
+    driver.wait(50, still=True)  # a hiccup of the network
+    train(driver, 120)
+    driver.wait(9, hidden=("d",))
+    assert isinstance(driver.fleet.phase, Stopping)
 
 
 def test_a_machine_out_of_sight_is_put_aside_when_the_step_stands_still() -> None:

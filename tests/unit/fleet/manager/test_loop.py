@@ -40,7 +40,7 @@ class Hands:
     def spawn(self, avoided: Collection[str]) -> str:
         return next(self.names)
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, *, rests: bool = False) -> None:
         self.killed.append(name)
 
     def set_main(self, name: str) -> None:

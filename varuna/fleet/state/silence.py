@@ -1,0 +1,13 @@
+"""What the manager remembers of two machines between which nothing gets through."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """One machine says that it cannot reach another one."""
+
+    times: int
+    """Generations that broke by it, one after the other."""
+    generation: int
+    """The newest of them."""
