@@ -1,6 +1,7 @@
 """trainer.evaluate: the loss of other data in any plan, and nothing of it in the training."""
 
 import math
+import re
 import sys
 import threading
 from functools import partial
@@ -250,12 +251,16 @@ class MoreInEvaluation(SmallLanguage):
 
 
 @pytest.mark.nightly
-def test_a_script_that_evaluates_hears_before_step_0_that_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_evaluates_hears_before_step_0_that_it_cannot(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     job = trainer(model=MoreInEvaluation)
-    steps = job.steps(2)
+    for step in job.steps(2):
+        if not step.index:  # this file says job.evaluate(...)
+            assert re.search(r"no section has all parameters .* scale\.", " ".join(capsys.readouterr().err.split()))
     with pytest.raises(ModelError, match=r"no section has all parameters .* scale\. Evaluate this .* trainer\.export"):
-        next(steps)  # this file says job.evaluate(...)
+        job.evaluate(Tokens(size=10))
 
 
 def test_an_evaluation_that_a_morph_interrupts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from varuna.core.times import RankTimes, StepParts, merged, of_stage
 from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested, Recalibrated
-from varuna.fleet.state.morph_gain import weigh
+from varuna.fleet.state.morph_gain import Weighing, weigh
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import RunPlanner, with_options
@@ -40,7 +40,13 @@ from varuna.planner.pricing.spanning import stages_of
 LEAST_S = 10.0
 """Of training in a generation: less is noise, and a run that is over by then needs no better plan."""
 LEAST_STEPS = 5
+LASTS_S = 600.0
+"""So long a plan with fewer holders of state must have been better before it is chosen: not for one slow minute."""
+FORGETS_S, _LONGEST_S = 600.0, 3600.0
+"""After so long what a network was measured to be may be over, if a plan with more holders is better without it. Each
+time it is not, after twice as long."""
 
+_NETWORKS = ("within_vm", "across_vms")
 _TOLD_APART = {
     "micro_batch": "m = {}",
     "starts": "stages from sections {}",
@@ -92,6 +98,9 @@ class Calibrator:
         self._due_beats = 0
         self._explained = self._described = False
         self._begun: set[str] = set()  # classes of devices that were planned for
+        self._networks: dict[str, dict[str, object]] = {}  # by class of devices, before this run has measured any
+        self._favoured_s: float | None = None  # since when a plan with fewer holders is better
+        self._doubts_s, self._patience_s = float("inf"), FORGETS_S  # when measured networks are doubted
 
     def plan(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         """The best plan that is known; a ``Planner``."""
@@ -200,6 +209,11 @@ class Calibrator:
             return []  # a spare of an older version, which tells what it did before
         if self._generation != fleet.generation:
             self._generation, self._heard, self._due_steps, self._due_beats = fleet.generation, {}, LEAST_STEPS, 0
+            self._favoured_s, self._doubts_s = None, now_s + self._patience_s
+        if now_s >= self._doubts_s:
+            self._doubts_s = now_s + self._patience_s
+            if told := self._doubt(fleet, fleet.job, fleet.record.plan, now_s):
+                return told
         known = self._heard.get(rank)
         self._heard[rank] = beat.times if known is None else merged((known, beat.times))
         self._due_beats -= 1
@@ -279,6 +293,7 @@ class Calibrator:
         if gap is not None and not self._explained:
             self._explained = True
             told.append(Notice(text=f"{gap}. Future plans take this into account"))
+        self._keep_networks(base)
         self.calibration = self._refined(base, plan)
         if self.calibration is not None:
             remember(self.calibration, self._run_dir / RUN_FILE)
@@ -288,23 +303,67 @@ class Calibrator:
         return [*told, *self._better(fleet, job, plan, now_s)]
 
     def _better(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> list[Told]:
-        """A morph, if the plan that is best now saves more until the next change than the switch costs."""
+        """A morph, if the plan that is best now saves more until the next change than the switch costs.
+
+        One that leaves workers idle, or state with fewer holders, must have been better for a while.
+        """
+        found = self._worthwhile(fleet, job, plan, now_s)
+        if found is None or _is_safer(found[0], plan):
+            self._favoured_s = None
+        if found is None:
+            return []
+        best, weighing = found
+        if _is_safer(plan, best):
+            self._favoured_s = now_s if self._favoured_s is None else self._favoured_s
+            if now_s < self._favoured_s + LASTS_S:
+                return []
+        favoured = f"{_named(best, plan)} over {_named(plan, best)}"
+        return [
+            Notice(text=f"measured times favour {favoured}: {weighing}"),
+            MorphRequested("measured times favour another plan"),
+        ]
+
+    def _worthwhile(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> tuple[Plan, Weighing] | None:
+        """The plan that is best now, if it saves more until the next change than the switch costs."""
         best = self._best(fleet, job)
         if best is None:
-            return []
+            return None
         weighing = weigh(
             plan.model_copy(update={"step_s": self.predicted_s(plan)}),
             best,
             computing_s=min(fleet.experience.gap_s(now_s), (job.steps - fleet.recorded_step - 1) * fleet.step_wall_s),
             stall_s=fleet.experience.stall_s(job, best),
-            exposed_s=0.0,  # the same workers: nobody becomes safer
+            exposed_s=0.0,  # the same workers: of what that is worth, ``_is_safer`` decides
         )
-        if not weighing.is_worth(fleet.config.min_measured_gain):
+        return (best, weighing) if weighing.is_worth(fleet.config.min_measured_gain) else None
+
+    def _keep_networks(self, before: Calibration) -> None:
+        """Remember networks as they were thought to be before this run has measured any."""
+        for name in before.classes:
+            known = before.of(name)
+            self._networks.setdefault(name, {field: getattr(known, field) for field in _NETWORKS})
+
+    def _doubt(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> list[Told]:
+        """Forget what networks were measured to be, if a plan with more holders of state is then better.
+
+        What a plan does not use, it does not measure: a network that was slow for a minute would be slow for ever.
+        """
+        measured = self.calibration
+        if measured is None or not self._networks:
             return []
-        favoured = f"{_named(best, plan)} over {_named(plan, best)}"
+        for name in measured.classes:
+            known = measured.of(name).model_copy(update=self._networks.get(name, {}))
+            self.calibration = self.calibration.with_class(known) if self.calibration is not None else known
+        found = self._worthwhile(fleet, job, plan, now_s)
+        if found is None or not _is_safer(found[0], plan):
+            self.calibration = measured
+            return []
+        self._patience_s = min(2 * self._patience_s, _LONGEST_S)
+        best, weighing = found
+        text = f"the network may be better by now, and then {_named(best, plan)} is, than {_named(plan, best)}"
         return [
-            Notice(text=f"measured times favour {favoured}: {weighing}"),
-            MorphRequested("measured times favour another plan"),
+            Notice(text=f"{text}: {weighing}. It is tried again"),
+            MorphRequested("a network that was slow is tried again"),
         ]
 
     def _best(self, fleet: Fleet, job: JobFacts) -> Plan | None:
@@ -323,6 +382,11 @@ class Calibrator:
             dealt = known.model_copy(update={"speeds": speeds_of(fleet, names), "classes": fleet.classes_of(names)})
             found += [self.plan(dealt, len(names), fleet.micro_batch)] if names else []
         return min(found, key=attrgetter("step_s"), default=None)
+
+
+def _is_safer(plan: Plan, other: Plan) -> bool:
+    """Whether all state has a second holder in a plan alone, or more workers take part in it."""
+    return (min(plan.replicas, 2), plan.workers) > (min(other.replicas, 2), other.workers)
 
 
 def _named(plan: Plan, other: Plan) -> str:

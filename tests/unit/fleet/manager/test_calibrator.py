@@ -14,7 +14,7 @@ from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.times import Carried, RankTimes, Typical
-from varuna.fleet.manager.calibrator import Calibrator
+from varuna.fleet.manager.calibrator import LASTS_S, Calibrator, Told
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested
@@ -194,6 +194,72 @@ def test_a_plan_that_measured_times_favour_is_asked_for_if_it_pays(tmp_path: Pat
     assert MorphRequested("measured times favour another plan") in told
     notices = [event.text for event in told if isinstance(event, Notice)]
     assert notices[-1].startswith(f"measured times favour {PLAN.shape} (m = 1) over {PLAN.shape} (m = 2): ")
+
+
+REPLICATED = make_plan(JOB, 1, 2).model_copy(update={"replicas": 2, "stages": 1, "starts": (0,), "stash_limits": (4,)})
+ALONE = make_plan(JOB, 1, 2)
+
+
+def replicated(plan: Plan = REPLICATED) -> Fleet:
+    made = fleet()
+    return replace(made, history=(made.record.model_copy(update={"plan": plan}),))
+
+
+def asked(told: list[Told]) -> list[str]:
+    return [each.why for each in told if isinstance(each, MorphRequested)]
+
+
+def test_a_plan_without_second_holders_must_have_been_better_for_a_while(tmp_path: Path) -> None:
+    """A network that is slow for a minute is no reason to give the second replica up."""
+    heard = calibrator(tmp_path, best=ALONE.model_copy(update={"step_s": 1e-3}))
+    steps, found = 5, {}
+    for now_s in (0.0, 60.0, 300.0, LASTS_S - 1, LASTS_S + 1):
+        told = [each for worker in ("w0", "w1") for each in heard.hear(replicated(), worker, beat(times(steps)), now_s)]
+        steps, found[now_s] = 2 * steps, asked(told)
+    assert list(found.values()) == [[], [], [], [], ["measured times favour another plan"]]
+
+
+def test_a_plan_that_is_not_better_in_between_begins_to_count_anew(tmp_path: Path) -> None:
+    better, best = ALONE.model_copy(update={"step_s": 1e-3}), [ALONE]
+    heard = Calibrator(lambda *_: best[-1], run_dir=tmp_path, cache=None)
+    heard.plan(JOB, 2, 2)
+    steps = 5
+    for now_s, plan in ((0.0, better), (300.0, REPLICATED), (LASTS_S + 1, better), (LASTS_S + 300, better)):
+        best.append(plan)
+        for worker in ("w0", "w1"):
+            assert not asked(heard.hear(replicated(), worker, beat(times(steps)), now_s))
+        steps *= 2
+
+
+def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path) -> None:
+    """Nothing crosses it in the plan that runs, so nothing measures that it is well again."""
+
+    def best(job: JobFacts, workers: int, micro_batch: int | None, known: Calibration | None) -> Plan:
+        is_well = known is not None and known.across_vms.link.bytes_per_s > 1e6
+        return REPLICATED.model_copy(update={"step_s": 1e-3}) if is_well else ALONE
+
+    heard = Calibrator(best, run_dir=tmp_path, cache=None)
+    heard.plan(JOB, 2, 2)
+    for worker in ("w0", "w1"):
+        heard.hear(replicated(), worker, beat(times()), 0.0)
+    assert heard.calibration is not None
+    costs = heard.calibration.across_vms
+    slow = costs.model_copy(update={"link": costs.link.model_copy(update={"bytes_per_s": 1e5})})
+    began_s, tried_s = 100.0, []
+    for generation in range(1, 4):
+        heard.calibration = heard.calibration.model_copy(update={"across_vms": slow})  # as it was then
+        record = GenerationRecord(generation=generation, plan=ALONE, members=("w0", "w1"), cause="slow", first_step=0)
+        alone = replace(fleet(), history=(*replicated().history, *[record] * generation))
+        for more_s in range(0, 5000, 100):
+            told = heard.hear(alone, "w0", beat(times(1), generation), began_s + more_s)
+            if asked(told) == ["a network that was slow is tried again"]:
+                tried_s.append(more_s)
+                break
+            assert not asked(told)
+            assert heard.calibration.across_vms == slow
+        assert heard.calibration.across_vms.link.bytes_per_s > 1e6
+        began_s += 10_000
+    assert tried_s == [600, 1200, 2400]
 
 
 def test_a_newer_prediction_of_the_same_work_asks_for_no_morph(tmp_path: Path) -> None:
