@@ -73,7 +73,7 @@ class Run:
 
     def __init__(self) -> None:
         self._heard: queue.SimpleQueue[tuple[float, MessageReceived | ConnectionLost]] = queue.SimpleQueue()
-        self._server = WorkerServer(port=0, token=_TOKEN, on_event=self._hear)
+        self._server = WorkerServer(port=0, token=_TOKEN, is_ours=lambda name: True, on_event=self._hear)
         self._server.start()
         self.work = SharedWork()
         self._number = 0

@@ -79,7 +79,7 @@ def a_manager(folder: Path, status: dict[str, object], hosts: dict[str, object])
         hosts=lambda: hosts,
         operator_token="operator",
     )
-    server = WorkerServer(port=0, token="t", on_event=lambda event: None)
+    server = WorkerServer(port=0, token="t", is_ours=lambda name: False, on_event=lambda event: None)
     server.start(people.routes())
     try:
         yield Access(host="127.0.0.1", port=server.port, certificate_pem=None, token="operator")

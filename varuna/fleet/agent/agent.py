@@ -112,7 +112,9 @@ class Agent:
         self._slots = Slots(config.workers)
         self._roster = WorkerRecords(kept=4 * config.workers)
         token = secrets.token_urlsafe(24)
-        self._server = WorkerServer(port=0, token=token, on_event=self.happened)
+        self._server = WorkerServer(
+            port=0, token=token, is_ours=lambda name: self._launcher.has_started(name), on_event=self.happened
+        )
         self._local = {"VARUNA_MANAGER": self._server.worker_url, "VARUNA_TOKEN": token}
         self._launcher = Launcher(
             [str(config.script), *config.args],
@@ -196,7 +198,8 @@ class Agent:
             case MessageReceived(worker=worker, message=message):
                 self._hear(worker, message)
             case ConnectionLost(worker=worker):
-                self._uplink.send(Parted(worker=worker))
+                if self._roster.has(worker):  # not of the run before
+                    self._uplink.send(Parted(worker=worker))
             case WorkerExited():
                 self._note_exit(event)
             case SpotWarning() | RiskWarning() | Preemptible() | ZoneNotice():

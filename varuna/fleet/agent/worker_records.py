@@ -32,6 +32,11 @@ class WorkerRecords:
         with self._lock:
             self._records.clear()
 
+    def has(self, name: str) -> bool:
+        """Whether a worker is one of ours."""
+        with self._lock:
+            return name in self._records
+
     def hear(self, name: str, message: FromWorker) -> tuple[bool, bool]:
         """Take a worker's message; returns whether it is one of ours, and whether it has made progress."""
         with self._lock:

@@ -21,6 +21,8 @@ class AgentLink:
         self.host = HostView()
         self.ended_abruptly = False
         """Its newest connection was ended from the other side, without a goodbye."""
+        self.malformed = 0
+        """Connections in a row that a malformed message has ended, without an item between them that could be read."""
         self._progress_s = now_s  # newest moment at which nothing waited, or something was confirmed
         self._budget, self._budget_bytes, self._budget_s = _BURST_FRAMES, _BURST_BYTES, now_s
 

@@ -60,6 +60,8 @@ from varuna.fleet.state.inputs import (
 )
 from varuna.process.console import warn
 
+MOST_MALFORMED = 3
+"""An agent's workers are given up after so many malformed messages in a row; one may be anybody's mistake."""
 PATIENCE_S = 15.0
 """An agent that says nothing, or confirms nothing, for so long is cut; it may come back."""
 _GREET_S = 10.0
@@ -309,7 +311,9 @@ class AgentServer:
                 if pause_s := link.pause_s(now_s, len(text)):
                     await asyncio.sleep(pause_s)
         except ValueError as error:  # a ValidationError is one
-            self._give_up(link, "its agent sent a malformed message")
+            link.malformed += 1
+            if link.malformed == MOST_MALFORMED:
+                self._give_up(link, f"its agent sent {MOST_MALFORMED} malformed messages in a row")
             await self._reject(websocket, link.node, error)
 
     def _take(self, link: AgentLink, connection: Outgoing[DownBody], text: str, now_s: float) -> None:
@@ -333,6 +337,7 @@ class AgentServer:
             case UpItem(number=number, body=body):
                 if link.session.accept(number):
                     self._note(link, body)
+                    link.malformed = 0
 
     def _note(self, link: AgentLink, body: UpBody) -> None:
         """Pass on what an agent says."""

@@ -67,7 +67,13 @@ class LocalWorkers:
         token = secrets.token_urlsafe(24)
         self._launch, self._run_dir, self._rescue = launch, place.run_dir, place.run_dir.absolute() / "rescue"
         shutil.rmtree(self._rescue, ignore_errors=True)  # of a manager that was killed
-        self._server = WorkerServer(host=place.host, port=place.port, token=token, on_event=parts.mailbox.post)
+        self._server = WorkerServer(
+            host=place.host,
+            port=place.port,
+            token=token,
+            is_ours=lambda name: self._launcher.has_started(name),
+            on_event=parts.mailbox.post,
+        )
         self.access_host, self.port = self._server.host, self._server.port
         self._launcher = Launcher(
             [str(launch.script), *launch.args],

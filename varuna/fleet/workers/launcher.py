@@ -80,6 +80,7 @@ class Launcher:
         self._write = write
         self._processes: dict[str, _Process] = {}
         self._lock = threading.Lock()  # guards the fields below
+        self._started: set[str] = set()
         self._names = 0
         self._main: str | None = None
         self._early: dict[str, deque[bytes]] = {}
@@ -98,6 +99,7 @@ class Launcher:
         with self._lock:
             name = name or f"w{self._names}"
             self._names += 1
+            self._started.add(name)  # before its process is there, which may be the faster one
             self._early[name] = deque(maxlen=1000)
             taken = {
                 process.place for process in self._processes.values() if not process.reaped or process.name in avoided
@@ -139,6 +141,11 @@ class Launcher:
             process = self._processes.get(name)
         if process is not None:
             process.kill()
+
+    def has_started(self, name: str) -> bool:
+        """Whether a worker of this name was ever started, or is about to be."""
+        with self._lock:
+            return name in self._started
 
     def pid(self, name: str) -> int | None:
         """Process id of a worker that was ever started."""

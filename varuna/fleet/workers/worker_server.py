@@ -28,6 +28,8 @@ class WorkerServer:
     Args:
         port: 0 picks a free one.
         token: what workers must know.
+        is_ours: whether a worker of this name was started here: whatever a worker starts inherits the token. Is asked
+            on the server's thread.
         on_event: gets what workers say, on the server's thread; must return at once.
         host: address to listen on.
 
@@ -40,12 +42,13 @@ class WorkerServer:
         *,
         port: int,
         token: str,
+        is_ours: Callable[[str], bool],
         on_event: Callable[[MessageReceived | ConnectionLost], None],
         host: str = "127.0.0.1",
         queue_frames: int = QUEUE_FRAMES,
     ) -> None:
         self._queue_frames = queue_frames
-        self._token, self._on_event = token, on_event
+        self._token, self._is_ours, self._on_event = token, is_ours, on_event
         self._outboxes: dict[str, Outbox] = {}  # touched on the server's loop only
         self._serving = Serving(host=host, port=port, max_frame_bytes=MAX_FRAME_BYTES)
         self.host, self.port, self.stop = self._serving.host, self._serving.port, self._serving.stop
@@ -94,10 +97,14 @@ class WorkerServer:
             warn(f"a connection from {websocket.client} with a wrong token was refused")
             await websocket.send_denial_response(PlainTextResponse("wrong token", 403))
             return
+        if not self._is_ours(name):
+            warn(f"a connection for worker {name[:64]!r} was refused: no worker of that name was started here")
+            await websocket.send_denial_response(PlainTextResponse("no worker of this name was started here", 403))
+            return
         await websocket.accept()
-        if not name or name in self._outboxes:
-            warn(f"a second connection for worker {name!r} was refused")
-            await websocket.close(_BAD_NAME, f"worker {name[:64]!r} is already connected, or has no name")
+        if name in self._outboxes:
+            warn(f"a second connection for worker {name} was refused")
+            await websocket.close(_BAD_NAME, f"worker {name} is already connected")
             return
         outbox = self._outboxes[name] = asyncio.Queue(self._queue_frames)
         sending = asyncio.create_task(_send_all(websocket, outbox))

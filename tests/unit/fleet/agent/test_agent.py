@@ -21,6 +21,7 @@ from varuna.fleet.net.protocol import (
     MAX_TAIL,
     AdviceSeen,
     Identity,
+    Parted,
     ProcessEnded,
     SpotNoticeSeen,
     SpotSeen,
@@ -29,7 +30,7 @@ from varuna.fleet.net.protocol import (
     ZoneSeen,
 )
 from varuna.fleet.notices.notice import Preemptible, ZoneNotice
-from varuna.fleet.state.inputs import MessageReceived, WorkerExited
+from varuna.fleet.state.inputs import ConnectionLost, MessageReceived, WorkerExited
 from varuna.fleet.workers.launcher import Launcher
 
 
@@ -97,6 +98,19 @@ def test_a_message_that_cannot_be_made_is_left_out_and_said(bench: Bench) -> Non
     assert (
         "a message to the manager was dropped because of an internal error (please report it): in_s" in bench.told[-1]
     )
+
+
+def test_the_connection_of_a_worker_that_is_not_this_agents_is_nothing_to_tell_the_manager(
+    bench: Bench, started: list[str]
+) -> None:
+    """As one of the run before, whose machine had another name."""
+    bench.agent.happened(welcomed())
+    bench.agent.take_next()
+    bench.agent.tend(0.0)
+    for name in ("n1-other.0", *started):
+        bench.agent.happened(ConnectionLost(name))
+        bench.agent.take_next()
+    assert bench.sent[1:] == [Parted(worker="n0-vm.0")]
 
 
 def test_another_identity_in_the_same_folder_sends_its_own_logs_alone(bench: Bench) -> None:

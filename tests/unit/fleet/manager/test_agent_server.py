@@ -20,10 +20,11 @@ from tests.waiting import wait_for
 from varuna import __version__
 from varuna.core.messages import Beat, Finish, Hello
 from varuna.fleet.manager.agent_link import AgentLink
-from varuna.fleet.manager.agent_server import AgentServer
+from varuna.fleet.manager.agent_server import MOST_MALFORMED, AgentServer
 from varuna.fleet.manager.mailbox import Pulses
 from varuna.fleet.manager.reconcile import Reconciliation
 from varuna.fleet.net.protocol import (
+    BAD_MESSAGE,
     STALLED,
     DownItem,
     Exited,
@@ -342,10 +343,35 @@ def test_an_agent_speaks_for_its_own_workers_only_and_they_for_themselves(gate: 
                     agent.say(Said(worker=mine, message=Hello(worker=foreign, pid=1, version="1", job=make_job())))
             assert agent.closed()[0] == 4400
         assert victim.sync() == 0
-    assert ConnectionLost(mine, "its agent sent a malformed message") in gate.events
+    assert not [event for event in gate.events if isinstance(event, ConnectionLost)], "it keeps its own"
     assert not [event for event in gate.events if isinstance(event, WorkerExited | MessageReceived)]
     assert said in gate.refusals()[-1]
     assert not gate.pulses
+
+
+def test_an_agent_that_is_not_understood_once_goes_on_after_that_message_and_one_that_never_is_loses_its_workers(
+    gate: Gate,
+) -> None:
+    mine, foreign = f"{gate.me.node}.0", f"{gate.join().node}.0"
+    with gate.visit() as agent:
+        agent.hear()
+        agent.say(Started(worker=mine))
+        agent.say(Parted(worker=foreign))
+        assert agent.closed()[0] == BAD_MESSAGE
+    with gate.visit(manager="m1") as agent:
+        assert (agent.hear().received, agent.sync()) == (2, 2)
+        agent.sent = 2
+        agent.say(Started(worker=mine))
+    for _ in range(MOST_MALFORMED):
+        assert not [event for event in gate.events if isinstance(event, ConnectionLost)]
+        with gate.visit(manager="m1") as agent:
+            assert agent.hear().resumed
+            agent.session.send_text("{")
+            assert agent.closed()[0] == BAD_MESSAGE
+    why = f"its agent sent {MOST_MALFORMED} malformed messages in a row"
+    assert [event for event in gate.events if isinstance(event, ConnectionLost)] == [ConnectionLost(mine, why)]
+    with gate.visit(manager="m1") as agent:
+        assert not agent.hear().resumed
 
 
 @pytest.mark.parametrize(

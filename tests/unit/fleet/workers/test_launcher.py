@@ -56,6 +56,7 @@ def test_names_are_never_used_twice_and_exits_are_reported(bench: Bench) -> None
     exits = sorted((bench.exit() for _ in range(2)), key=lambda event: event.worker)
     assert exits == [WorkerExited("w0", 3, "y\n"), WorkerExited("w1", 3, "y\n")]
     assert launcher.spawn() == "w2"
+    assert [launcher.has_started(name) for name in ("w0", "w2", "w3", "")] == [True, True, False, False]
     launcher.stop_all(5)
 
 

@@ -42,9 +42,13 @@ def events() -> Events:
     return queue.SimpleQueue()
 
 
+def is_ours(name: str) -> bool:
+    return name.startswith("w")
+
+
 @pytest.fixture
 def server(events: Events) -> Iterator[WorkerServer]:
-    server = WorkerServer(port=0, token="secret", on_event=events.put)
+    server = WorkerServer(port=0, token="secret", is_ours=is_ours, on_event=events.put)
     server.start()
     yield server
     server.stop()
@@ -80,6 +84,16 @@ def test_messages_go_both_ways_and_nan_survives(server: WorkerServer, events: Ev
 
 def test_a_wrong_token_is_refused(server: WorkerServer, events: Events) -> None:
     with pytest.raises(InvalidStatus, match="HTTP 403"), knock(server, token="guess"):
+        pass
+    assert events.empty()
+
+
+@pytest.mark.parametrize("name", ["", "n0-nobody.77"])
+def test_who_has_the_token_and_no_name_of_a_worker_is_refused_and_nobody_hears_of_it(
+    server: WorkerServer, events: Events, name: str
+) -> None:
+    """A data loader, or whatever else a worker has started, has its environment."""
+    with pytest.raises(InvalidStatus, match="HTTP 403"), knock(server, name):
         pass
     assert events.empty()
 
@@ -133,7 +147,7 @@ def test_a_malformed_message_ends_its_connection_only(server: WorkerServer, even
 
 def test_an_oversize_frame_ends_its_connection(monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
     monkeypatch.setattr(server_module, "MAX_FRAME_BYTES", 1000)
-    server = WorkerServer(port=0, token="secret", on_event=events.put)
+    server = WorkerServer(port=0, token="secret", is_ours=is_ours, on_event=events.put)
     server.start()
     with knock(server) as connection:
         connection.send("x" * 2000)
@@ -143,7 +157,7 @@ def test_an_oversize_frame_ends_its_connection(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_worker_that_reads_nothing_is_dropped(events: Events) -> None:
-    server = WorkerServer(port=0, token="secret", on_event=events.put, queue_frames=16)
+    server = WorkerServer(port=0, token="secret", is_ours=is_ours, on_event=events.put, queue_frames=16)
     server.start()
     with knock(server) as connection:
         connection.send(Beat(generation=0, step=0, activity="").model_dump_json())
@@ -160,7 +174,7 @@ def test_a_worker_that_reads_nothing_is_dropped(events: Events) -> None:
 
 def test_a_taken_port_is_an_error_with_a_way_out(server: WorkerServer) -> None:
     with pytest.raises(FleetError, match=rf"port {server.port} on 127.0.0.1 cannot be used .* --port"):
-        WorkerServer(port=server.port, token="", on_event=lambda event: None)
+        WorkerServer(port=server.port, token="", is_ours=is_ours, on_event=lambda event: None)
 
 
 # -- the client --------------------------------------------------------------------------------------------
