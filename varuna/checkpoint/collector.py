@@ -30,7 +30,7 @@ class Collector:
         self._job, self._run_id, self._writer = job, run_id, writer
         self._plans: dict[int, Plan] = {}  # by generation
         self._oldest = 0  # generation; what came before a rollback, or a new manager, is not collected
-        self._complete = -1  # newest complete step
+        self._complete = -1  # newest step that has passed
         self._pending: dict[tuple[int, int], _Parts] = {}  # (generation, step)
 
     def begin(self, generation: int, plan: Plan, *, first_step: int, rollback: bool) -> None:
@@ -48,15 +48,22 @@ class Collector:
         if rollback:
             self._oldest, self._complete, self._pending = generation, first_step - 1, {}
 
-    def passed(self, step: int) -> None:
-        """A checkpoint of ``step`` exists: later reports on it, or on an earlier one, are dropped."""
+    def passed(self, step: int) -> int:
+        """A checkpoint of ``step`` exists: reports on it, or on an earlier one, are dropped from now on.
+
+        Workers save in step order, so what is missing of earlier ones was skipped and will not come.
+
+        Returns:
+            How many shards of earlier checkpoints, which were never complete, are dropped.
+        """
         self._complete = max(self._complete, step)
+        over = [key for key in self._pending if key[1] <= self._complete]
+        return sum(len(self._pending.pop(key)) for key in over)
 
     def add(self, shard: SavedShard) -> Manifest | None:
-        """Note a shard; returns the manifest if its step is complete now.
+        """Note a shard; returns the manifest if its step is complete now, which counts once it is told ``passed``.
 
-        Dropped are shards of older generations, and of steps up to the newest complete one: workers save in step
-        order, so what is missing there was skipped and will not come.
+        Dropped are shards of older generations, and of steps that have passed.
 
         Raises:
             CheckpointError: the shard is not one of this run.
@@ -71,8 +78,7 @@ class Collector:
         parts = {found.section: found.parts for found in shards.values()}
         if len(parts) < sections or len(shards) < sum(parts.values()):
             return None
-        self._complete = shard.step
-        self._pending = {key: rest for key, rest in self._pending.items() if key[1] > shard.step}
+        del self._pending[key]
         return Manifest(
             run_id=self._run_id,
             writer=self._writer,

@@ -213,10 +213,17 @@ class CheckpointCommitter:
                 "one of them: this run writes no more checkpoints."
             )
         standing = commit(self.store, manifest)
+        dropped = self._collector.passed(standing.step)
+        self._gathered = self._collector.gathered
         with self._changed:
             self._committed_step = self._reached_step = standing.step
             self._changed.notify_all()
         self._committed(standing.step)
+        if dropped and not self._job.rescues:
+            self._warn(
+                f"{dropped} shards of checkpoints before that of step {standing.step} were dropped: other shards of "
+                "them never came"
+            )
         if not self._job.rescues:
             self.verifier.begin(standing)
         self._retain(standing.step)

@@ -44,7 +44,7 @@ export function drawCheckpoints(run) {
     box.replaceChildren(make("p", { class: "soft" }, "The script keeps no checkpoints. With checkpoints= in its Trainer, a run survives the loss of all of its workers."));
     return;
   }
-  const states = [uploaded(saving, durable, checkpoint?.step), committed(checkpoint), readBack(verified)];
+  const states = [uploaded(saving, durable), committed(checkpoint), readBack(verified)];
   box.replaceChildren(
     make("ol", { class: "chain" }, ...states.map(([name, kind, value, note]) =>
       make("li", { class: kind }, make("span", {}, name), make("b", {}, value), make("small", {}, note)))),
@@ -53,10 +53,10 @@ export function drawCheckpoints(run) {
   );
 }
 
-function uploaded(saving, durable, complete) {
+function uploaded(saving, durable) {
   if (saving) return ["uploaded", "good", `step ${saving.step}`, saving.of === null ? `${counted(saving.parts, "part")} so far` : `${saving.parts} of ${counted(saving.of, "part")}`];
   if (!durable) return ["uploaded", "", "none yet", ""];
-  return ["uploaded", "good", `step ${durable}`, durable === complete ? "all parts" : "at least one worker has written its part"];
+  return ["uploaded", "good", `step ${durable}`, "all parts"];
 }
 
 function committed(checkpoint) {

@@ -85,6 +85,30 @@ def test_an_error_nobody_foresaw_costs_one_checkpoint_and_is_said(place: str, mo
     keep.close()
 
 
+def test_a_false_word_of_a_later_step_costs_no_checkpoint_and_what_was_dropped_is_said(place: str) -> None:
+    warnings: list[str] = []
+    keep, plan = keeper(place, warnings), make_plan()
+    keep.begin(0, plan, first_step=0, rollback=True)
+    for shard in save_parts(open_store(f"{place}-elsewhere"), 2400, plan):
+        keep.collect(shard)
+    _, *rest = save_parts(keep.store, 3, plan)
+    for shard in rest:
+        keep.collect(shard)
+    assert keep.settle()
+    assert keep.committed_step == -1
+    for shard in save_parts(keep.store, 6, plan):
+        keep.collect(shard)
+    assert keep.wait_for(6, 10)
+    assert keep.settle()
+    missing, dropped = warnings
+    assert "2400" in missing
+    assert (
+        dropped
+        == f"{len(rest)} shards of checkpoints before that of step 6 were dropped: other shards of them never came"
+    )
+    keep.close()
+
+
 def test_a_run_that_was_replaced_commits_nothing_more(place: str) -> None:
     warnings: list[str] = []
     first, plan = keeper(place, warnings), make_plan()

@@ -56,8 +56,13 @@ def collector(*generations: int) -> Collector:
 
 
 def add_all(into: Collector, found: list[SavedShard]) -> list[int]:
-    """Steps that became complete."""
-    return [manifest.step for shard in found if (manifest := into.add(shard)) is not None]
+    """Steps that became complete, and were committed."""
+    steps = []
+    for shard in found:
+        if (manifest := into.add(shard)) is not None:
+            into.passed(manifest.step)
+            steps.append(manifest.step)
+    return steps
 
 
 # -- collecting ----------------------------------------------------------------------------------------------
@@ -112,6 +117,15 @@ def test_a_collector_that_takes_over_drops_what_exists_and_what_began_before_it(
 def test_steps_may_overlap_and_a_skipped_one_is_forgotten() -> None:
     made = collector(0)
     assert add_all(made, [*shards(5)[:-1], *shards(6), *shards(5)[-1:]]) == [6]
+
+
+def test_a_complete_step_that_could_not_be_committed_keeps_no_other_from_it() -> None:
+    made = collector(0)
+    assert add_all(made, shards(5)[:-1]) == []
+    assert [made.add(shard) is not None for shard in shards(9)][-1], "complete, as somebody says"
+    assert add_all(made, shards(5)[-1:]) == [5]
+    assert add_all(made, shards(6)[:3]) == []
+    assert made.passed(7) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The manager as a pure state machine: ``advance`` notes one event, then draws conclusions until nothing changes."""
 
 from varuna.core.messages import Beat, Failed, FromWorker, Held, Hello, Leaving, Saved, Suspect, Unsaved, Voted
-from varuna.fleet.machine.commit import note_held, note_suspect, note_voted, settle, watch_generation
+from varuna.fleet.machine.commit import note_held, note_saved, note_suspect, note_voted, settle, watch_generation
 from varuna.fleet.machine.exits import (
     expire,
     finish,
@@ -26,6 +26,7 @@ from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AdviceReceived,
     AnswerReceived,
+    CheckpointCompleted,
     ConnectionLost,
     DrainRequested,
     Event,
@@ -46,7 +47,7 @@ from varuna.fleet.state.inputs import (
     WorkerSpawned,
     ZoneReceived,
 )
-from varuna.fleet.state.outputs import Collect, Complain, Instruction
+from varuna.fleet.state.outputs import Complain, Instruction
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
 from varuna.fleet.state.run_events import Asked
 from varuna.fleet.state.worker import Standing
@@ -87,14 +88,23 @@ def _note(transition: Transition, event: Event) -> None:
                 _note_worker(transition, event)
         case NoticeReceived() | DrainRequested() | AdviceReceived() | SpotReceived() | ZoneReceived():
             _note_machine(transition, event)
+        case CheckpointCompleted() | AnswerReceived() | Recalibrated():
+            _note_found(transition, event)
+        case SpawnRequested() | MorphRequested() | SaveRequested() | FinishRequested() | StopRequested():
+            _note_wish(transition, event)
+
+
+def _note_found(transition: Transition, event: CheckpointCompleted | AnswerReceived | Recalibrated) -> None:
+    """Take down what the shell has done or found out."""
+    match event:
+        case CheckpointCompleted(step=step):
+            transition.update(saved_step=step)
         case AnswerReceived(question=question, number=number, answer=answer):
             transition.note_answer(question, number, answer)
         case Recalibrated(generation=generation, expected_s=expected_s, link_bytes_per_s=link_bytes_per_s):
             if generation == transition.fleet.generation:
                 transition.ask_anew()
                 transition.update(expected_s=expected_s, link_bytes_per_s=link_bytes_per_s)
-        case SpawnRequested() | MorphRequested() | SaveRequested() | FinishRequested() | StopRequested():
-            _note_wish(transition, event)
 
 
 def _note_machine(
@@ -175,8 +185,7 @@ def _hear(transition: Transition, name: str, message: FromWorker) -> None:
         case Suspect():
             note_suspect(transition, name, message)
         case Saved(shard=shard):
-            transition.update(saved_step=max(transition.fleet.saved_step, shard.step))
-            transition.instructions.append(Collect(shard))
+            note_saved(transition, shard)
         case Unsaved(reason=reason):
             transition.instructions.append(Complain(name, reason))
         case Failed():

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from varuna.core.messages import Apply, Held, Hold, Recorded, Suspect, Vote
+from varuna.core.saved import SavedShard
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.backoff import note_broken
 from varuna.fleet.machine.device_faults import note_full
@@ -14,9 +15,13 @@ from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.morph_gain import FirstStep
+from varuna.fleet.state.outputs import Collect
 from varuna.fleet.state.phases import Ended, Idle, Running, Stopping, Suspicion
 from varuna.fleet.state.run_events import Morphed, StepRecorded, VerdictReached
 from varuna.fleet.state.worker import Holding
+
+_MOST_EARLY = 4096
+"""Shards that wait for votes; of more than that the latest steps are forgotten."""
 
 
 def note_held(transition: Transition, name: str, held: Held) -> None:
@@ -47,6 +52,16 @@ def note_voted(transition: Transition, name: str, vote: Vote) -> None:
     transition.update(votes=_with(fleet.votes, [vote]))
     if not isinstance(fleet.phase, Stopping):  # there, Held may still bring older votes: settle keeps the order
         record_votes(transition)
+
+
+def note_saved(transition: Transition, shard: SavedShard) -> None:
+    """Note a durable shard: it counts once the step before it is recorded, whatever its sender says of the future."""
+    fleet = transition.fleet
+    if shard.step <= fleet.recorded_step + 1:
+        transition.instructions.append(Collect(shard))
+    else:
+        early = sorted((*fleet.early_shards, shard), key=lambda each: each.step)
+        transition.update(early_shards=tuple(early[:_MOST_EARLY]))
 
 
 def note_suspect(transition: Transition, name: str, suspect: Suspect) -> None:
@@ -89,6 +104,9 @@ def record_votes(transition: Transition) -> None:
             _record(transition, transition.fleet.votes[step])
     fleet = transition.fleet
     if fleet.recorded_step > before:
+        due = [shard for shard in fleet.early_shards if shard.step <= fleet.recorded_step + 1]
+        transition.instructions.extend(map(Collect, due))
+        transition.update(early_shards=fleet.early_shards[len(due) :])
         transition.update(votes={fleet.recorded_step: fleet.votes[fleet.recorded_step]})
         for name in fleet.live_members:
             if is_near(fleet, fleet.workers[name]):  # to whom nobody listens, messages would pile up

@@ -305,7 +305,8 @@ def _start(
         answers={},
         expected_s=None,
         recorded_step=origin.next_step - 1,
-        **({"lineage": record.generation, "votes": {}} if rollback else {}),
+        **({"saved_step": origin.checkpoint.step} if origin.checkpoint else {}),
+        **({"lineage": record.generation, "votes": {}, "early_shards": ()} if rollback else {}),
     )
     transition.publish(GenerationStarted(record=record))
     losses: Mapping[int, MicroBatchLoss] = {}

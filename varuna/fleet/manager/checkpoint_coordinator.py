@@ -18,8 +18,9 @@ class CheckpointCoordinator:
     """Commits, retains and finds checkpoints in the job's ``checkpoint_dir``; without one it does nothing.
 
     For one thread, which waits for the store in ``newest``, ``resume`` and ``close``; ``warn``, ``committed`` with the
-    steps of a new checkpoint, and ``verified`` with what reading it back has shown, are called by any. The job comes
-    from the first machine that joins: with ``allowed`` it chooses a directory there or below, or none.
+    steps of a new checkpoint, and ``verified`` with what reading it back has shown, are called by any. ``completed`` is
+    called as ``committed`` is, and also for checkpoints that do not outlive the run. The job comes from the first
+    machine that joins: with ``allowed`` it chooses a directory there or below, or none.
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class CheckpointCoordinator:
         warn: Callable[[str], None],
         allowed: str = "",
         committed: Callable[[int], None] = lambda step: None,
+        completed: Callable[[int], None] = lambda step: None,
         verified: Callable[[ReadBack], None] = lambda finding: None,
     ) -> None:
-        self._committed, self._verified = committed, verified
+        self._committed, self._completed, self._verified = committed, completed, verified
         self._new, self._overwrite, self._warn, self._allowed = new, overwrite, warn, allowed
         self._keeper: CheckpointCommitter | None = None
         self._is_rescue = False
@@ -74,6 +76,7 @@ class CheckpointCoordinator:
         return Checkpoint(place, manifest.step, manifest.micro_batch, self._keeper.sums_after(manifest))
 
     def _tell(self, step: int) -> None:
+        self._completed(step)
         if not self._is_rescue:  # there is one every few seconds, and none outlives the run
             self._committed(step)
 

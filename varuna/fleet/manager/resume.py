@@ -19,6 +19,7 @@ from varuna.fleet.state.phases import Running
 from varuna.fleet.state.run_events import (
     Answered,
     Asked,
+    CheckpointCommitted,
     GenerationRecord,
     GenerationStarted,
     Morphed,
@@ -39,7 +40,7 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
     """The fleet of a run that did not end."""
     fleet = _with_promises(Fleet.empty(config, now_s), past)
     history: list[GenerationRecord] = []
-    recorded_step = -1
+    recorded_step, saved_step = -1, 0
     for event in past.events:
         match event:
             case GenerationStarted(record=record):
@@ -47,6 +48,8 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
                 recorded_step = record.first_step - 1
             case Morphed(record=record):
                 history[record.generation] = record
+            case CheckpointCommitted(step=step):
+                saved_step = step
             case StepRecorded(step=step, generation=generation):
                 recorded_step = step
                 if history[generation].recovery_seconds is None:
@@ -76,6 +79,7 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
         planned_for=history[-1].plan.classes,  # others may have been left out as slow, or about to leave
         recorded_step=recorded_step,
         recorded_s=now_s,
+        saved_step=saved_step,
         lineage=lineage,
         votes={newest.step: newest} if newest is not None and counts else {},
         # A member that was lost before its generation ended: the morph is still to come.

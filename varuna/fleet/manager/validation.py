@@ -30,7 +30,7 @@ def objection(fleet: Fleet, worker: str, message: FromWorker) -> Objection | Non
         case Held():
             return _about_held(fleet, worker, message)
         case Saved(shard=shard):
-            return _about_shard(fleet, shard)
+            return _about_shard(fleet, worker, shard)
         case _:
             return None
 
@@ -191,7 +191,8 @@ def _was_copied(fleet: Fleet, worker: str, next_step: int, copies: tuple[int, ..
     return False
 
 
-def _about_shard(fleet: Fleet, shard: SavedShard) -> Objection | None:
+def _about_shard(fleet: Fleet, worker: str, shard: SavedShard) -> Objection | None:
+    """Whether a worker can have saved this; one that is early is no lie: others' votes may still be on their way."""
     assert fleet.job is not None
     path = PurePosixPath(shard.file)
     if path.is_absolute() or ".." in path.parts:
@@ -202,4 +203,9 @@ def _about_shard(fleet: Fleet, shard: SavedShard) -> Objection | None:
             f"it saved section {shard.section} at step {shard.step} in generation {shard.generation}, which is "
             "impossible"
         )
+    record = fleet.history[shard.generation] if fleet.history else None
+    if record is None or not record.has_seat(worker):
+        return Objection(f"it saved section {shard.section} in generation {shard.generation}, in which it had no seat")
+    if shard.section not in record.plan.sections_at(record.ranks[worker]):
+        return Objection(f"it saved section {shard.section}, which it did not have in generation {shard.generation}")
     return None

@@ -38,7 +38,7 @@ from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish, read_access
 from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.inputs import FinishRequested, StopRequested
+from varuna.fleet.state.inputs import CheckpointCompleted, FinishRequested, StopRequested
 from varuna.fleet.state.phases import Ended, Running
 from varuna.fleet.state.questions import Planner
 from varuna.fleet.state.run_events import CheckpointCommitted, CheckpointVerified, Notice, Priced, RunEvent
@@ -230,6 +230,7 @@ class ManagerService(Generic[B]):
                 warn=self.mailbox.warn,
                 allowed=place.checkpoints,
                 committed=lambda step: self.mailbox.post(CheckpointCommitted(step=step)),
+                completed=lambda step: self.mailbox.post(CheckpointCompleted(step)),
                 verified=lambda finding: self.mailbox.post(CheckpointVerified(**finding._asdict())),
             )
             self._desk = StepDesk(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from varuna.core.devices import ClassSize, class_in, class_sizes, device_of, region_of_zone, worker_bytes
 from varuna.core.messages import Vote
 from varuna.core.model import JobFacts
+from varuna.core.saved import SavedShard
 from varuna.fleet.state.causes import EndCause, FinishWish
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.device_faults import BrokenDevice, ShortMemory
@@ -163,7 +164,9 @@ class Fleet:
     recorded_step: int = -1
     recorded_s: float = 0.0
     saved_step: int = 0
-    """Steps in the newest checkpoint of which a shard is durable."""
+    """Steps in the newest checkpoint that was committed."""
+    early_shards: tuple[SavedShard, ...] = ()
+    """Of steps whose votes were not heard yet, by step."""
     step_wall_s: float = 0.0
     """Seconds that the newest recorded step took."""
     step_every_s: float = 0.0

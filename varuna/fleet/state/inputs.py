@@ -138,6 +138,13 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointCompleted:
+    """A checkpoint of ``step`` steps is committed, and the newest one."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerReceived:
     """Somebody found out what was asked with this ``number``."""
 
@@ -181,6 +188,7 @@ Event = (
     | SaveRequested
     | FinishRequested
     | StopRequested
+    | CheckpointCompleted
     | AnswerReceived
     | Recalibrated
     | Tick

@@ -51,7 +51,7 @@ class WhichCheckpoint:
 
     after: int
     saved_step: int
-    """Newest step of which a shard is known to be durable; when it rises, a newer checkpoint may be complete."""
+    """Steps in the newest checkpoint that is known; with another number, the answer is another one."""
 
 
 Question = WhichPlan | WhichCheckpoint

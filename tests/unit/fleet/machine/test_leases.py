@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from tests.unit.fleet.support import Driver, sends, two_stages
-from varuna.core.messages import Apply, Beat, Finish, Held, Hello, Hold, RaiseFlag, Recorded, Saved, Suspect
-from varuna.core.saved import SavedShard
+from varuna.core.messages import Apply, Beat, Finish, Held, Hello, Hold, RaiseFlag, Recorded, Suspect
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import (
+    CheckpointCompleted,
     DrainRequested,
     FinishRequested,
     NodeHeard,
@@ -272,8 +272,7 @@ def test_state_out_of_sight_is_waited_for_as_long_as_doing_it_again_would_take()
     driver = on_machines("abc", steps=())
     train(driver, 40)  # 40 steps of a second
     driver.checkpoint = Checkpoint("ck/step-20", 20, 2)
-    shard = SavedShard(step=20, generation=0, section=0, file="20/0", size_bytes=1)
-    driver.say("w0", Saved(shard=shard))
+    driver.feed(CheckpointCompleted(20))
     driver.wait(7, hidden=("b",))
     driver.held("w0", 40)
     driver.held("w2", None)

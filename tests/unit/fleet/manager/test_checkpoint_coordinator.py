@@ -221,3 +221,17 @@ def test_a_configuration_of_another_program_is_never_replaced_and_our_own_is(tmp
             keep.close()
             assert ["is left unchanged" in text for text in warnings] == [True] * (place == foreign)
         assert (place / "config.json").read_text() == expected
+
+
+@pytest.mark.parametrize("rescues", [False, True])
+def test_each_checkpoint_is_told_and_one_that_rescues_a_run_is_no_news_for_people(place: str, *, rescues: bool) -> None:
+    completed, committed = list[int](), list[int]()
+    keep = CheckpointCoordinator(
+        new=False, overwrite=False, warn=print, committed=committed.append, completed=completed.append
+    )
+    assert keep.newest(job_in(place).model_copy(update={"rescues": rescues})) is None
+    keep.begin(record())
+    save(keep, place, 3)
+    keep.close()
+    assert completed == [3]
+    assert committed == ([] if rescues else [3])

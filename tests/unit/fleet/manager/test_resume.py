@@ -26,7 +26,14 @@ from varuna.fleet.state.inputs import (
 from varuna.fleet.state.outputs import Instruction, Publish, Send
 from varuna.fleet.state.phases import Running, Stopping
 from varuna.fleet.state.questions import Checkpoint
-from varuna.fleet.state.run_events import Answered, Asked, GenerationStarted, RunEnded, StepRecorded
+from varuna.fleet.state.run_events import (
+    Answered,
+    Asked,
+    CheckpointCommitted,
+    GenerationStarted,
+    RunEnded,
+    StepRecorded,
+)
 from varuna.fleet.state.stutter import Straggler
 
 NAMES = ("n0-a.0", "n0-a.1", "n1-b.0", "n1-b.1")
@@ -123,6 +130,12 @@ def test_a_running_generation_goes_on_as_if_nothing_had_happened(shell: Shell) -
     assert shell.driver.fleet.generation == 0
     told = [done.message for done in shell.driver.done[sent:] if isinstance(done, Send)]
     assert not [message for message in told if isinstance(message, Assign | Hold)]
+
+
+def test_the_newest_checkpoint_is_known_before_anybody_speaks(shell: Shell) -> None:
+    shell.vote(0)
+    shell.journal.append(CheckpointCommitted(step=1))
+    assert shell.die_and_start_again().saved_step == 1
 
 
 def test_who_does_not_come_back_is_lost_after_one_lease_and_not_before(shell: Shell) -> None:

@@ -13,7 +13,7 @@ from varuna.core.sums import HeldSums, MicroBatchLoss, Remainder, SectionSum, Sp
 from varuna.fleet.manager.validation import objection
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.inputs import WorkerDistrusted
+from varuna.fleet.state.inputs import WorkerDistrusted, WorkerExited, WorkerSpawned
 from varuna.fleet.state.outputs import Kill
 from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.worker import changed
@@ -79,6 +79,7 @@ def test_lies_are_named() -> None:
         (shard(file="../x"), "outside"),
         (shard(section=4), "impossible"),
         (shard(generation=3), "impossible"),
+        (shard(section=2), "section 2, which it did not have in generation 0"),
     ]
     for message, said in lies:
         assert said in text(objection(driver.fleet, w0, message)), message
@@ -169,6 +170,19 @@ def test_votes_of_a_timeline_that_a_rollback_abandoned_are_no_lies() -> None:
     driver.held("w2", None)
     assert driver.fleet.record.rollback
     assert objection(driver.fleet, "w0", Voted(vote=old)) is None
+
+
+def test_who_has_no_seat_has_saved_nothing_and_who_had_one_may_save_for_it_later() -> None:
+    driver = running()
+    assert driver.fleet.members[0] == "w0"
+    driver.feed(WorkerSpawned("w4", "local"))
+    assert "in which it had no seat" in text(objection(driver.fleet, "w4", shard()))
+    driver.hello("w4")
+    driver.feed(WorkerExited("w3", -9, ""))
+    for name in ("w0", "w1", "w2"):
+        driver.held(name, 2)
+    assert driver.fleet.generation == 1
+    assert objection(driver.fleet, "w0", shard()) is None
 
 
 def test_strangers_have_nothing_to_lie_about() -> None:
