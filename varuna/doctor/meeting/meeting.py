@@ -22,6 +22,7 @@ from varuna.core.value import Value
 from varuna.core.version import __version__
 from varuna.doctor.judging.facts import FleetFacts, FleetSums, LinkFacts, MachineFacts, ReachFacts
 from varuna.fleet.net.ca import open_authority
+from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.join_string import JoinString
 from varuna.fleet.net.requests import bearer, read_body, same
 from varuna.fleet.net.serving import Serving
@@ -279,6 +280,7 @@ class MachineMeeting:
         async def checked(request: Request) -> Response:
             if not same(bearer(request.headers.get("authorization", "")), self.token):
                 return _error(401, "this JOIN string is of another check: use the one that was printed last")
+            welcome(request)
             return await answer(request)
 
         return checked

@@ -17,6 +17,7 @@ from varuna.fleet.manager.mailbox import Pulses
 from varuna.fleet.manager.pulse_gatherer import PulseGatherer
 from varuna.fleet.manager.reconcile import Reconciliation, check_belongs, check_speaker, foreseen
 from varuna.fleet.net.agent_session import ChannelFullError, Outgoing
+from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.protocol import (
     BAD_JOB,
     BAD_MESSAGE,
@@ -206,6 +207,7 @@ class AgentServer:
             # Before it is accepted: frames of a stranger's would be read.
             await websocket.send_denial_response(answers.error(403, str(error)))
             return
+        welcome(websocket)
         await websocket.accept(headers=[(SOURCE_HEADER.encode(), source().encode())])
         greet = await self._read_greet(websocket, node)
         if greet is None:

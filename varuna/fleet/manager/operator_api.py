@@ -14,6 +14,7 @@ from starlette.routing import Route
 from varuna.core.value import Value
 from varuna.fleet.manager.prometheus import CONTENT_TYPE, exposition, scraper_token
 from varuna.fleet.manager.step_desk import StepDesk
+from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.protocol import WORKER_NAME, WorkerName
 from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body, same
 from varuna.fleet.page.answers import HEADERS, error, finite
@@ -124,7 +125,7 @@ class OperatorApi:
 
     def _may_read(self, request: Request) -> bool:
         session = bearer(request.headers.get("authorization", ""))
-        return self._may_change(request) or self.logins.admits(session)
+        return self._may_change(request) or self._admits(request, is_known=self.logins.admits(session))
 
     async def _status(self, request: Request) -> Response:
         if not self._may_read(request):
@@ -192,7 +193,8 @@ class OperatorApi:
     async def _metrics(self, request: Request) -> Response:
         """For Prometheus, whose token reads nothing else."""
         given = bearer(request.headers.get("authorization", ""))
-        if not same(given, scraper_token(self.operator_token)) and not self._may_read(request):
+        is_scraper = self._admits(request, is_known=same(given, scraper_token(self.operator_token)))
+        if not is_scraper and not self._may_read(request):
             return self._refuse(request, "read the metrics")
         return Response(exposition(self.status()), media_type=CONTENT_TYPE, headers=HEADERS)
 
@@ -227,7 +229,14 @@ class OperatorApi:
     # -- changing ----------------------------------------------------------------------------------------
 
     def _may_change(self, request: Request) -> bool:
-        return same(bearer(request.headers.get("authorization", "")), self.operator_token)
+        return self._admits(
+            request, is_known=same(bearer(request.headers.get("authorization", "")), self.operator_token)
+        )
+
+    def _admits(self, request: Request, *, is_known: bool) -> bool:
+        if is_known:
+            welcome(request)
+        return is_known
 
     async def _stop(self, request: Request) -> Response:
         async def act(_: Nothing) -> Response:

@@ -1,22 +1,26 @@
-"""Limits on unauthenticated connections: there may be few, and each has little time for its request.
+"""Limits on unauthenticated connections: there may be few, and each has little time.
 
-A connection is a stranger's until it has brought one whole request; what it costs before that (memory, a descriptor)
-nobody has to show a secret for. Many strangers from one address cannot crowd out those from others.
+A connection is a stranger's until a secret that it has shown is accepted (``welcome``); what it costs until then
+(memory, a descriptor) is anybody's to cause. A stranger has ``request_s`` for the head of its request, and as long
+again until it has read the whole answer. Many strangers from one address cannot crowd out those from others.
 """
 
 import asyncio
 import ipaddress
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import h11
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, HTTPConnection
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from varuna.process.console import warn
 
+_WELCOME = "varuna.welcome"
+_SHARE = 4  # of the open files that this process may have, strangers take one in so many at most
 _DENIED = "ASGI callable returned without completing handshake."  # what uvicorn says of each refused WebSocket
 
 
@@ -29,35 +33,50 @@ class ConnectionLimits:
     most_of_one: int = 256
     """the same, of one address"""
     request_s: float = 10.0
-    """for a whole request, or the first word of a TLS handshake"""
+    """for the head of a request, or the first word of a TLS handshake; and again for the body with the answer"""
     handshake_s: float = 10.0
     """for the rest of the handshake"""
 
+    def within(self, open_files: int) -> "ConnectionLimits":
+        """The same in a process that may have so many open files: most of them are left to those with a secret."""
+        most = min(self.most, max(2, open_files // _SHARE))
+        return replace(self, most=most, most_of_one=min(self.most_of_one, max(1, most // 2)))
+
 
 class StrangerLimits:
-    """Counts strangers; for one event loop."""
+    """Counts strangers by their connections; for one event loop."""
 
     def __init__(self, bounds: ConnectionLimits) -> None:
         self.bounds = bounds
-        self._strangers: dict[object, tuple[str, asyncio.TimerHandle, asyncio.Transport]] = {}  # the first came first
+        self._strangers: dict[asyncio.Transport, tuple[str, asyncio.TimerHandle]] = {}  # the first came first
         self._origins: Counter[str] = Counter()
 
-    def admit(self, who: object, address: str, transport: asyncio.Transport) -> None:
-        """Count a stranger, new or back for another request; without a whole request in time the connection is cut."""
-        self.release(who)
-        origin = origin_of(address)
-        is_full = len(self._strangers) >= self.bounds.most
-        if self._origins[origin] >= self.bounds.most_of_one or (is_full and not self._evict(origin)):
-            transport.abort()
-            return
-        timer = asyncio.get_running_loop().call_later(self.bounds.request_s, transport.abort)
-        self._strangers[who] = origin, timer, transport
-        self._origins[origin] += 1
+    def __contains__(self, transport: object) -> bool:
+        """Whether a connection is a stranger's."""
+        return transport in self._strangers
 
-    def release(self, who: object) -> None:
-        """Stop counting a connection that has brought its request, or is gone."""
-        if who in self._strangers:
-            origin, timer, _ = self._strangers.pop(who)
+    def admit(self, transport: asyncio.Transport, address: str) -> None:
+        """Count a stranger, and cut its connection if this is not called again, or it released, in time.
+
+        One that is counted already keeps its place, and its time begins again.
+        """
+        if transport in self._strangers:
+            origin, timer = self._strangers[transport]
+            timer.cancel()
+        else:
+            origin = origin_of(address)
+            is_full = len(self._strangers) >= self.bounds.most
+            if self._origins[origin] >= self.bounds.most_of_one or (is_full and not self._evict(origin)):
+                transport.abort()
+                return
+            self._origins[origin] += 1
+        timer = asyncio.get_running_loop().call_later(self.bounds.request_s, transport.abort)
+        self._strangers[transport] = origin, timer
+
+    def release(self, transport: asyncio.Transport) -> None:
+        """Stop counting a connection that has shown a secret, or is gone."""
+        if transport in self._strangers:
+            origin, timer = self._strangers.pop(transport)
             timer.cancel()
             self._origins[origin] -= 1
             if not self._origins[origin]:
@@ -68,9 +87,8 @@ class StrangerLimits:
         crowded, count = self._origins.most_common(1)[0]
         if count <= self._origins[origin] + 1:
             return False
-        who = next(who for who, (of, _, _) in self._strangers.items() if of == crowded)
-        transport = self._strangers[who][2]
-        self.release(who)
+        transport = next(each for each, (of, _) in self._strangers.items() if of == crowded)
+        self.release(transport)
         transport.abort()
         return True
 
@@ -86,6 +104,12 @@ def origin_of(address: str) -> str:
     return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 
+def welcome(connection: HTTPConnection) -> None:
+    """A secret that came with this request was accepted: its connection is no stranger's until it is answered."""
+    if (release := connection.scope.get("state", {}).get(_WELCOME)) is not None:
+        release()
+
+
 class GuardedProtocol(H11Protocol):
     """One connection of uvicorn's; overrides internals of it, which ``tests/unit/fleet/net/test_connection_limits.py``
     watches.
@@ -94,6 +118,7 @@ class GuardedProtocol(H11Protocol):
     def __init__(self, *args: Any, limits: StrangerLimits, **named: Any) -> None:
         super().__init__(*args, **named)
         self._limits = limits
+        self.app_state = {**self.app_state, _WELCOME: lambda: limits.release(self.transport)}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """Count a new connection."""
@@ -102,19 +127,26 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop counting the connection."""
-        self._limits.release(self)
+        self._limits.release(self.transport)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """What it said may be a whole request."""
-        before = self.cycle
+        """What it said may be a request; a stranger's may not come before it has read the last answer."""
+        before, is_unread = self.cycle, self.transport.get_write_buffer_size() > 0
         super().handle_events()
-        if self.cycle is not before:
-            self._limits.release(self)
+        if self.transport not in self._limits:
+            return
+        is_next = self.cycle is not before
+        is_early = self.conn.their_state is h11.DONE and bool(self.conn.trailing_data[0])
+        if is_early or (is_next and before is not None and is_unread):
+            self.transport.abort()
+        elif is_next:
+            self._meet()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """It is a whole request, for a connection that is somebody else's business."""
-        self._limits.release(self)
+        """Its answer is whether the connection is accepted."""
+        if self.transport in self._limits:
+            self._meet()
         super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
@@ -124,8 +156,20 @@ class GuardedProtocol(H11Protocol):
             self._meet()
 
     def _meet(self) -> None:
-        address = self.client[0] if self.client else ""
-        self._limits.admit(self, address, self.transport)
+        self._limits.admit(self.transport, self.client[0] if self.client else "")
+
+
+class GuardedWebSocket(WebSocketsSansIOProtocol):
+    """A connection that ``GuardedProtocol`` has handed over."""
+
+    def __init__(self, *args: Any, limits: StrangerLimits, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._limits = limits
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop counting the connection."""
+        self._limits.release(self.transport)
+        super().connection_lost(exc)
 
 
 class Quiet(logging.Handler):

@@ -29,7 +29,7 @@ class Handshake(asyncio.Protocol):
         """Count a new connection."""
         peer = transport.get_extra_info("peername")
         self._transport = transport
-        self._limits.admit(self, peer[0] if peer else "", transport)
+        self._limits.admit(transport, peer[0] if peer else "")
 
     def data_received(self, data: bytes) -> None:
         """The first words begin the handshake."""
@@ -47,7 +47,8 @@ class Handshake(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop counting the connection."""
         self._is_lost = True
-        self._limits.release(self)
+        if self._transport is not None:
+            self._limits.release(self._transport)
 
     def _say_hello(self, transport: asyncio.Transport) -> None:
         """What was read before TLS listened is its to hear first."""
@@ -74,7 +75,7 @@ class Handshake(asyncio.Protocol):
         except OSError:  # an SSLError is one, and so is a TimeoutError
             return
         finally:
-            self._limits.release(self)
+            self._limits.release(transport)
         if secured is None or self._is_lost:
             return
         protocol = self._make()

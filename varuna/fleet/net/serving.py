@@ -17,7 +17,13 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from varuna.core.errors import FleetError
-from varuna.fleet.net.connection_limits import ConnectionLimits, GuardedProtocol, Quiet, StrangerLimits
+from varuna.fleet.net.connection_limits import (
+    ConnectionLimits,
+    GuardedProtocol,
+    GuardedWebSocket,
+    Quiet,
+    StrangerLimits,
+)
 from varuna.fleet.net.handshake import Handshake
 from varuna.fleet.net.watchdog import Watchdog
 
@@ -156,11 +162,11 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _uvicorn(app: ASGIApp, max_frame_bytes: int, tls: ssl.SSLContext | None, bounds: ConnectionLimits) -> _Uvicorn:
-    limits = StrangerLimits(bounds)
+    limits = StrangerLimits(bounds.within(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     config = uvicorn.Config(
         app,
         http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]  # it is called as a class is
-        ws="websockets-sansio",
+        ws=partial(GuardedWebSocket, limits=limits),  # type: ignore[arg-type]  # it is called as a class is
         ws_max_size=max_frame_bytes,
         ws_ping_interval=None,  # leases decide who is alive
         ws_per_message_deflate=False,

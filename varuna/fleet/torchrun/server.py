@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.protocol import JobIdentity
 from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body
 from varuna.fleet.page import answers
@@ -67,6 +68,7 @@ class TorchrunServer:
         except RefusedError as error:
             self._audit.refused("report to torchrun's rendezvous", address, str(error))
             return answers.error(403, str(error))
+        welcome(request)
         body = await read_body(request, MAX_REPORT_BYTES)
         try:
             report = TorchrunReport.model_validate_json(body or b"")

@@ -9,6 +9,7 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from varuna.core.messages import MAX_FRAME_BYTES, Hello, ToWorker, from_worker
+from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.requests import bearer, same
 from varuna.fleet.net.serving import Serving
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived
@@ -101,6 +102,7 @@ class WorkerServer:
             warn(f"a connection for worker {name[:64]!r} was refused: no worker of that name was started here")
             await websocket.send_denial_response(PlainTextResponse("no worker of this name was started here", 403))
             return
+        welcome(websocket)
         await websocket.accept()
         if name in self._outboxes:
             warn(f"a second connection for worker {name} was refused")

@@ -13,17 +13,20 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from tests.depth import nightly
+from tests.waiting import wait_for
 from varuna.fleet.net.ca import CertificateAuthority, open_authority
 from varuna.fleet.net.client import ManagerRemote
-from varuna.fleet.net.connection_limits import ConnectionLimits, origin_of
+from varuna.fleet.net.connection_limits import ConnectionLimits, origin_of, welcome
 from varuna.fleet.net.requests import read_body
 from varuna.fleet.net.serving import Serving
 
 pytestmark = pytest.mark.timeout(20)
 PATIENCE_S = 0.3
+LARGE_BYTES = 2**24
 
 
 async def hello(request: Request) -> Response:
@@ -38,7 +41,21 @@ async def fail(request: Request) -> Response:
     raise ZeroDivisionError
 
 
+async def pour(request: Request) -> Response:
+    return PlainTextResponse("x" * LARGE_BYTES)
+
+
+async def linger(request: Request) -> Response:
+    """For longer than a stranger may stay."""
+    if request.headers.get("authorization") == "secret":
+        welcome(request)
+    await asyncio.sleep(2 * PATIENCE_S)
+    return PlainTextResponse("done")
+
+
 async def echo(websocket: WebSocket) -> None:
+    if websocket.headers.get("authorization") == "secret":
+        welcome(websocket)
     await websocket.accept()
     while True:
         await websocket.send_text(await websocket.receive_text())
@@ -46,7 +63,8 @@ async def echo(websocket: WebSocket) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    routes = [Route("/", hello), Route("/fail", fail), Route("/take", take, methods=["POST"])]
+    routes = [Route("/", hello), Route("/fail", fail), Route("/pour", pour), Route("/linger", linger)]
+    routes.append(Route("/take", take, methods=["POST"]))
     limits = ConnectionLimits(most=8, most_of_one=4, request_s=PATIENCE_S)
     serving = Serving(port=0, max_frame_bytes=1000, limits=limits)
     serving.start(Starlette(routes=[*routes, WebSocketRoute("/echo", echo)]))
@@ -80,9 +98,9 @@ def secured(authority: CertificateAuthority, loop: Loop | None, request_s: float
         serving.stop()
 
 
-def get(port: int, path: str = "/") -> str:
+def get(port: int, path: str = "/", secret: str = "") -> str:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    connection.request("GET", path)
+    connection.request("GET", path, headers={"Authorization": secret})
     body = connection.getresponse().read().decode()
     connection.close()
     return body
@@ -116,6 +134,66 @@ def test_one_address_has_few_places_for_strangers_and_they_come_free_again(port:
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"POST /take HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\nx",
+        b"GET /pour HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"GET /linger HTTP/1.1\r\nHost: h\r\n\r\n",
+    ],
+    ids=["half a body", "an answer that is not read", "an answer that takes long"],
+)
+def test_a_stranger_has_its_place_until_it_is_answered_and_little_time_for_that(port: int, said: bytes) -> None:
+    with ExitStack() as stack:
+        crowd = [stand(stack, port, "127.0.0.2") for _ in range(4)]
+        for stranger in crowd:
+            stranger.sendall(said)
+        assert _read(stand(stack, port, "127.0.0.2")) == b"", "the fifth, at once"
+        assert get(port) == "hello", "from elsewhere"
+        wait_for(lambda: _is_welcome(port, "127.0.0.2"), 5)
+        heard = b"".join(iter(lambda: _read(crowd[0]), b""))
+        assert len(heard) < LARGE_BYTES
+
+
+def _is_welcome(port: int, address: str) -> bool:
+    with socket.create_connection(("127.0.0.1", port), 5, source_address=(address, 0)) as stranger:
+        try:
+            stranger.sendall(b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+        except ConnectionError:
+            return False
+        return b"hello" in b"".join(iter(lambda: _read(stranger), b""))
+
+
+def test_a_stranger_asks_for_one_thing_after_the_other(port: int) -> None:
+    ask = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), 5) as patient:
+        for _ in range(3):
+            patient.sendall(ask)
+            assert b"hello" in _read(patient)
+    with socket.create_connection(("127.0.0.1", port), 5) as hasty:
+        hasty.sendall(20 * ask)
+        assert b"".join(iter(lambda: _read(hasty), b"")).count(b"hello") <= 1
+
+
+def test_who_has_a_secret_may_wait_for_its_answer(port: int) -> None:
+    assert get(port, "/linger", "secret") == "done"
+    with pytest.raises(ConnectionError):
+        get(port, "/linger", "guess")
+
+
+def test_a_websocket_that_nobody_has_accepted_a_secret_of_is_cut(port: int) -> None:
+    with connect(f"ws://127.0.0.1:{port}/echo", proxy=None) as websocket, pytest.raises(ConnectionClosed):
+        websocket.recv(timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("open_files", "most", "most_of_one"), [(65536, 1024, 256), (1024, 256, 128), (256, 64, 32), (4, 2, 1)]
+)
+def test_strangers_leave_most_open_files_to_others(open_files: int, most: int, most_of_one: int) -> None:
+    bounds = ConnectionLimits().within(open_files)
+    assert (bounds.most, bounds.most_of_one) == (most, most_of_one)
 
 
 def stand(stack: ExitStack, port: int, address: str) -> socket.socket:
@@ -155,9 +233,10 @@ def test_neighbours_in_one_network_of_ipv6_are_one_crowd() -> None:
     assert (origin_of("10.0.0.1"), origin_of("fe80::1%eth0"), origin_of("")) == ("10.0.0.1", "fe80::/64", "")
 
 
-def test_those_that_said_what_they_want_are_no_strangers(port: int) -> None:
+def test_those_whose_secret_was_accepted_are_no_strangers(port: int) -> None:
     with ExitStack() as stack:
-        sockets = [stack.enter_context(connect(f"ws://127.0.0.1:{port}/echo", proxy=None)) for _ in range(6)]
+        url, secret = f"ws://127.0.0.1:{port}/echo", {"Authorization": "secret"}
+        sockets = [stack.enter_context(connect(url, additional_headers=secret, proxy=None)) for _ in range(6)]
         with pytest.raises(TimeoutError):
             sockets[0].recv(timeout=1.5 * PATIENCE_S)
         for websocket in sockets:
