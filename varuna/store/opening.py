@@ -1,6 +1,7 @@
 """A store by its path or URL."""
 
 import os
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -11,6 +12,8 @@ from varuna.store.folder import FolderStore
 from varuna.store.retry import PATIENCE_S, RetryingStore
 from varuna.store.throttle import Throttle
 
+_MEANT = re.compile(r"[%\\?#\x00-\x1f\x7f]|(?<=/)\.{1,2}(?=/|$)|\s$")
+"""What parsers of URLs decode, remove or follow: a place may not lead elsewhere than its text says."""
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 _memory: dict[str, Store] = {}
 
@@ -19,7 +22,7 @@ def location(place: str | os.PathLike[str]) -> str:
     """A checkpoint directory as all processes of a run should name it: a URL as it is, a path made absolute.
 
     Raises:
-        UsageError: a URL of a kind that is not known.
+        UsageError: a URL of a kind that is not known, or one of a bucket that is not read as it is written.
     """
     text = os.fspath(place)
     if "://" not in text:
@@ -32,7 +35,14 @@ def location(place: str | os.PathLike[str]) -> str:
             f"{text!r} is not a place for checkpoints: use a folder, s3://bucket/path, gs://bucket/path or "
             "az://container/path"
         )
-    return text.rstrip("/")
+    where = text.rstrip("/")
+    if parts.scheme != "memory" and (found := _MEANT.search(where)) is not None:
+        raise UsageError(
+            f"{text!r} is not a place: {found[0]!r} has a meaning of its own in a URL, so it might be another place "
+            "than the one that is written. Name folders of a bucket without % \\ ? # and control characters, and "
+            "without . or .. alone"
+        )
+    return where
 
 
 def open_store(place: str | os.PathLike[str], *, upload_bytes_per_s: float | None = None) -> Store:
@@ -43,7 +53,7 @@ def open_store(place: str | os.PathLike[str], *, upload_bytes_per_s: float | Non
         upload_bytes_per_s: bound on the bandwidth of uploads. A local directory has none.
 
     Raises:
-        UsageError: a URL of a kind that is not known.
+        UsageError: see ``location``.
         StoreError: the URL, or what the environment says about it, cannot be used.
     """
     where = location(place)

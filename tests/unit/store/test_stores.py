@@ -108,6 +108,30 @@ def test_a_place_that_is_none_is_refused(place: str) -> None:
         open_store(place)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "s3://b/run/%2e%2e/x",
+        "s3://b/run/..",
+        "s3://b/run/./x",
+        "gs://b/run\\..\\x",
+        "az://c/run?x",
+        "s3://b/run#x",
+        "s3://b/run/.\t./x",
+        "s3://b/run/.\n.",
+        "s3://b/run/.. /",
+    ],
+)
+def test_a_place_in_a_bucket_is_where_its_text_says_or_refused(place: str) -> None:
+    with pytest.raises(UsageError, match="has a meaning of its own in a URL"):
+        open_store(place)
+
+
+def test_dots_and_spaces_within_the_name_of_a_folder_are_no_riddle() -> None:
+    for place in ("s3://b/run.1/..x/a b", "gs://b/.hidden/x..", "az://c/x.", "/tmp/100% #1?/.."):
+        assert location(place) == place
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FolderStore(tmp_path)
     store.put("x", b"old")

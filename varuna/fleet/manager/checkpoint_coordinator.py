@@ -12,6 +12,7 @@ from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationRecord
+from varuna.store.opening import location
 
 
 class CheckpointCoordinator:
@@ -21,6 +22,9 @@ class CheckpointCoordinator:
     steps of a new checkpoint, and ``verified`` with what reading it back has shown, are called by any. ``completed`` is
     called as ``committed`` is, and also for checkpoints that do not outlive the run. The job comes from the first
     machine that joins: with ``allowed`` it chooses a directory there or below, or none.
+
+    Raises:
+        UsageError: ``allowed`` is no place.
     """
 
     def __init__(
@@ -35,7 +39,8 @@ class CheckpointCoordinator:
         verified: Callable[[ReadBack], None] = lambda finding: None,
     ) -> None:
         self._committed, self._completed, self._verified = committed, completed, verified
-        self._new, self._overwrite, self._warn, self._allowed = new, overwrite, warn, allowed
+        self._new, self._overwrite, self._warn = new, overwrite, warn
+        self._allowed = location(allowed) if allowed else ""
         self._keeper: CheckpointCommitter | None = None
         self._is_rescue = False
         self._complained_at = -2  # newest complete step when a worker complained
@@ -46,12 +51,12 @@ class CheckpointCoordinator:
         Raises:
             CheckpointError: the directory cannot be used, is not allowed, or its checkpoints are damaged or of
                 another job.
-            UsageError: ``overwrite`` without ``new``.
+            UsageError: ``overwrite`` without ``new``, or a place that is none.
         """
         if job.checkpoint_dir is None:
             return None
         self._is_rescue = job.rescues
-        if self._allowed and not is_within(job.checkpoint_dir, self._allowed):
+        if self._allowed and not is_within(location(job.checkpoint_dir), self._allowed):
             raise CheckpointError(
                 f"the job saves its checkpoints in {job.checkpoint_dir}, but this manager only allows "
                 f"{self._allowed} (--checkpoints). Change one of them."
@@ -146,7 +151,7 @@ class CheckpointCoordinator:
 
 
 def is_within(place: str, allowed: str) -> bool:
-    """Whether a directory (a path or a URL) is ``allowed``, or below it; nothing leads out of it again."""
+    """Whether a directory is ``allowed``, or below it, as ``location`` names both; nothing leads out of it again."""
     if "://" in place or "://" in allowed:
         parts, prefix = place.rstrip("/").split("/"), allowed.rstrip("/").split("/")
         return parts[: len(prefix)] == prefix and not {"..", "."} & set(parts)

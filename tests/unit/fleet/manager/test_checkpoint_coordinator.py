@@ -5,7 +5,7 @@ import pytest
 from tests.unit.checkpoint.saves import make_plan, save_parts
 from tests.unit.fleet.support import make_job
 from varuna.checkpoint.names import checkpoint_place
-from varuna.core.errors import CheckpointError
+from varuna.core.errors import CheckpointError, UsageError
 from varuna.core.model import JobFacts
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator, is_within
 from varuna.fleet.state.questions import Checkpoint
@@ -197,6 +197,22 @@ def test_a_run_whose_end_is_in_no_checkpoint_says_so(place: str, steps: int, sai
 )
 def test_a_job_stays_within_what_the_manager_allows(place: str, allowed: str, expected: bool) -> None:
     assert is_within(place, allowed) is expected
+
+
+@pytest.mark.parametrize("place", ["s3://b/c/%2e%2e/d", "file:///srv/c/%2e%2e/d", "file:///srv/c/../d"])
+def test_no_spelling_of_a_url_leads_out_of_what_the_manager_allows(place: str) -> None:
+    for allowed in ("s3://b/c", "file:///srv/c", "/srv/c"):
+        keep = CheckpointCoordinator(new=False, overwrite=False, warn=print, allowed=allowed)
+        with pytest.raises((CheckpointError, UsageError)):
+            keep.newest(job_in(place))
+
+
+def test_a_place_that_is_allowed_may_be_spelled_as_a_url(tmp_path: Path) -> None:
+    keep = CheckpointCoordinator(new=False, overwrite=False, warn=print, allowed=tmp_path.as_uri())
+    assert keep.newest(job_in(str(tmp_path / "run"))) is None
+    keep.close()
+    with pytest.raises(UsageError, match="is not a place"):
+        CheckpointCoordinator(new=False, overwrite=False, warn=print, allowed="s3://b/c%20d")
 
 
 def test_the_first_machine_does_not_choose_where_the_manager_writes(tmp_path: Path) -> None:
