@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from varuna.calibration.cache import remember
@@ -17,6 +16,7 @@ from varuna.core.errors import UsageError
 from varuna.core.units import format_bytes
 from varuna.process.console import say
 from varuna.process.gpus import default_workers
+from varuna.process.plain_console import PlainConsole
 from varuna.process.scripts import check_script
 
 
@@ -64,7 +64,7 @@ def calibrate(
     calibration = assemble(measured, name=script.stem, created=time.strftime("%Y-%m-%d %H:%M:%S%z"))
     write_calibration(calibration, output)
     remember(calibration, Path(measured[0].cache))
-    show(Console(), calibration)
+    show(PlainConsole(), calibration)
     print(f"{output}: written after {time.monotonic() - begin_s:.0f} s; runs of this job on this machine use it")
 
 
@@ -77,7 +77,7 @@ def _check_writable(output: Path) -> None:
         raise UsageError(f"cannot write {output}: {error.strerror}. Give another file with --output.") from error
 
 
-def show(console: Console, calibration: Calibration) -> None:
+def show(console: PlainConsole, calibration: Calibration) -> None:
     """Print a calibration as tables: times at the size where they are best per example."""
     kinds = Table(title=f"Sections on {calibration.hardware.name} (ms per example, at the best m)")
     for title in ("kind", "count", "m", "F", "R", "B", "I", "W", "sent"):
@@ -92,31 +92,25 @@ def show(console: Console, calibration: Calibration) -> None:
     _show_network(console, calibration.across_vms)
     optimizer = calibration.optimizer
     rate = f" and {format_bytes(optimizer.bytes_per_s)}/s" if optimizer.bytes_per_s else ""
-    console.print(
-        f"an action: {1000 * calibration.action_s:.2f} ms; a step: {1000 * optimizer.fixed_s:.2f} ms{rate}",
-        highlight=False,
-    )
+    console.print(f"an action: {1000 * calibration.action_s:.2f} ms; a step: {1000 * optimizer.fixed_s:.2f} ms{rate}")
     for note in calibration.notes:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}")
 
 
-def _show_network(console: Console, network: NetworkCosts) -> None:
+def _show_network(console: PlainConsole, network: NetworkCosts) -> None:
     link = network.link
     together = "" if link.line_bytes_per_s is None else f", {format_bytes(link.line_bytes_per_s)}/s of two neighbours"
     console.print(
         f"a message: {1000 * link.latency_s:.3f} ms, jitter {1000 * link.jitter.mean_s:.3f} ms, "
-        f"{format_bytes(link.bytes_per_s)}/s{together}",
-        highlight=False,
+        f"{format_bytes(link.bytes_per_s)}/s{together}"
     )
     if link.staged_bytes_per_s is not None:
         console.print(
             f"copies of a message from and to GPUs: {1000 * link.staged_s:.3f} ms, "
-            f"{format_bytes(link.staged_bytes_per_s)}/s",
-            highlight=False,
+            f"{format_bytes(link.staged_bytes_per_s)}/s"
         )
     for ring in network.rings:
         console.print(
             f"an all-reduce over {ring.ranks or 'D'} with {ring.in_flight} in flight: {1000 * ring.latency_s:.3f} ms a "
-            f"round, {format_bytes(ring.bytes_per_s)}/s",
-            highlight=False,
+            f"round, {format_bytes(ring.bytes_per_s)}/s"
         )

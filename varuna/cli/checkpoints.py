@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from varuna.core.errors import CheckpointError, UsageError
+from varuna.core.plain_text import plain
 from varuna.process.console import warn
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from varuna.checkpoint.manifest import Manifest, StepFolder
     from varuna.store.base import Store
@@ -54,7 +56,7 @@ def list_(directory: Directory) -> None:
                 str(len(manifest.shards)),
                 format_bytes(manifest.size_bytes),
             )
-        table.add_row(str(folder.step), *shown, _next_step(store, folder), state)
+        table.add_row(str(folder.step), *shown, _next_step(store, folder), _state(state))
     _show(table, problems)
 
 
@@ -80,7 +82,7 @@ def verify(directory: Directory, step: Step = None) -> None:
         size_bytes += sums_bytes
         if problem or lost:
             problems[folder.step] = "\n  ".join([*([problem] if problem else []), *lost])
-        table.add_row(str(folder.step), format_bytes(size_bytes), "[red]damaged[/]" if problem else "intact")
+        table.add_row(str(folder.step), format_bytes(size_bytes), _state("damaged" if problem else "intact"))
     _show(table, problems)
     if problems:
         raise typer.Exit(1)
@@ -164,7 +166,7 @@ def _look(store: "Store", folder: "StepFolder") -> "tuple[Manifest | None, str, 
     except StoreUnavailable:
         raise
     except CheckpointError as error:
-        return manifest, "[red]damaged[/]", str(error)
+        return manifest, "damaged", str(error)
     return manifest, "complete", ""
 
 
@@ -216,13 +218,19 @@ def _verify_sums(store: "Store", folder: "StepFolder") -> tuple[list[str], int]:
     return lost, read_bytes
 
 
+def _state(state: str) -> "Text":
+    from rich.text import Text
+
+    return Text(state, style="red" if state == "damaged" else "")
+
+
 def _show(table: "Table", problems: dict[int, str]) -> None:
     """Print the table, and below it the problems in full."""
-    from rich.console import Console
+    from varuna.process.plain_console import PlainConsole
 
-    Console().print(table)
+    PlainConsole().print(table)
     for step, problem in problems.items():
-        print(f"  step {step}: {problem}")
+        print(plain(f"  step {step}: {problem}"))
 
 
 def _table(*columns: str) -> "Table":

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from varuna.cli.plan import request_of
@@ -14,6 +13,7 @@ from varuna.cli.shared import options
 from varuna.core.errors import DataError, ModelError
 from varuna.core.units import format_bytes
 from varuna.planner.choose import best_plan
+from varuna.process.plain_console import PlainConsole
 
 if TYPE_CHECKING:
     from varuna.checks.dependencies.findings import Dependency
@@ -58,7 +58,7 @@ def inspect(
     if as_json:
         print(json.dumps(report, indent=2))
     else:
-        show(Console(), report)
+        show(PlainConsole(), report)
     if verification is not None and verification["finding"] is not None:
         raise typer.Exit(1)
 
@@ -136,7 +136,7 @@ def _short(dtype: str) -> str:
     return dtype.replace("float", "f").replace("uint", "u").replace("int", "i")
 
 
-def show(console: Console, report: dict[str, Any]) -> None:
+def show(console: PlainConsole, report: dict[str, Any]) -> None:
     """Print a report as tables."""
     cuts = Table("cut", title="Cut-points (bytes per example, share of compute)")
     cuts.add_column("after", overflow="fold")
@@ -144,7 +144,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         cuts.add_column(title)
     for number, cut in enumerate(report["cut_points"]):
         size = format_bytes(cut["bytes_per_example"])
-        crosses = "\n".join(f"{_short(c['dtype'])}\\[{', '.join(map(str, c['shape']))}]" for c in cut["crosses"])
+        crosses = "\n".join(f"{_short(c['dtype'])}[{', '.join(map(str, c['shape']))}]" for c in cut["crosses"])
         cuts.add_row(str(number), cut["module"], cut["op"], size, crosses, f"{cut['share']:.1%}")
     console.print(cuts)
     stages = Table("stage", "sections", "parameters", "share of compute", "activations / example", title="Stages")
@@ -154,18 +154,18 @@ def show(console: Console, report: dict[str, Any]) -> None:
         stages.add_row(str(number), f"{first}-{last}", f"{stage['parameters']:,}", f"{stage['share']:.1%}", activations)
     console.print(stages)
     for tied in report["tied"]:
-        console.print(f"tied: {tied['name']} in sections {', '.join(map(str, tied['sections']))}", highlight=False)
+        console.print(f"tied: {tied['name']} in sections {', '.join(map(str, tied['sections']))}")
     for eager in report["eager"]:
-        console.print(f"runs as written: {eager['module']}, since {eager['why']}", highlight=False, markup=False)
+        console.print(f"runs as written: {eager['module']}, since {eager['why']}")
     for each in report["mixes"]:
         doubt = "" if each["certain"] else " (looked at before the first step)"
         where = f" at {each['where']}" if each["where"] else ""
         told = f"mixes examples: {each['operation']}{where}: {each['what']}{doubt}"
-        console.print(told, highlight=False, markup=False, soft_wrap=True)
+        console.print(told, soft_wrap=True)
     if report["batch_dependent"]:
-        console.print("batch statistics: pass micro_batch= to Trainer; no plan changes it", highlight=False)
+        console.print("batch statistics: pass micro_batch= to Trainer; no plan changes it")
     if (found := report["verify"]) is not None:
-        console.print(_verdict(found), highlight=False, markup=False, soft_wrap=True)
+        console.print(_verdict(found), soft_wrap=True)
     if report["dependencies"] is not None:
         show_dependencies(console, report["dependencies"])
 
@@ -183,10 +183,10 @@ def _verdict(found: dict[str, Any]) -> str:
     )
 
 
-def show_dependencies(console: Console, dependencies: list[dict[str, Any]]) -> None:
+def show_dependencies(console: PlainConsole, dependencies: list[dict[str, Any]]) -> None:
     """Print the tracer's findings: what, where, names, what to do."""
     if not dependencies:
-        console.print("hidden dependencies: none found in a dry run of the step", highlight=False)
+        console.print("hidden dependencies: none found in a dry run of the step")
     for each in dependencies:
         sections, names = ", ".join(map(str, each["sections"])), each["names"]
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
@@ -197,7 +197,7 @@ def show_dependencies(console: Console, dependencies: list[dict[str, Any]]) -> N
             f"  names: {', '.join(names[:_NAMES_SHOWN])}{more}",
             f"  what to do: {each['remedy']}",
         )
-        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        console.print("\n".join(lines), soft_wrap=True)
 
 
 def _verified(spec: "JobSpec") -> dict[str, Any]:

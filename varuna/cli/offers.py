@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import Field, ValidationError
-from rich.console import Console
 from rich.table import Table
 
 from varuna.calibration.file import read_calibration
@@ -21,6 +20,7 @@ from varuna.core.value import Value
 from varuna.pictures.frontier import DrawnFleet, DrawnJob, draw
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.offers import Offer, Rented, frontier
+from varuna.process.plain_console import PlainConsole
 
 EXAMPLES = """Examples:
 
@@ -93,7 +93,7 @@ def offers(
     if as_json:
         print(found.model_dump_json(indent=2))
     else:
-        show_offers(Console(), found, deadline_hours=deadline, budget_dollars=budget)
+        show_offers(PlainConsole(), found, deadline_hours=deadline, budget_dollars=budget)
 
 
 def read_offers(path: Path) -> tuple[Calibration, tuple[Offer, ...]]:
@@ -299,11 +299,11 @@ def _rented(found: Rented, offers: Sequence[Offer], examples: float | None) -> R
 
 
 def show_offers(
-    console: Console, found: OffersReport, *, deadline_hours: float | None, budget_dollars: float | None
+    console: PlainConsole, found: OffersReport, *, deadline_hours: float | None, budget_dollars: float | None
 ) -> None:
     """The frontier as a table, and the answer in a sentence."""
     whole = "" if found.examples is None else f"   {found.examples:,.0f} examples"
-    console.print(f"{found.model}   global batch {found.global_batch}{whole}", highlight=False, markup=False)
+    console.print(f"{found.model}   global batch {found.global_batch}{whole}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     has_egress = any(each.egress_dollars_per_hour for each in found.frontier)
     titles = ["", "GPUs", "P x D", "ex/s left", "$/h", *(["egress"] if has_egress else []), "$/M ex"]
@@ -326,7 +326,7 @@ def show_offers(
         table.add_row(*cells)
     console.print(table)
     for line in _answers(found, deadline_hours, budget_dollars):
-        console.print(line, highlight=False, markup=False)
+        console.print(line)
 
 
 def _drawn(found: OffersReport, *, deadline_hours: float | None, budget_dollars: float | None) -> str:

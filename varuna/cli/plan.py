@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 from rich.table import Table
 
 from varuna.calibration.file import RUN_FILE, check_matches, read_calibration
@@ -25,6 +24,7 @@ from varuna.planner.asking.request import Objective, PlanRequest
 from varuna.planner.choose import Flags, by_goodput, explain, with_options
 from varuna.planner.report import RankingReport, report
 from varuna.planner.sweep import rank_plans
+from varuna.process.plain_console import PlainConsole
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ def plan(
     if as_json:
         print(found.model_dump_json(indent=2))
     else:
-        show(Console(), found)
+        show(PlainConsole(), found)
     if not ranking.plans:
         raise NoPlanError(explain(ranking, request, Flags(memory="--memory-per-worker")))
 
@@ -259,12 +259,12 @@ def _on_this(device: "torch.device", nominal: Calibration) -> Calibration:
     return nominal.model_copy(update={"hardware": nominal.hardware.model_copy(update=own)})
 
 
-def show(console: Console, found: RankingReport) -> None:
+def show(console: PlainConsole, found: RankingReport) -> None:
     """Print a ranking: a table, how the best plan works, what lost, what does not fit."""
     memory = "" if found.memory_bytes is None else f", {format_bytes(found.memory_bytes)} per GPU"
     dated = f" ({found.calibrated})" if found.calibrated else ""
     title = f"{found.model}   global batch {found.global_batch}   {found.gpus} GPUs   {found.hardware}{dated}{memory}"
-    console.print(title, highlight=False, markup=False)
+    console.print(title)
     if found.plans:
         console.print(_table(found, wide=console.width >= _WIDE))
         _show_best(console, found)
@@ -272,13 +272,12 @@ def show(console: Console, found: RankingReport) -> None:
         nearest = found.outpaced[0]
         more = f", and {len(found.outpaced) - 1} other depths" if len(found.outpaced) > 1 else ""
         console.print(
-            f"slower: {nearest.stages} x {nearest.replicas} takes at least {format_duration(nearest.at_least_s)}{more}",
-            highlight=False,
+            f"slower: {nearest.stages} x {nearest.replicas} takes at least {format_duration(nearest.at_least_s)}{more}"
         )
     for rejection in found.rejected[-_REJECTED:]:
-        console.print(f"rejected: {_rejected(found, rejection)}", highlight=False, markup=False)
+        console.print(f"rejected: {_rejected(found, rejection)}")
     if len(found.rejected) > _REJECTED:
-        console.print(f"rejected: {len(found.rejected) - _REJECTED} shallower ones that need more", highlight=False)
+        console.print(f"rejected: {len(found.rejected) - _REJECTED} shallower ones that need more")
 
 
 def _table(found: RankingReport, *, wide: bool) -> Table:
@@ -326,7 +325,7 @@ _COPIED = {
 }
 
 
-def _show_best(console: Console, found: RankingReport) -> None:
+def _show_best(console: PlainConsole, found: RankingReport) -> None:
     best = found.plans[0]
     idle = f", {best.gpus_idle} idle" if best.gpus_idle else ""
     least, most = (format_bytes(extreme(best.memory_bytes)) for extreme in (min, max))
@@ -355,9 +354,9 @@ def _show_best(console: Console, found: RankingReport) -> None:
     if best.dollars_per_hour is not None:
         lines.append(f"$ {best.dollars_per_hour:.4g} per hour for the VMs in use")
     for line in lines:
-        console.print(f"  {line}", highlight=False, markup=False)
+        console.print(f"  {line}")
     for plan in found.plans[1:]:
-        console.print(f"{_spaced(plan.shape)}, m = {plan.micro_batch}: {plan.why}", highlight=False, markup=False)
+        console.print(f"{_spaced(plan.shape)}, m = {plan.micro_batch}: {plan.why}")
 
 
 def _rejected(found: RankingReport, rejection: Rejection) -> str:

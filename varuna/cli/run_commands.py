@@ -1,5 +1,6 @@
 """Commands for a running job: list, status, logs, stop, morph, drain, join-token."""
 
+import codecs
 import json
 import sys
 import time
@@ -11,6 +12,7 @@ import typer
 
 from varuna.cli.shared import options
 from varuna.core.errors import FleetError, UsageError
+from varuna.core.plain_text import plain
 from varuna.process.console import say
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 _WATCH_S = 1.0
 _FOLLOW_S = 0.5
 _TAIL_BYTES = 64 * 1024
+_CHUNK_BYTES = 2**20
 
 
 def list_runs(as_json: options.AsJson = False) -> None:
@@ -37,7 +40,7 @@ def list_runs(as_json: options.AsJson = False) -> None:
         say("no run of this user is on this machine")
     for row in runs:
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["started_s"]))
-        print(f"{started}  {row['run']}  {row['state']}")
+        print(plain(f"{started}  {row['run']}  {row['state']}"))
 
 
 def status(
@@ -53,12 +56,12 @@ def status(
         _check(watch, "--watch")
         print(json.dumps(_status(remote), indent=1))
         return
-    from rich.console import Console
     from rich.live import Live
 
     from varuna.observe.overview import overview
+    from varuna.process.plain_console import PlainConsole
 
-    console = Console()
+    console = PlainConsole()
     is_plain = not console.encoding.lower().startswith("utf")
     if not watch or not console.is_terminal:
         say(f"the run in {folder}")
@@ -116,12 +119,23 @@ def logs(
         return
 
 
+class _PlainBytes:
+    """Writes what a machine has said to standard output, as plain text."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in two pieces
+
+    def write(self, data: bytes) -> None:
+        sys.stdout.buffer.write(plain(self._decoder.decode(data), returns=True).encode())
+        sys.stdout.buffer.flush()
+
+
 def _print_log(remote: "ManagerRemote", worker: str, offset: str, follow: bool) -> None:
+    shown = _PlainBytes()
     while True:
         newest, text = _chunk(remote, worker, offset)
         offset = str(newest)
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
+        shown.write(text)
         if not text:
             if not follow:
                 return
@@ -140,8 +154,10 @@ def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: 
     name = worker or _worker(known, rank, first_failure)
     for path in (folder / "logs" / f"{name}.log", folder / f"{name}.log"):
         if path.is_file():
-            sys.stdout.buffer.write(path.read_bytes())
-            sys.stdout.buffer.flush()
+            shown = _PlainBytes()
+            with path.open("rb") as file:
+                while text := file.read(_CHUNK_BYTES):
+                    shown.write(text)
             return
     raise FleetError(f"no log of worker {name} was kept in {folder}")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from varuna.calibration.file import read_calibration
@@ -20,6 +19,7 @@ from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.profile import profile
+from varuna.process.plain_console import PlainConsole
 from varuna.schedule import policy as policies
 from varuna.simulator import step as simulator
 from varuna.simulator.costs import LinkCosts, uniform
@@ -111,7 +111,7 @@ def simulate(
     if as_json:
         print(json.dumps(report(outcome, seed)))
     else:
-        show(Console(), outcome)
+        show(PlainConsole(), outcome)
 
 
 def _refuse(mode: str, **foreign: object) -> None:
@@ -213,17 +213,16 @@ def report(outcome: SimulatedStep, seed: int) -> dict[str, Any]:
     return found | {"stages": stages}
 
 
-def show(console: Console, outcome: SimulatedStep) -> None:
+def show(console: PlainConsole, outcome: SimulatedStep) -> None:
     """Print a step as a table."""
     trace, plan = outcome.trace, outcome.plan
     time = format_duration if plan else lambda seconds: f"{seconds:.4g}"
     length = time(trace.step_s) if plan else f"{trace.step_s:.6g} units"
-    console.print(f"{outcome.title}: {length}, bubble {trace.bubble_fraction:.1%}", highlight=False)
+    console.print(f"{outcome.title}: {length}, bubble {trace.bubble_fraction:.1%}")
     if plan is not None:
         console.print(
             f"plan {plan.shape}, m = {plan.micro_batch}: {plan.global_batch / max(trace.step_s, 1e-12):,.4g} "
-            f"examples per second, {time(trace.exposed_reduce_s)} of visible all-reduce",
-            highlight=False,
+            f"examples per second, {time(trace.exposed_reduce_s)} of visible all-reduce"
         )
     table = Table("stage", "compute", "transfer", "idle", "stash", "live", caption=_CAPTION)
     if plan is not None:

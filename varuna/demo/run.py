@@ -3,8 +3,6 @@
 import shutil
 from pathlib import Path
 
-from rich.console import Console
-
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -23,6 +21,7 @@ from varuna.observe.run_view import RunView
 from varuna.observe.terminal import Progress
 from varuna.planner.choose import plan_run
 from varuna.process.console import say
+from varuna.process.plain_console import PlainConsole
 
 WORKERS = 4
 MEMORY_BYTES = 40 * 2**20
@@ -41,7 +40,7 @@ def run_demo(output: Path, steps: int) -> int:
         UsageError: ``output`` cannot be written.
         VarunaError: the run could not start, or the reference loop failed.
     """
-    console = Console()
+    console = PlainConsole()
     example = example_folder("gpt2_text")
     work = output / "run"
     try:
@@ -53,8 +52,7 @@ def run_demo(output: Path, steps: int) -> int:
 
     console.print(
         f"GPT-2 on {WORKERS} local workers of {format_bytes(MEMORY_BYTES)} each, {steps} steps of {GLOBAL_BATCH} "
-        "samples.\nTwo workers will be killed; one will return.",
-        highlight=False,
+        "samples.\nTwo workers will be killed; one will return."
     )
     with Progress(console) as progress:
         view = RunView(progress, total=steps, tokens_per_example=LENGTH)
@@ -63,7 +61,7 @@ def run_demo(output: Path, steps: int) -> int:
         return exit_code
     console.print(generation_table(view.history.generations, last_step=steps - 1))
 
-    console.print("\nFor comparison: a plain PyTorch loop on the same samples.", highlight=False)
+    console.print("\nFor comparison: a plain PyTorch loop on the same samples.")
     order = sample_order(steps, global_batch=GLOBAL_BATCH, size=dataset_size(example, LENGTH), seed=SEED)
     with Progress(console) as progress:
         reference = train_reference(example / "reference.py", order, MODEL_FLAGS, work, progress.show)
@@ -124,16 +122,15 @@ def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
     return ended.exit_code
 
 
-def _conclude(console: Console, report: DemoReport, file: Path) -> int:
+def _conclude(console: PlainConsole, report: DemoReport, file: Path) -> int:
     """Print how the demo ended."""
     console.print(
-        f"\nLargest relative difference over {len(report.losses)} steps: {report.max_relative_difference:.1e}",
-        highlight=False,
+        f"\nLargest relative difference over {len(report.losses)} steps: {report.max_relative_difference:.1e}"
     )
     failures = report.failures(morphs=len(ACTS))
     for failure in failures:
-        console.print(f"FAILED: {failure}", style="red", highlight=False)
+        console.print(f"FAILED: {failure}", style="red")
     if not failures:
         console.print("The run lost workers, changed its plan, and remained the same training run.", style="green")
-    console.print(f"Report: {file}", highlight=False, soft_wrap=True)
+    console.print(f"Report: {file}", soft_wrap=True)
     return 1 if failures else 0

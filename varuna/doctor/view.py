@@ -6,17 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from varuna.core.units import counted
 from varuna.doctor.judging.finding import Finding, Severity, is_healthy
+from varuna.process.plain_console import PlainConsole
 
 if TYPE_CHECKING:
     from varuna.doctor.judging.facts import FleetFacts
 
-_MARKS = {Severity.OK: "[green]ok[/]", Severity.WARNING: "[yellow]warning[/]", Severity.FAULT: "[red]fault[/]"}
+_MARKS = {
+    Severity.OK: Text("ok", style="green"),
+    Severity.WARNING: Text("warning", style="yellow"),
+    Severity.FAULT: Text("fault", style="red"),
+}
 _WIDEST = 8
 """Machines whose links fit into a table."""
 
@@ -24,7 +28,7 @@ _WIDEST = 8
 @contextmanager
 def looking() -> Iterator[None]:
     """Something moves meanwhile, on a terminal."""
-    with Console(stderr=True).status("looking at this machine"):
+    with PlainConsole(stderr=True).status("looking at this machine"):
         yield
 
 
@@ -49,13 +53,13 @@ def show(
     if as_json:
         _print_json(findings, more, is_well)
     else:
-        console = Console()
+        console = PlainConsole()
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
         for finding in findings:
             table.add_row(_MARKS[finding.level], finding.subject, _said(finding))
         console.print(table)
         elsewhere = "" if healthy else "; the first machine shows what else is not"
-        console.print(_verdict(findings, is_well) + elsewhere, highlight=False)
+        console.print(_verdict(findings, is_well).append(elsewhere))
     return is_well
 
 
@@ -66,15 +70,15 @@ def show_fleet(facts: "FleetFacts", findings: Sequence[Finding], as_json: bool) 
         links = {to: {by: link.model_dump() for by, link in row.items()} for to, row in facts.links.items()}
         _print_json(findings, {"machines": [each.name for each in facts.machines], "links": links}, is_well)
     else:
-        console = Console()
+        console = PlainConsole()
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for finding, machines in merged(findings):
-            table.add_row(_MARKS[finding.level], escape(machines), finding.subject, _said(finding))
+            table.add_row(_MARKS[finding.level], machines, finding.subject, _said(finding))
         console.print(table)
         if 1 < len(facts.machines) <= _WIDEST and any(facts.links.values()):
-            console.print("links, from row to column:", highlight=False)
+            console.print("links, from row to column:")
             console.print(_matrix(facts))
-        console.print(_verdict(findings, is_well), highlight=False)
+        console.print(_verdict(findings, is_well))
     return is_well
 
 
@@ -110,15 +114,15 @@ def _print_json(findings: Sequence[Finding], more: Mapping[str, object], is_well
     print(json.dumps({**more, "healthy": is_well, "findings": rows}, indent=1))
 
 
-def _said(finding: Finding) -> str:
-    return escape(finding.text) + (f"\n[dim]{escape(finding.remedy)}[/]" if finding.remedy else "")
+def _said(finding: Finding) -> Text:
+    return Text.assemble(finding.text, *([("\n" + finding.remedy, "dim")] if finding.remedy else []))
 
 
-def _verdict(findings: Sequence[Finding], is_well: bool) -> str:
+def _verdict(findings: Sequence[Finding], is_well: bool) -> Text:
     faults = sum(finding.level is Severity.FAULT for finding in findings)
     warnings = sum(finding.level is Severity.WARNING for finding in findings)
     counts = f"{counted(faults, 'fault')}, {counted(warnings, 'warning')}"
-    return f"[green]ready[/]: {counts}" if is_well else f"[red]not ready[/]: {counts}"
+    return Text.assemble(("ready", "green") if is_well else ("not ready", "red"), f": {counts}")
 
 
 def _matrix(facts: "FleetFacts") -> Table:
@@ -130,19 +134,19 @@ def _matrix(facts: "FleetFacts") -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for name in names:
-        table.add_column(escape(name), justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for source in names:
         cells = []
         for target in names:
             link = facts.links.get(target, {}).get(source)
             reached = facts.reaches.get(source, {}).get(target)
             if source == target:
-                cells.append("")
+                cells.append(Text())
             elif reached is not None and reached.problem:
-                cells.append("[red]blocked[/]")
+                cells.append(Text("blocked", style="red"))
             elif link is None or link.problem:
-                cells.append("[red]-[/]")
+                cells.append(Text("-", style="red"))
             else:
-                cells.append(f"{speed(link.bytes_per_s)}\n[dim]{delay(link.latency_s)}[/]")
-        table.add_row(escape(source), *cells)
+                cells.append(Text.assemble(speed(link.bytes_per_s), (f"\n{delay(link.latency_s)}", "dim")))
+        table.add_row(source, *cells)
     return table

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from varuna.fleet.service.service import pass_on
 from varuna.process.console import said_through
+from varuna.process.plain_console import PlainConsole
 
 _DRAWN_EVERY_S = 0.1
 _REDRAWN_EVERY_S = 0.02
@@ -152,7 +153,7 @@ def beside_a_script() -> tuple[Progress, Callable[[bytes], None]]:
     There both go the same way, or one could overtake the other.
     """
     is_shared = _share_one_terminal()
-    progress = Progress(Console(stderr=True), redraws=is_shared, every_s=_LOGGED_EVERY_S)
+    progress = Progress(PlainConsole(stderr=True), redraws=is_shared, every_s=_LOGGED_EVERY_S)
     stream = sys.stderr if is_shared else sys.stdout
     return progress, lambda line: progress.write(line, lambda data: pass_on(data, stream))
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 
+from varuna.core.plain_text import plain
+
 _writers: list[Callable[[str], None]] = []
 """Of whoever draws on the terminal now; the newest one counts."""
 
@@ -12,13 +14,15 @@ _writers: list[Callable[[str], None]] = []
 def say(text: str) -> None:
     """Print one line to standard error, with the program's name, and flush it, since the process may be killed.
 
+    Causes that other machines name are in many lines: control characters in them do not reach the terminal.
+
     A reader that is gone, or a full disk, must not stop whoever has something to say.
     """
     with suppress(OSError, ValueError):  # ValueError: closed
         if _writers:
-            _writers[-1](f"varuna: {text}")
+            _writers[-1](f"varuna: {plain(text)}")
             return
-        print(f"varuna: {text}", file=sys.stderr, flush=True)
+        print(f"varuna: {plain(text)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

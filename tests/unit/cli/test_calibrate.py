@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.unit.calibration.test_fit import measured
@@ -10,6 +9,7 @@ from varuna.calibration.samples import RingSamples, Sized
 from varuna.cli import main as cli
 from varuna.cli.calibrate import show
 from varuna.core.errors import UsageError
+from varuna.process.plain_console import PlainConsole
 
 
 def _calibrate(*arguments: object) -> None:
@@ -28,7 +28,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Pa
 def test_a_calibration_is_shown_per_example(capsys: pytest.CaptureFixture[str]) -> None:
     ring = RingSamples(ranks=2, in_flight=1, samples=(Sized(0, 0.004), Sized(10**6, 1.004)))
     messages = (Sized(64, 0.001), Sized(10**6, 1.001))
-    show(Console(width=200), assemble([measured(rings=(ring,), messages=messages)], name="tiny"))
+    show(PlainConsole(width=200), assemble([measured(rings=(ring,), messages=messages)], name="tiny"))
     shown = capsys.readouterr().out
     assert "Sections on abacus" in shown
     assert "layer0 (1)" in shown

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from tests.depth import by_depth
 from tests.unit.engine.late import LateStreams
@@ -21,6 +20,7 @@ from varuna.engine.device import streams as device
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.report import report
 from varuna.planner.sweep import rank_plans
+from varuna.process.plain_console import PlainConsole
 
 FOLDER = Path(__file__).parents[3] / "examples" / "calibrations"
 SMALL = str(FOLDER / "gpt2-2.5b-v100.json")
@@ -141,7 +141,7 @@ def test_slow_gpus_get_fewer_micro_batches(run: Any) -> None:
 def test_the_table_fits_the_terminal(width: int) -> None:
     calibration = read_calibration(Path(SMALL))
     request = PlanRequest(calibration=calibration, workers=36, global_batch=8192, wanted=3)
-    console = Console(width=width, record=True, file=io.StringIO())
+    console = PlainConsole(width=width, record=True, file=io.StringIO())
     found = report(request, rank_plans(request), price_per_hour=0.5)
     show(console, found)
     text = console.export_text()

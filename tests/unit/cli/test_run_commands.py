@@ -143,6 +143,27 @@ def test_long_activities_leave_names_readable(
     assert max(len(line) for line in out.splitlines()) <= 60
 
 
+HOSTILE = "opens /data/[/x] x[i]\x1b]0;mine\x07\x1b[2J"
+
+
+def test_status_shows_what_a_machine_says_as_text(manager: RunningManager, shell: Shell) -> None:
+    manager.driver.say("w0", Beat(generation=1, step=3, activity=HOSTILE))
+    manager.picture.failures[0]["cause"] = HOSTILE
+    code, out, _ = shell("status")
+    assert (code, out.count("opens /data/[/x] x[i]"), "\x1b" in out) == (0, 2, False)
+
+
+def test_logs_keep_lines_and_progress_bars_and_nothing_else_that_a_terminal_obeys(
+    manager: RunningManager, shell: Shell
+) -> None:
+    text = "50 %\rä \x1b[31mred\x1b[0m\x1b]52;c;AAAA\x07\x9b\tend\n"
+    (manager.folder / "logs" / "w3.log").write_text(text)
+    shown = "50 %\rä red\tend\n"
+    assert shell("logs", "--worker", "w3")[1] == shown
+    manager.serving.stop()
+    assert shell("logs", "--worker", "w3")[1] == shown
+
+
 def test_logs_are_found_by_rank_by_name_and_by_what_went_wrong_first(manager: RunningManager, shell: Shell) -> None:
     assert shell("logs", "--rank", "1")[1] == "what rank 1 said\n"
     assert shell("logs", "--worker", "w3")[1] == "the last words of w3\n"
