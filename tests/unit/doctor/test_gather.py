@@ -101,7 +101,7 @@ def test_what_agents_tell_of_their_machines_is_looked_at_too(tmp_path: Path) -> 
     told: dict[str, object] = {
         "n1-vm": {
             "clock_ahead_s": -90.0,
-            "disks": [{"use": "logs", "path": "/state", "free_bytes": 1 << 20, "size_bytes": 1 << 40}],
+            "disks": [{"use": "logs", "path": "/state", "free_bytes": 100 << 20, "size_bytes": 1 << 40}],
             "ports": [{"pid": 7, "address": "0.0.0.0", "port": 4000}],
         },
         "n2-vm": {"clock_ahead_s": 0.1},
@@ -109,7 +109,7 @@ def test_what_agents_tell_of_their_machines_is_looked_at_too(tmp_path: Path) -> 
     with a_manager(tmp_path, {"state": "training"}, told) as access:
         findings = diagnose(gather(tmp_path, access, reads=False))
     said = {(each.level.value, each.subject, each.text) for each in findings}
-    assert ("warning", "disk", "1 MiB of 1 TiB are free for logs (/state on n1-vm)") in said
+    assert ("warning", "disk", "100 MiB of 1 TiB are free for logs (/state on n1-vm)") in said
     clock = next(each.text for each in findings if each.subject == "clock")
     assert clock.startswith("the clock of n1-vm is 1m 3")
     if listening_sockets.available():

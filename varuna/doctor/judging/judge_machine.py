@@ -9,6 +9,8 @@ from varuna.doctor.judging.facts import FolderFacts, GpuFacts, MachineFacts
 from varuna.doctor.judging.finding import Finding, fault, ok, warning
 
 _INSTALL = f"Install what workers need: pip install 'torch{TORCH_RANGE}' safetensors numpy"
+FULL_BYTES = 16 * 2**20
+"""With less free than this, a disk counts as full."""
 _FEW_BYTES = 1 << 30
 _FEW_SHARED_BYTES = 1 << 30
 _FEW_AVAILABLE_BYTES = 2 << 30
@@ -210,8 +212,10 @@ def _folder(folder: FolderFacts) -> Finding:
         text += f", fsync {delay(folder.sync_s)}"
     if folder.write_bytes_per_s is not None:
         text += f", {format_bytes(folder.write_bytes_per_s)}/s"
+    if folder.free_bytes < FULL_BYTES:
+        return (fault if folder.needed else warning)("disk", text, "Free some space, or give another folder.")
     if folder.free_bytes < _FEW_BYTES:
-        return warning("disk", text, "Free some space: a full disk stops checkpoints first, then logs.")
+        return warning("disk", text, "Free some space: a full disk stops logs first, then checkpoints.")
     if folder.sync_s is not None and folder.sync_s > _SLOW_SYNC_S:
         remedy = "Each step is written to the run's journal: put the run's folder (--run-dir) on a local disk."
         return warning("disk", f"{text}: slow", remedy)

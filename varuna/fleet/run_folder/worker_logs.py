@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from varuna.fleet.net.protocol import Output
+from varuna.fleet.run_folder.log_room import LogRoom
 from varuna.process.console import warn
 
 MAX_LOG_BYTES = 256 * 2**20
@@ -35,6 +36,7 @@ class LogKeeper:
         most_bytes: of one log; what a worker writes beyond is not kept.
         waiting_bytes: what may wait for a slow disk; more is left out.
         most_logs: files; the output of further workers is not kept.
+        room: for all logs together; None: that of the folder.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class LogKeeper:
         most_bytes: int = MAX_LOG_BYTES,
         waiting_bytes: int = WAITING_BYTES,
         most_logs: int = MOST_LOGS,
+        room: LogRoom | None = None,
     ) -> None:
         self._folder, self._clock = folder, clock
+        self._room = room or LogRoom(folder, clock=clock)
         self._most_bytes, self._most_waiting_bytes, self._most_logs = most_bytes, waiting_bytes, most_logs
         self._taken = {path.stem: path.stat().st_size for path in folder.glob("*.log")}  # bytes, by worker
         self._workers: defaultdict[str, list[str]] = defaultdict(list)  # of each node
@@ -132,13 +136,15 @@ class LogKeeper:
             return len(data)
         path, rest = self._folder / f"{worker}.log", data
         try:
+            if why := self._room.take(len(data)):
+                raise OSError(errno.ENOSPC, why)
             with open(path, "ab", buffering=0, opener=_open_private) as file:
                 while rest:
                     rest = rest[file.write(rest) :]
         except OSError as error:
             self._paused_until_s = self._clock() + (_FULL_S if error.errno in _FULL else _OTHER_S)
-            if path.name not in self._told:
-                self._told.add(path.name)
+            if (why := str(error.strerror)) not in self._told:
+                self._told.add(why)
                 warn(f"{path} is missing output: {error.strerror}. The output is on the worker's machine.")
             return len(rest)
         return 0

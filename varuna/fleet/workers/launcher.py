@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from varuna.fleet.net.join_string import JOIN_VARIABLE
+from varuna.fleet.run_folder.log_room import LogRoom
 from varuna.fleet.state.inputs import WorkerExited
 from varuna.fleet.workers.output_lines import Lines, Tail
 from varuna.process.console import warn
@@ -22,7 +23,7 @@ from varuna.process.tethering import tether
 
 _READ_BYTES = 64 * 2**10
 _PIPE_BYTES = 2**20
-LOG_BYTES = 2**30
+LOG_BYTES = 256 * 2**20
 """More of one worker's output than this is not kept: a machine's disk is shared with what it trains."""
 KILL_S = 10.0  # for the dead to be reaped and their output to be read; in the kernel's hands one may never end
 DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep its pipe open
@@ -67,9 +68,11 @@ class Launcher:
         on_exit: Callable[[WorkerExited], None],
         write: Callable[[bytes], None],
         log_bytes: int = LOG_BYTES,
+        room: LogRoom | None = None,
         kill_s: float = KILL_S,
         drain_s: float = DRAIN_S,
     ) -> None:
+        self._room = room or LogRoom(run_dir)
         self._log_bytes, self._kill_s, self._drain_s = log_bytes, kill_s, drain_s
         self._command = [sys.executable, *command]
         inherited = {name: value for name, value in os.environ.items() if name != JOIN_VARIABLE}
@@ -107,7 +110,7 @@ class Launcher:
         place = min(set(range(len(taken) + 1)) - taken)
         more = {"LOCAL_RANK": str(place), **(environment or {}), "VARUNA_WORKER": name}
         log = _Log(
-            self._run_dir / f"{name}.log", self._log_bytes
+            self._run_dir / f"{name}.log", self._log_bytes, self._room
         )  # first: a process without a log would have nobody who awaits it
         try:
             popen = subprocess.Popen(
@@ -239,8 +242,8 @@ class _Log:
     at its next line.
     """
 
-    def __init__(self, path: Path, most_bytes: int) -> None:
-        self._path, self._most_bytes, self._lock = path, most_bytes, threading.Lock()
+    def __init__(self, path: Path, most_bytes: int, room: LogRoom) -> None:
+        self._path, self._most_bytes, self._room, self._lock = path, most_bytes, room, threading.Lock()
         # Appending, so that a log which somebody truncates, as logrotate does, has no hole after that.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._file = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
@@ -257,6 +260,9 @@ class _Log:
                 self._complain(f"it has reached {self._most_bytes // 2**20} MiB")
                 data = data[:room_bytes]
             try:
+                if why := self._room.take(len(data)):
+                    self._complain(why)
+                    return
                 self._written_bytes += self._file.write(data)
             except OSError as error:
                 self._complain(error.strerror)

@@ -28,6 +28,7 @@ from varuna.core.vote import VoteLayout
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.worker_record import WorkerRecord
 from varuna.fleet.net.protocol import Greet, JobIdentity, Output
+from varuna.fleet.run_folder.log_room import LogRoom, Usage
 from varuna.fleet.run_folder.worker_logs import LogKeeper
 
 PLAN = make_plan(make_job(), 2, None)
@@ -213,6 +214,43 @@ def test_a_worker_that_writes_without_end_does_not_fill_the_managers_disk(tmp_pa
         keeper.write(Output(worker="n0.0", offset=offset, data=b"0123456789"))
     assert keeper.settle()
     assert (tmp_path / "n0.0.log").stat().st_size == 15
+
+
+def test_all_logs_together_have_a_bound_and_removing_some_makes_room(tmp_path: Path) -> None:
+    now = [0.0]
+    room = LogRoom(tmp_path, most_bytes=25, clock=lambda: now[0])
+    keeper = LogKeeper(tmp_path, lambda: now[0], room=room)
+
+    def write(worker: str, offset: int = 0) -> None:
+        keeper.write(Output(worker=worker, offset=offset, data=b"0123456789"))
+        assert keeper.settle()
+
+    for worker in ("n0.0", "n0.1", "n1.0"):
+        write(worker)
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.log")) == 20
+    (tmp_path / "n0.0.log").unlink()
+    now[0] = 60.0
+    write("n1.0", 10)
+    assert not (tmp_path / "n1.0.log").exists()  # the mark of what is missing needs room, too
+    (tmp_path / "n0.1.log").unlink()
+    now[0] = 120.0
+    write("n2.0")
+    assert (tmp_path / "n2.0.log").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize(
+    ("total", "left"), [(100 * 2**20, 10 * 2**20), (100 * 2**30, 256 * 2**20)], ids=["small", "large"]
+)
+def test_logs_leave_a_share_of_their_disk_to_the_run(tmp_path: Path, total: int, left: int) -> None:
+    free = [left + 10]
+    room = LogRoom(tmp_path, usage=lambda folder: Usage(total, total - free[0], free[0]))
+    assert room.take(10) == ""
+    free[0] = left + 9
+    assert "is not for logs" in room.take(10)
+    keeper = LogKeeper(tmp_path, room=room)
+    keeper.write(Output(worker="n0.0", offset=0, data=b"0123456789"))
+    assert keeper.settle()
+    assert not (tmp_path / "n0.0.log").exists()
 
 
 def test_names_that_nobody_runs_out_of_do_not_fill_the_managers_folder(tmp_path: Path) -> None:

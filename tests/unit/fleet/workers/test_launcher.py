@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import wait_for
+from varuna.fleet.run_folder.log_room import LogRoom
 from varuna.fleet.state.inputs import WorkerExited
 from varuna.fleet.workers.launcher import Launcher
 from varuna.process.tethering import tether
@@ -234,6 +235,17 @@ def test_a_worker_that_writes_without_end_does_not_fill_its_machines_disk(bench:
     assert bench.exit().code == 0
     wait_for(lambda: len(bench.lines) == 50, 5)  # who watches sees all of it
     assert 0 < (bench.folder / "w0.log").stat().st_size <= 100
+    launcher.stop_all(5)
+
+
+def test_logs_that_are_all_the_disk_may_hold_cost_a_worker_nothing_else(bench: Bench) -> None:
+    (bench.folder / "old.log").write_bytes(bytes(50))
+    room = LogRoom(bench.folder, most_bytes=100)
+    launcher = bench.launcher("for n in range(50): print('x' * 9, flush=True)", {"room": room})
+    launcher.set_main(launcher.spawn())
+    assert bench.exit().code == 0
+    wait_for(lambda: len(bench.lines) == 50, 5)
+    assert 0 < (bench.folder / "w0.log").stat().st_size <= 50
     launcher.stop_all(5)
 
 
