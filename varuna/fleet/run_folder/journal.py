@@ -5,14 +5,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
 from varuna.core.errors import FleetError, UsageError
 from varuna.core.messages import Vote
 from varuna.core.model import JobFacts
+from varuna.core.units import counted
 from varuna.core.value import Value
 from varuna.fleet.run_folder.database import FILE, open_database, unreadable
+from varuna.fleet.run_folder.reserve import Reserve
 from varuna.fleet.run_folder.step_log import StepLog
 from varuna.fleet.state.run_events import Asked, GenerationStarted, RunEnded, RunEvent, StepRecorded, VerdictReached
 from varuna.process.console import warn
@@ -21,10 +24,25 @@ _event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
 _PATIENCE_S = 60.0
 """How long a write that binds the future is retried: nobody may hear of it before it is on disk."""
 _PAUSE_S = 1.0
-_MOST_WAITING = 20_000
+WAITING_BYTES = 16 * 2**20
+"""Of rows that wait for a place: some 20,000 steps."""
+RESERVE = "run.db-reserve"
+"""File in the run's folder, of no content."""
 STEPS_READ = 2000
 """As many as the page draws."""
 _REMEDY = "Is the disk full, or another process using the file?"
+
+
+class _Row(NamedTuple):
+    """An event on its way to the disk."""
+
+    time_s: float
+    kind: str
+    body: str
+    vote: str
+    """That committed it; empty: none did."""
+    step: StepRecorded | None
+    """Of which the log of steps gets a line."""
 
 
 class Past(Value):
@@ -40,9 +58,17 @@ class Past(Value):
 class Journal:
     """A row per event; once ``append`` returns it survives the death of this process.
 
-    What binds the future, a verdict, a promise or the number of a generation, survives a power cut too. While the disk
-    is full, anything else waits in memory for a place: a manager that is lost meanwhile hears of it from the workers
-    again.
+    What binds the future, a verdict, a promise or the number of a generation, survives a power cut too, and room is
+    kept for it on the disk. While the disk is full, anything else waits in memory for a place, within bounds: a manager
+    that is lost meanwhile hears of it from the workers again. A step's line in the JSON log comes after its row.
+
+    Args:
+        run_dir: gets the database.
+        json_log: the log of steps; None: there is none.
+        sleep: waits.
+        say: tells the run's user what cannot be written.
+        clock: seconds.
+        waiting_bytes: most of what waits for a place.
 
     Raises:
         FleetError: the database cannot be used.
@@ -57,12 +83,20 @@ class Journal:
         *,
         sleep: Callable[[float], None] = time.sleep,
         say: Callable[[str], None] = warn,
+        clock: Callable[[], float] = time.monotonic,
+        waiting_bytes: int = WAITING_BYTES,
     ) -> None:
         self._steps = StepLog(json_log) if json_log is not None else None
         self._path, self._database = run_dir / FILE, open_database(run_dir)
-        self._sleep, self._say = sleep, say
-        self._rows: deque[tuple[float, RunEvent, Vote | None]] = deque(maxlen=_MOST_WAITING)
+        self._sleep, self._say, self._clock = sleep, say, clock
+        self._rows: deque[_Row] = deque()
+        self._waiting_bytes, self._most_waiting_bytes = 0, waiting_bytes
+        self._left_out = 0
+        self._again_s = float("-inf")
+        """When rows that bind nothing are tried again: each attempt writes all that wait."""
         self._told: set[str] = set()
+        self._reserve = Reserve(run_dir / RESERVE)
+        self._reserve.keep()
 
     def append(self, event: RunEvent, *, vote: Vote | None = None) -> None:
         """Write one event, and the newest vote with the step that it committed.
@@ -70,60 +104,84 @@ class Journal:
         Raises:
             FleetError: what binds the future cannot be written, for a minute.
         """
-        now_s = time.time()
-        self._rows.append((now_s, event, vote))
+        body = event.model_dump_json()
+        step = event if self._steps is not None and isinstance(event, StepRecorded) else None
+        self._rows.append(_Row(time.time(), event.kind, body, "" if vote is None else vote.model_dump_json(), step))
+        self._waiting_bytes += len(body)
+        self._leave_out()
         if isinstance(event, VerdictReached | GenerationStarted | Asked):
-            self._surely(self._insert_rows)
-        else:
-            self._tell("the run's journal", self._path, self._attempt(self._insert_rows))
-        if self._steps is not None and isinstance(event, StepRecorded):
-            self._tell("the log of steps", self._steps.path, self._steps.append(event, now_s))
+            self._surely()
+        elif self._clock() >= self._again_s:
+            self._attempt()
 
     def sync(self) -> bool:
         """Whether everything that was appended survives a power cut from now on."""
+        # a transaction without a change would not reach the disk
+        return self._attempt(lambda: self._keep("synced", str(time.time())), durably=True) is None
 
-        def insert() -> None:
-            self._insert_rows()
-            self._keep("synced", str(time.time()))  # a transaction without a change would not reach the disk
+    def _leave_out(self) -> None:
+        """Keep what waits for a place within bounds; what came first goes first."""
+        while self._waiting_bytes > self._most_waiting_bytes and len(self._rows) > 1:
+            self._waiting_bytes -= len(self._rows.popleft().body)
+            self._left_out += 1
+            if self._left_out == 1:
+                self._say(
+                    f"{self._path} cannot be written for so long that what came first no longer waits for it: steps "
+                    f"will be missing in it and in the log of steps. {_REMEDY}"
+                )
 
+    def _attempt_with_reserve(self, insert: Callable[[], None] = lambda: None) -> sqlite3.Error | None:
+        """Write what must be written now, durably; a full disk has room kept for that."""
         error = self._attempt(insert, durably=True)
+        if error is None or not _is_full(error) or not self._reserve.give_up():
+            return error
+        self._say(f"the room that was kept for {self._path} on its disk, which is full, is in use now. Make room there")
+        return self._attempt(insert, durably=True)
+
+    def _attempt(self, insert: Callable[[], None] = lambda: None, *, durably: bool = False) -> sqlite3.Error | None:
+        """Write what waits and what ``insert`` does, in one transaction; then the lines of the log of steps."""
+        error = self._transact(insert, durably=durably)
         self._tell("the run's journal", self._path, error)
-        if error is None:
-            self._rows.clear()
-        return error is None
+        if error is not None:
+            self._again_s = self._clock() + _PAUSE_S
+            return error
+        steps = [(row.time_s, row.step) for row in self._rows if row.step is not None]
+        self._rows.clear()
+        self._waiting_bytes = 0
+        if self._left_out:
+            self._say(f"{counted(self._left_out, 'row')} that had no place any more are missing in {self._path}")
+            self._left_out = 0
+        if self._steps is not None and steps:
+            self._tell("the log of steps", self._steps.path, self._steps.append(steps))
+        return None
 
-    def _insert_rows(self) -> None:
-        for when, event, vote in self._rows:
-            row = when, event.kind, event.model_dump_json()
-            self._database.execute("INSERT INTO events (time, kind, body) VALUES (?, ?, ?)", row)
-            if vote is not None:
-                self._keep("vote", vote.model_dump_json())
-
-    def _attempt(self, insert: Callable[[], None], *, durably: bool = False) -> sqlite3.Error | None:
+    def _transact(self, insert: Callable[[], None], *, durably: bool) -> sqlite3.Error | None:
         """Run one transaction, completely or not at all."""
         try:
             self._database.execute(f"PRAGMA synchronous={'FULL' if durably else 'NORMAL'}")
             self._database.execute("BEGIN IMMEDIATE")
+            rows = [(row.time_s, row.kind, row.body) for row in self._rows]
+            self._database.executemany("INSERT INTO events (time, kind, body) VALUES (?, ?, ?)", rows)
+            if vote := next((row.vote for row in reversed(self._rows) if row.vote), ""):
+                self._keep("vote", vote)
             insert()
             self._database.execute("COMMIT")
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
             return error
-        if insert == self._insert_rows:
-            self._rows.clear()
         return None
 
-    def _surely(self, insert: Callable[[], None]) -> None:
+    def _surely(self, insert: Callable[[], None] = lambda: None) -> None:
         """Try for a minute; a signal to leave waits as long.
 
         Raises:
             FleetError: it cannot be written.
         """
         for _ in range(int(_PATIENCE_S / _PAUSE_S)):
-            error = self._attempt(insert, durably=True)
-            self._tell("the run's journal", self._path, error)
+            error = self._attempt_with_reserve(insert)
             if error is None:
+                self._reserve.keep()
                 return
             self._sleep(_PAUSE_S)
         raise FleetError(
@@ -213,7 +271,8 @@ class Journal:
     def close(self) -> None:
         """Write what still waits for a place, if there is one now, and close the files."""
         if self._rows:
-            self._tell("the run's journal", self._path, self._attempt(self._insert_rows, durably=True))
+            self._attempt_with_reserve()
+        self._reserve.give_up()
         self._database.close()
         if self._steps is not None and (left := self._steps.close()):
             self._say(f"{left} steps could not be written into {self._steps.path}: they are in {self._path} alone")
@@ -233,6 +292,11 @@ class Journal:
     def _newest(self) -> int:
         newest: int = self._database.execute("SELECT COALESCE(MAX(id), 0) FROM events").fetchone()[0]
         return newest
+
+
+def _is_full(error: sqlite3.Error) -> bool:
+    """Whether a disk without room may be the reason; SQLite calls some cases of it an I/O error."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 def read_events(run_dir: Path) -> list[RunEvent]:

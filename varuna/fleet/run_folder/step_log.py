@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from varuna.core.errors import UsageError
 from varuna.fleet.state.run_events import StepRecorded
@@ -13,8 +14,18 @@ _TAIL_BYTES = 2**20
 _BEGINNING = b'{"step": '
 
 
+class _Step(NamedTuple):
+    """A step as a line of the log has it."""
+
+    generation: int
+    step: int
+    loss: str
+
+
 class StepLog:
     """Lines that cannot be written wait in memory; those that a manager took with it come from its journal.
+
+    Steps that a power cut took from the journal, and not from this file, are heard of again: each has one line.
 
     Raises:
         OSError: the file cannot be opened.
@@ -25,14 +36,18 @@ class StepLog:
         self.path = path
         self._file = path.open("ab", buffering=0)
         self._lines = bytearray()
+        self._ahead: set[tuple[int, int]] = set()
+        """Generation and number of steps of this run that the file has, and the journal has not."""
         if not locked(self._file.fileno()):
             self._file.close()
             raise UsageError(f"another run writes to {path}. Pass another --json-log.")
         self._drop_half_a_line()
 
-    def append(self, event: StepRecorded, time_s: float) -> OSError | None:
-        """Write a line, after those that wait; why that cannot be done now, if it cannot."""
-        self._lines += _line(event, time_s)
+    def append(self, steps: Iterable[tuple[float, StepRecorded]]) -> OSError | None:
+        """Write a line for each, after those that wait; why that cannot be done now, if it cannot."""
+        for time_s, event in steps:
+            if (event.generation, event.step) not in self._ahead:
+                self._lines += _line(event, time_s)
         return self.flush()
 
     def flush(self) -> OSError | None:
@@ -49,10 +64,14 @@ class StepLog:
 
         A file without any step of this run is left as it is: it is a new one, or was moved away.
         """
-        last = self._last_step()
+        known = [found for line in self._tail().splitlines() if (found := _step_in(line)) is not None]
         missing: list[bytes] = []
         for time_s, event in newest_first:
-            if last == (event.generation, event.step, json.dumps(event.loss)):
+            this = _Step(event.generation, event.step, json.dumps(event.loss))
+            if not missing and this in known:
+                self._ahead = {(step.generation, step.step) for step in known[known.index(this) + 1 :]}
+                return 0
+            if known and this == known[-1]:
                 self._lines += b"".join(reversed(missing))
                 self.flush()
                 return len(missing)
@@ -64,14 +83,6 @@ class StepLog:
         self.flush()
         self._file.close()
         return self._lines.count(b"\n")
-
-    def _last_step(self) -> tuple[int, int, str] | None:
-        lines = self._tail().splitlines()
-        try:
-            line = json.loads(lines[-1]) if lines else {}
-            return line["generation"], line["step"], json.dumps(line["loss"])
-        except (ValueError, KeyError, TypeError):
-            return None
 
     def _drop_half_a_line(self) -> None:
         """A line that was cut off with its manager, or by a full disk; another's text is only ended."""
@@ -90,6 +101,14 @@ class StepLog:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             return file.read()
+
+
+def _step_in(line: bytes) -> _Step | None:
+    try:
+        values = json.loads(line)
+        return _Step(values["generation"], values["step"], json.dumps(values["loss"]))
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _line(event: StepRecorded, time_s: float) -> bytes:

@@ -14,7 +14,8 @@ from tests.unit.observe.recorded_events import recorded
 from varuna.core.errors import FleetError
 from varuna.core.messages import Vote
 from varuna.fleet.run_folder.database import FILE
-from varuna.fleet.run_folder.journal import Journal, read_events
+from varuna.fleet.run_folder.journal import RESERVE, Journal, read_events
+from varuna.fleet.run_folder.reserve import RESERVE_BYTES
 from varuna.fleet.state.run_events import Audited, GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
 
 RECORD = record()
@@ -25,12 +26,18 @@ LONG = Notice(text="x" * 8000)  # no page has a place left for it
 class Disk:
     """A journal whose disk can be full: SQLite itself says so when its file may not grow."""
 
-    def __init__(self, folder: Path, json_log: Path | None = None) -> None:
+    def __init__(self, folder: Path, json_log: Path | None = None, **more: int) -> None:
         self.said: list[str] = []
         self.slept = 0
         self.frees_after: int | None = None
-        self.journal = Journal(folder, json_log, sleep=self.sleep, say=self.said.append)
+        self.now_s = 0.0
+        self.journal = Journal(folder, json_log, sleep=self.sleep, say=self.say, clock=lambda: self.now_s, **more)
         self.journal.begin("run")
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        if text.startswith("the room that was kept"):
+            self.may_grow(10_000)
 
     def may_grow(self, pages: int) -> None:
         self.journal._database.execute(f"PRAGMA max_page_count={pages}")
@@ -66,6 +73,7 @@ def test_steps_wait_for_a_place_and_are_written_in_order(tmp_path: Path) -> None
     assert "Is the disk full" in disk.said[0]
     assert disk.slept == 0  # nobody waits for a step's row
     disk.may_grow(10_000)
+    disk.now_s = 1.0
     disk.journal.append(recorded(2, 0.25))
     assert disk.said[1:] == ["the run's journal can be written again"]
     disk.journal.close()
@@ -81,14 +89,58 @@ def test_what_waits_at_the_end_is_written_then(tmp_path: Path) -> None:
     assert read_events(tmp_path) == [LONG]
 
 
+def test_a_full_disk_is_not_tried_with_every_step(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    asked: list[str] = []
+    disk.may_grow(1)
+    disk.journal._database.set_trace_callback(asked.append)
+    for step in range(100):
+        disk.now_s = step / 50
+        disk.journal.append(LONG)
+    assert sum(text.startswith("BEGIN") for text in asked) == 2
+
+
+def test_what_no_longer_waits_for_a_place_is_counted(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, waiting_bytes=100_000)
+    disk.may_grow(1)
+    for _ in range(30):
+        disk.journal.append(LONG)
+    assert "what came first no longer waits" in disk.said[-1]
+    assert len(disk.said) == 2
+    disk.may_grow(10_000)
+    disk.now_s = 1.0
+    disk.journal.append(LONG)
+    assert disk.said[2] == "the run's journal can be written again"
+    kept = len(read_events(tmp_path))
+    assert disk.said[3].startswith(f"{31 - kept} rows that had no place any more are missing")
+    assert kept == 12
+
+
+def test_a_decision_has_room_kept_for_it(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    reserve = tmp_path / RESERVE
+    assert reserve.stat().st_size == RESERVE_BYTES
+    disk.may_grow(1)
+    disk.journal.append(LONG)
+    assert reserve.exists()  # a step's row can wait
+    disk.journal.append(VERDICT)
+    assert disk.slept == 0
+    assert read_events(tmp_path) == [LONG, VERDICT]
+    assert reserve.exists()  # again: the disk is well
+    disk.journal.close()
+    assert not reserve.exists()
+
+
 def test_a_decision_waits_for_the_disk_within_a_bound(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
+    (tmp_path / RESERVE).unlink()
     disk.frees_after = 5
     disk.may_grow(1)
     disk.journal.append(LONG)
     disk.journal.append(VERDICT)
     assert disk.slept == 5
     assert read_events(tmp_path) == [LONG, VERDICT]
+    (tmp_path / RESERVE).unlink()
     disk.may_grow(1)
     disk.journal.append(LONG)
     with pytest.raises(
@@ -211,3 +263,40 @@ def test_steps_that_no_log_could_take_are_counted_at_the_end(tmp_path: Path) -> 
         disk.journal.append(recorded(0, 1.0))
         disk.journal.close()
     assert disk.said[-1].startswith("1 steps could not be written into")
+
+
+def test_a_step_that_its_journal_could_not_take_is_in_the_log_once(tmp_path: Path) -> None:
+    """The next manager hears of it from the workers again."""
+    log = tmp_path / "log.jsonl"
+    first = Disk(tmp_path, log)
+    first.journal.append(recorded(0, 1.0))
+    first.may_grow(1)
+    first.journal.append(LONG)  # no page has a place left
+    first.journal.append(recorded(1, 0.5))
+    assert len(log.read_text().splitlines()) == 1
+    first.journal._database.close()  # and here it is killed
+    assert first.journal._steps is not None
+    first.journal._steps._file.close()
+    second = Journal(tmp_path, log)
+    assert second.read() is not None
+    for step in (1, 2):
+        second.append(recorded(step, 0.5))
+    second.close()
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_a_step_that_a_power_cut_took_from_the_journal_alone_is_in_the_log_once(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    first = Journal(tmp_path, log)
+    first.begin("run")
+    for step in range(4):
+        first.append(recorded(step, 1.0))
+    first._database.execute("DELETE FROM events WHERE id > 2")
+    first.close()
+    second = Journal(tmp_path, log)
+    assert second.read() is not None
+    for step in (2, 3, 4):
+        second.append(recorded(step, 1.0))
+    second.append(recorded(3, 1.0).model_copy(update={"generation": 1}))  # after a rollback
+    second.close()
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1, 2, 3, 4, 3]
