@@ -27,6 +27,12 @@ def _one_core(request: pytest.FixtureRequest) -> Iterator[None]:
     os.sched_setaffinity(0, allowed)
 
 
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores of tests are wrong for good, or for one look."""
+    monkeypatch.setattr("varuna.checkpoint.again.AGAIN_S", 0.0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _captures(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Workers of pytest share a folder: each has its own base below it."""

@@ -3,10 +3,12 @@
 import re
 import zlib
 from collections.abc import Iterable
+from functools import partial
 from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from varuna.checkpoint.again import seen_twice
 from varuna.checkpoint.names import (
     DAMAGED,
     MANIFEST,
@@ -120,9 +122,13 @@ def read_manifest(store: Store, step: int) -> Manifest:
 
     Raises:
         ObjectMissing: there is none.
-        DamagedCheckpoint: it is not valid, or belongs to another step.
+        DamagedCheckpoint: it is not valid, or belongs to another step, also some seconds later.
         StoreError: it cannot be read.
     """
+    return seen_twice(lambda: _manifest(store, step))
+
+
+def _manifest(store: Store, step: int) -> Manifest:
     name = f"{step_folder(step)}/{MANIFEST}"
     sealed = _SEALED.fullmatch(store.get(name))
     if sealed is None or zlib.crc32(sealed[2]) != int(sealed[1]):
@@ -145,15 +151,25 @@ def read_manifest(store: Store, step: int) -> Manifest:
 def check_present(store: Store, folder: StepFolder, shards: Iterable[SavedShard]) -> None:
     """Compare a listing with shards: each must be there with its size. Checksums are left to those who read.
 
+    Listings of some stores lag behind: what is not in one as it should be is asked for by its name.
+
     Raises:
-        DamagedCheckpoint: the first shard that is missing or has another size.
+        DamagedCheckpoint: the first shard that is missing or has another size, also some seconds later.
+        StoreError: the store cannot be read.
     """
     for shard in shards:
-        place, found = f"{store.url}/{step_folder(folder.step)}/{shard.file}", folder.sizes.get(shard.file)
-        if found is None:
-            raise DamagedCheckpoint(f"{place} is missing")
-        if found != shard.size_bytes:
-            raise DamagedCheckpoint(f"{place} is damaged: expected {shard.size_bytes} bytes, found {found}")
+        if folder.sizes.get(shard.file) != shard.size_bytes:
+            name = f"{step_folder(folder.step)}/{shard.file}"
+            seen_twice(partial(_check_size, store, name, shard.size_bytes))
+
+
+def _check_size(store: Store, name: str, expected: int) -> None:
+    try:
+        found = store.size_bytes(name)
+    except ObjectMissing as error:
+        raise DamagedCheckpoint(f"{store.url}/{name} is missing") from error
+    if found != expected:
+        raise DamagedCheckpoint(f"{store.url}/{name} is damaged: expected {expected} bytes, found {found}")
 
 
 def intact(store: Store, folder: StepFolder) -> Manifest:
@@ -184,7 +200,7 @@ def newest_intact(store: Store) -> tuple[Manifest, list[str]] | None:
     """
     warnings: list[str] = []
     for folder in survey(store):
-        if not folder.is_committed:
+        if not folder.is_committed and not _has_manifest(store, folder.step):
             continue
         try:
             return intact(store, folder), warnings
@@ -197,6 +213,14 @@ def newest_intact(store: Store) -> tuple[Manifest, list[str]] | None:
             + f"\nRestore the named files from a copy, or start afresh with {START_AFRESH}, which moves them aside."
         )
     return None
+
+
+def _has_manifest(store: Store, step: int) -> bool:
+    """Whether there is one that a listing did not show."""
+    try:
+        return store.size_bytes(f"{step_folder(step)}/{MANIFEST}") > 0
+    except ObjectMissing:
+        return False
 
 
 def commit(store: Store, manifest: Manifest) -> Manifest:

@@ -1,9 +1,10 @@
 """Pieces of a part's file, read and compared with their checksums; what a tensor is, nobody here needs to know."""
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from varuna.checkpoint.again import seen_twice
 from varuna.checkpoint.header import header_of
 from varuna.checkpoint.names import ShardName, step_folder
 from varuna.core.errors import DamagedCheckpoint, ObjectMissing
@@ -76,38 +77,45 @@ def check_header(store: Store, shard: SavedShard) -> None:
     """Compare a header with the manifest: restoring does not need the header, but other readers of the file do.
 
     Raises:
-        DamagedCheckpoint: it differs, or the file is missing.
+        DamagedCheckpoint: it differs, or the file is missing, also some seconds later.
         StoreError: the store cannot be read.
     """
-    expected = expected_header(shard)
-    found = bytearray(len(expected))
-    try:
-        store.read_into(f"{step_folder(shard.step)}/{shard.file}", 0, memoryview(found))
-    except ObjectMissing as error:
-        raise DamagedCheckpoint(str(error)) from error
-    if found != expected:
-        raise DamagedCheckpoint(f"{store.url}/{step_folder(shard.step)}/{shard.file} is damaged: its header differs")
+    expected, name = expected_header(shard), f"{step_folder(shard.step)}/{shard.file}"
+
+    def compare() -> None:
+        found = bytearray(len(expected))
+        store.read_into(name, 0, memoryview(found))
+        if found != expected:
+            raise DamagedCheckpoint(f"{store.url}/{name} is damaged: its header differs")
+
+    _looked_at(compare)
 
 
 def read(store: Store, shard: SavedShard, batch: Sequence[Target]) -> None:
-    """Fill the targets and compare checksums; on a mismatch read once more, since the transfer may be at fault.
+    """Fill the targets and compare checksums.
 
     Raises:
-        DamagedCheckpoint: bytes are missing or are not those that were written.
+        DamagedCheckpoint: bytes are missing or are not those that were written, also some seconds later.
         StoreError: the store cannot be read.
     """
     name = f"{step_folder(shard.step)}/{shard.file}"
-    for attempt in range(2):
-        try:
-            _fill(store, name, batch)
-        except ObjectMissing as error:
-            raise DamagedCheckpoint(str(error)) from error
+
+    def compare() -> None:
+        _fill(store, name, batch)
         wrong = _wrong(batch)
-        if wrong is None:
-            return
-        if attempt:
+        if wrong is not None:
             where = f"bytes {wrong.offset} to {wrong.offset + wrong.size_bytes}"
             raise DamagedCheckpoint(f"{store.url}/{name} is damaged: {wrong.name} ({where}) has another checksum")
+
+    _looked_at(compare)
+
+
+def _looked_at(compare: Callable[[], None]) -> None:
+    """A file that is gone is damage."""
+    try:
+        seen_twice(compare)
+    except ObjectMissing as error:
+        raise DamagedCheckpoint(str(error)) from error
 
 
 def _fill(store: Store, name: str, batch: Sequence[Target]) -> None:

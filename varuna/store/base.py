@@ -65,6 +65,14 @@ class Store(Protocol):
         """
         ...
 
+    def size_bytes(self, name: str) -> int:
+        """Size of an object that was written before, whatever listings show.
+
+        Raises:
+            ObjectMissing: there is none.
+        """
+        ...
+
     def folders(self) -> list[str]:
         """Names of the folders at the top; empty ones may be left out."""
         ...

@@ -74,6 +74,12 @@ class FolderStore:
                     raise ObjectMissing(f"{path} ends after {start + read} bytes; expected {start + len(view)}")
                 read += count
 
+    def size_bytes(self, name: str) -> int:
+        """Size of a file."""
+        path = self._path(name)
+        with _reading(path):
+            return path.stat().st_size
+
     def folders(self) -> list[str]:
         """Folders at the top."""
         with _reading(self._root):

@@ -115,6 +115,11 @@ class ObjectStore:
             )
         view[:] = memoryview(found)
 
+    def size_bytes(self, name: str) -> int:
+        """Size of an object, by a HEAD request."""
+        with self._doing("read", name):
+            return int(obstore.head(self._quick, checked(name))["size"])
+
     def folders(self) -> list[str]:
         """Common prefixes at the top."""
         with self._doing("list", ""):

@@ -73,6 +73,10 @@ class RetryingStore:
         """Like ``read_into`` of the inner store, with retries."""
         self._retried(lambda: self.inner.read_into(name, start, view))
 
+    def size_bytes(self, name: str) -> int:
+        """Like ``size_bytes`` of the inner store, with retries."""
+        return self._retried(lambda: self.inner.size_bytes(name))
+
     def folders(self) -> list[str]:
         """Like ``folders`` of the inner store, with retries."""
         return self._retried(self.inner.folders)

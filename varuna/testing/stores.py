@@ -52,6 +52,10 @@ class HookedStore:
         """Fill ``view`` with the object's bytes from ``start`` on."""
         self._around("read_into", name, lambda: self.inner.read_into(name, start, view))
 
+    def size_bytes(self, name: str) -> int:
+        """Size of an object."""
+        return self._around("size_bytes", name, lambda: self.inner.size_bytes(name))
+
     def folders(self) -> list[str]:
         """Names of the folders at the top."""
         return self._around("folders", "", self.inner.folders)

@@ -26,6 +26,7 @@ def test_what_was_written_is_read_back_and_listed(store: Store) -> None:
     store.write("a/b/y", lambda: [b"abc", memoryview(b"def")])
     assert store.get("a/x") == b"two"
     view = bytearray(3)
+    assert store.size_bytes("a/b/y") == len(store.get("a/b/y"))
     store.read_into("a/b/y", 2, memoryview(view))
     assert bytes(view) == b"cde"
     assert store.folders() == ["a"]
@@ -56,6 +57,8 @@ def test_what_is_missing_says_so_unless_it_is_to_be_removed(store: Store) -> Non
         store.get("gone")
     with pytest.raises(ObjectMissing):
         store.read_into("gone", 0, memoryview(bytearray(1)))
+    with pytest.raises(ObjectMissing):
+        store.size_bytes("gone")
     store.remove("gone")
     store.remove_folder("gone")
 

@@ -1,6 +1,5 @@
 """Files of sums of gradients, written and read; ``checkpoint.saved_sums`` knows what they are of."""
 
-import contextlib
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -8,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from varuna.checkpoint.again import seen_twice
 from varuna.checkpoint.header import header
 from varuna.checkpoint.io.section_state import DTYPE_NAMES, DTYPES
 from varuna.checkpoint.names import step_folder
@@ -68,10 +68,8 @@ def read_sums(store: Store, step: int, file: str) -> StoredTensors:
         StoreError: the store cannot be read.
     """
     name = f"{step_folder(step)}/{file}"
-    with contextlib.suppress(DamagedCheckpoint, ObjectMissing):
-        return _read(store, name)
     try:
-        return _read(store, name)  # the transfer may have been at fault
+        return seen_twice(lambda: _read(store, name))
     except (DamagedCheckpoint, ObjectMissing) as error:
         store.remove(name)
         raise DamagedCheckpoint(str(error)) from error

@@ -104,7 +104,7 @@ CASES: dict[str, tuple[MachineFacts, str, Severity, str]] = {
     "full disk": (folder(problem="cannot write: No space left on device"), "disk", FAULT, "No space"),
     "unwritable here": (folder(problem="cannot write", needed=False), "disk", WARNING, "cannot write"),
     "nearly full disk": (folder(free_bytes=100 * 2**20), "disk", WARNING, "100 MiB of"),
-    "full disk": (folder(free_bytes=1000), "disk", FAULT, "1000 B of"),
+    "disk without room": (folder(free_bytes=1000), "disk", FAULT, "1000 B of"),
     "slow fsync": (folder(sync_s=0.5), "disk", WARNING, "fsync 500 ms"),
     "slow disk": (folder(write_bytes_per_s=1e6), "disk", WARNING, "slow"),
     "no right to delete": (
