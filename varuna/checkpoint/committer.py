@@ -14,6 +14,7 @@ from varuna.checkpoint.manifest import (
     Manifest,
     check_compatible,
     commit,
+    intact,
     look,
     mark_damaged,
     newest_intact,
@@ -21,7 +22,7 @@ from varuna.checkpoint.manifest import (
     survey,
 )
 from varuna.checkpoint.model_config_file import keep_configuration
-from varuna.checkpoint.names import checkpoint_place
+from varuna.checkpoint.names import DAMAGED, checkpoint_place
 from varuna.checkpoint.retention import Kept, prepare, retain
 from varuna.checkpoint.saved_sums import find_sums
 from varuna.checkpoint.verifier import ReadBack, Verifier
@@ -37,6 +38,8 @@ from varuna.store.retry import writer_id
 
 SETTLE_BOUND_S = 120.0
 """Bound on the wait for pending commits before the newest checkpoint is looked up."""
+SHOWN_AGAIN_S = 5.0
+"""Between two looks at a store that does not show what this run has committed."""
 VERIFY_BOUND_S = 10.0
 """How long the end of a run waits for its last checkpoint to be read back."""
 
@@ -59,8 +62,11 @@ class CheckpointCommitter:
         warn: Callable[[str], None],
         committed: Callable[[int], None] = lambda step: None,
         verified: Callable[[ReadBack], None] = lambda finding: None,
+        committed_step: int = -1,
     ) -> None:
         """Take the directory for this run, and make room if a fresh start is asked for.
+
+        ``committed_step`` is that of the newest checkpoint that the run is known to have; -1: none is known.
 
         Raises:
             CheckpointError: another run uses it, it cannot be written, or it has checkpoints and is to be new.
@@ -84,7 +90,7 @@ class CheckpointCommitter:
         self._work: queue.Queue[Callable[[], None]] = queue.Queue()
         self._closed = threading.Event()
         self._changed = threading.Condition()  # guards the fields below
-        self._committed_step = self._reached_step = -1  # differ where the newest turned out to be damaged
+        self._committed_step = self._reached_step = committed_step  # differ where the newest turned out to be damaged
         self._proven: int | None = None  # step of the newest one that was read back or resumed from
         self._open = 0  # pieces of work that are not done
         for name, target in (("commit", self._commit_all), ("lease", self._keep_lease)):
@@ -93,11 +99,21 @@ class CheckpointCommitter:
     def newest(self) -> tuple[Manifest, list[str]] | None:
         """The newest checkpoint that can be used, and warnings about newer ones; None before the first.
 
+        A store that shows nothing of what this run has committed (a mount that went away, a listing that lags) is
+        waited for like one that does not answer: the run would go back for nothing, to step 0 perhaps.
+
         Raises:
             CheckpointError: none is intact, or the newest is of another job.
         """
         self.settle()
         found = newest_intact(self.store)
+        is_told = False
+        while self._hides(-1 if found is None else found[0].step):
+            if not is_told:
+                self._warn(self._hidden())
+                is_told = True
+            self._closed.wait(SHOWN_AGAIN_S)
+            found = newest_intact(self.store)
         if found is not None:
             check_compatible(found[0], self._job)
             if found[0].run_id != self._run_id:
@@ -111,6 +127,27 @@ class CheckpointCommitter:
         if self._job.config is not None and (warning := keep_configuration(self.store, self._job.config)):
             self._warn(warning)
         return found
+
+    def _hides(self, newest: int) -> bool:
+        """Whether the store has lost sight of the newest checkpoint of this run: damage it would show."""
+        step = self.committed_step
+        if newest >= step or self._job.rescues or self._closed.is_set():
+            return False
+        try:
+            intact(self.store, look(self.store, step))
+        except DamagedCheckpoint:
+            return False
+        except ObjectMissing:
+            pass
+        return True  # it is not there, or it is by now
+
+    def _hidden(self) -> str:
+        place = checkpoint_place(self.store.url, self.committed_step)
+        return (
+            f"{place} is not there, though this run has committed it: waiting until the store shows it again. Has a "
+            f"mount gone away? If it was removed on purpose, make a file {place}/{DAMAGED}, of any content: then the "
+            "run goes on from an older checkpoint, or from the beginning."
+        )
 
     def sums_after(self, manifest: Manifest) -> StoredSums | None:
         """What the store has of the step after a checkpoint; None: nothing, or it cannot be read, which costs time."""

@@ -1,5 +1,7 @@
 """Shards become checkpoints on a thread that nothing ends but the run; a crash anywhere leaves a checkpoint."""
 
+import threading
+
 import pytest
 
 from tests.unit.checkpoint.saves import (
@@ -8,11 +10,13 @@ from tests.unit.checkpoint.saves import (
     save_parts,
 )
 from tests.unit.store.flaky import down
+from tests.waiting import wait_for
 from varuna.checkpoint import committer
 from varuna.checkpoint.committer import CheckpointCommitter
-from varuna.checkpoint.manifest import read_manifest, survey
-from varuna.store.base import Store
-from varuna.store.opening import open_store
+from varuna.checkpoint.manifest import mark_damaged, read_manifest, survey
+from varuna.core.errors import ObjectMissing
+from varuna.store.base import Entry, Store
+from varuna.store.opening import keep_in_memory, open_store
 from varuna.testing.stores import HookedStore
 
 
@@ -143,6 +147,71 @@ def test_a_folder_that_somebody_empties_is_used_again(place: str) -> None:
     assert "lease" in keep.store.folders()  # others can see again that this run lives
     keep.close()
     assert is_given_back(keep.store)
+
+
+class HidingStore(HookedStore):
+    """Shows no checkpoint while it is hidden, as a mount that went away."""
+
+    is_hidden = False
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.before = self._hide
+
+    def _hide(self, verb: str, name: str) -> None:
+        if self.is_hidden and name.startswith("step-") and verb in ("get", "size_bytes", "read_into"):
+            raise ObjectMissing(name)
+
+    def folders(self) -> list[str]:
+        return [] if self.is_hidden else super().folders()
+
+    def entries(self, folder: str = "") -> list[Entry]:
+        return [] if self.is_hidden and folder != "lease" else super().entries(folder)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_an_empty_folder_does_not_send_a_run_back(
+    place: str, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
+) -> None:
+    monkeypatch.setattr("varuna.checkpoint.committer.SHOWN_AGAIN_S", 0.01)
+    store = HidingStore(open_store(place))
+    keep_in_memory(store)
+    warnings: list[str] = []
+    keep, plan = keeper(place, warnings), make_plan()
+    keep.begin(0, plan, first_step=0, rollback=True)
+    for step in (3, 6):
+        for shard in save_parts(store, step, plan):
+            keep.collect(shard)
+        assert keep.wait_for(step, 10)
+    assert keep.settle()
+    assert keep.verifier.wait(10)
+    assert keep.settle()
+    store.is_hidden = True
+    if is_restarted:
+        keep.close()
+        job = make_job().model_copy(update={"checkpoint_dir": place})
+        keep = CheckpointCommitter(
+            job, new=False, overwrite=False, say=warnings.append, warn=warnings.append, committed_step=6
+        )
+    found: list[int] = []
+
+    def look() -> None:
+        newest = keep.newest()
+        found.append(-1 if newest is None else newest[0].step)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    wait_for(lambda: bool(warnings), 10)
+    assert "step-00000006 is not there, though this run has committed it: waiting" in warnings[0]
+    assert found == []
+    store.is_hidden = False
+    looking.join(10)
+    assert found == [6]
+    mark_damaged(store, 6, "somebody says so")
+    look()
+    assert found == [6, 3]
+    assert len(warnings) == 1
+    keep.close()
 
 
 def test_a_run_that_was_replaced_by_one_that_is_over_commits_nothing_more(place: str) -> None:

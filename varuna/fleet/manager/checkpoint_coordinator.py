@@ -10,6 +10,7 @@ from varuna.checkpoint.verifier import ReadBack
 from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
+from varuna.fleet.manager.resume import KnownCheckpoint
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationRecord
 from varuna.store.opening import location
@@ -21,7 +22,8 @@ class CheckpointCoordinator:
     For one thread, which waits for the store in ``newest``, ``resume`` and ``close``; ``warn``, ``committed`` with the
     steps of a new checkpoint, and ``verified`` with what reading it back has shown, are called by any. ``completed`` is
     called as ``committed`` is, and also for checkpoints that do not outlive the run. The job comes from the first
-    machine that joins: with ``allowed`` it chooses a directory there or below, or none.
+    machine that joins: with ``allowed`` it chooses a directory there or below, or none. ``known`` is what a manager
+    before this one has committed.
 
     Raises:
         UsageError: ``allowed`` is no place.
@@ -37,9 +39,10 @@ class CheckpointCoordinator:
         committed: Callable[[int], None] = lambda step: None,
         completed: Callable[[int], None] = lambda step: None,
         verified: Callable[[ReadBack], None] = lambda finding: None,
+        known: KnownCheckpoint | None = None,
     ) -> None:
         self._committed, self._completed, self._verified = committed, completed, verified
-        self._new, self._overwrite, self._warn = new, overwrite, warn
+        self._new, self._overwrite, self._warn, self._known = new, overwrite, warn, known
         self._allowed = location(allowed) if allowed else ""
         self._keeper: CheckpointCommitter | None = None
         self._is_rescue = False
@@ -70,6 +73,7 @@ class CheckpointCoordinator:
                 warn=self._warn,
                 committed=self._tell,
                 verified=self._verified,
+                committed_step=known.step if (known := self._known) and known.directory == job.checkpoint_dir else -1,
             )
         found = self._keeper.newest()
         if found is None:

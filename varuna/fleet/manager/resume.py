@@ -7,6 +7,7 @@ generations go on from the last one that was written down, and each is written d
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.run_folder.journal import Past
@@ -20,6 +21,7 @@ from varuna.fleet.state.run_events import (
     Answered,
     Asked,
     CheckpointCommitted,
+    CheckpointVerified,
     GenerationRecord,
     GenerationStarted,
     Morphed,
@@ -34,6 +36,28 @@ from varuna.fleet.state.workers import Workers
 def lost_workers(past: Past) -> set[str]:
     """Workers that the run has given up; they may not come back."""
     return {event.worker for event in past.events if isinstance(event, WorkerLost)}
+
+
+class KnownCheckpoint(NamedTuple):
+    """The newest checkpoint that a run has committed and not found to be damaged."""
+
+    directory: str
+    step: int
+
+
+def known_checkpoint(past: Past) -> KnownCheckpoint | None:
+    """What a run that did not end must find again; None: nothing."""
+    step: int | None = None
+    for event in past.events:
+        match event:
+            case CheckpointCommitted():
+                step = event.step
+            case CheckpointVerified(damage=damage) if damage and event.step == step:
+                step = event.instead
+            case _:
+                pass
+    directory = past.job.checkpoint_dir if past.job is not None else None
+    return None if step is None or directory is None else KnownCheckpoint(directory, step)
 
 
 def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:

@@ -26,6 +26,7 @@ from varuna.fleet.manager.mailbox import Leave, Mailbox
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.manager.outlook import outlook
 from varuna.fleet.manager.prometheus import scraper_token
+from varuna.fleet.manager.resume import known_checkpoint
 from varuna.fleet.manager.step_desk import StepDesk
 from varuna.fleet.net.ca import make_private, write_private
 from varuna.fleet.net.protocol import wire_digest
@@ -232,6 +233,7 @@ class ManagerService(Generic[B]):
                 committed=lambda step: self.mailbox.post(CheckpointCommitted(step=step)),
                 completed=lambda step: self.mailbox.post(CheckpointCompleted(step)),
                 verified=lambda finding: self.mailbox.post(CheckpointVerified(**finding._asdict())),
+                known=None if past is None else known_checkpoint(past),
             )
             self._desk = StepDesk(
                 place.run_dir,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fleet.support import Driver, make_vote, two_stages
+from tests.unit.fleet.support import Driver, make_job, make_vote, two_stages
 from varuna.core.messages import Assign, Beat, Held, Hello, Hold, RaiseFlag, Suspect, Voted
 from varuna.fleet.manager.reconcile import Reconciliation, node_of, reconcile
-from varuna.fleet.manager.resume import lost_workers, resume
+from varuna.fleet.manager.resume import KnownCheckpoint, known_checkpoint, lost_workers, resume
 from varuna.fleet.net.protocol import WorkerSnapshot
-from varuna.fleet.run_folder.journal import Journal, read_events
+from varuna.fleet.run_folder.journal import Journal, Past, read_events
 from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
@@ -30,6 +30,7 @@ from varuna.fleet.state.run_events import (
     Answered,
     Asked,
     CheckpointCommitted,
+    CheckpointVerified,
     GenerationStarted,
     RunEnded,
     StepRecorded,
@@ -309,3 +310,19 @@ def test_the_next_manager_plans_for_the_losses_that_the_last_one_saw(shell: Shel
     fleet = shell.die_and_start_again()
     assert fleet.loss_rate.planned_per_hour == seen
     assert fleet.loss_rate.to_plan_for(shell.driver.now_s) == seen
+
+
+def test_what_was_committed_must_be_found_again_unless_it_is_damaged() -> None:
+    def known(*events: CheckpointCommitted | CheckpointVerified) -> int | None:
+        job = make_job().model_copy(update={"checkpoint_dir": "/c"})
+        found = known_checkpoint(Past(run="r", job=job, events=events))
+        assert found is None or found == KnownCheckpoint("/c", found.step)
+        return None if found is None else found.step
+
+    committed = [CheckpointCommitted(step=step) for step in (10, 20, 15)]
+    damaged = CheckpointVerified(step=20, read_bytes=1, total_bytes=1, damage="a bit", instead=10)
+    assert known() is None
+    assert known(*committed[:2]) == 20
+    assert known(*committed[:2], damaged) == 10
+    assert known(*committed[:2], damaged, committed[2]) == 15
+    assert known(committed[1], damaged.model_copy(update={"instead": None})) is None
