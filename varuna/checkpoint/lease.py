@@ -53,15 +53,16 @@ class Lease:
         """Whether no other run has taken over.
 
         The epoch alone does not tell: somebody may have removed all leases, and some stores accept two first ones.
+        Our own is read by its name, since a listing may not show it yet.
         """
-        if _epochs(self._store)[-1:] != [self._epoch]:
-            return False
         owner = _read(self._store, self._epoch)
-        return owner is not None and owner.writer == self._owner.writer and not owner.is_over
+        if owner is None or owner.writer != self._owner.writer or owner.is_over:
+            return False
+        return max(_epochs(self._store), default=0) <= self._epoch
 
     def is_missing(self) -> bool:
         """Whether there is no lease: it was removed by hand, or another run took over and has ended."""
-        return not _epochs(self._store)
+        return _read(self._store, self._epoch) is None and not _epochs(self._store)
 
     def renew(self) -> bool:
         """Write a missing lease again; False if another run was faster."""
@@ -118,7 +119,8 @@ def claim(
         try:
             store.create(_name(epoch), me.model_dump_json().encode())
         except ObjectExists:
-            continue  # somebody else was faster: it lives
+            sleep(BEAT_S / 2)  # somebody else was faster: it lives, and listings show that soon
+            continue
         for old in epochs:
             store.remove(_name(old))
         return Lease(store, epoch, me)

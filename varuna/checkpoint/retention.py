@@ -56,6 +56,10 @@ def retain(store: Store, committed: int, kept: Kept, proven: int | None = None) 
     complete: list[tuple[int, bool]] = []
     checked = 0  # manifests are read only as far back as they are counted
     folders = survey(store)
+    if not any(folder.step == committed and folder.is_committed for folder in folders):
+        # It was just committed, and the listing lags: what is in it is asked for by its name.
+        folders = [folder for folder in folders if folder.step != committed] + [StepFolder(committed, {MANIFEST: 0})]
+        folders.sort(reverse=True)
     for folder in folders:
         is_counted = checked < kept.last or folder.step == proven
         is_complete = folder.is_committed and (not is_counted or _looks_complete(store, folder))

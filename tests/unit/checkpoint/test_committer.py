@@ -149,6 +149,56 @@ def test_a_folder_that_somebody_empties_is_used_again(place: str) -> None:
     assert is_given_back(keep.store)
 
 
+class LaggingStore(HookedStore):
+    """Its listings show nothing that was written until they catch up."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.after = self._note
+        self.late: set[str] = set()
+
+    def _note(self, verb: str, name: str) -> None:
+        if verb in ("put", "create", "write"):
+            self.late.add(name)
+
+    def folders(self) -> list[str]:
+        return sorted({entry.name.split("/")[0] for entry in self.entries() if "/" in entry.name})
+
+    def entries(self, folder: str = "") -> list[Entry]:
+        return [entry for entry in super().entries(folder) if entry.name not in self.late]
+
+
+def test_a_store_whose_listings_lag_gets_checkpoints(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("varuna.checkpoint.committer.SHOWN_AGAIN_S", 0.01)
+    store = LaggingStore(open_store(place))
+    keep_in_memory(store)
+    warnings: list[str] = []
+    keep, plan = keeper(place, warnings), make_plan()
+    keep.begin(0, plan, first_step=0, rollback=True)
+    for step in (3, 6):
+        for shard in save_parts(store, step, plan):
+            keep.collect(shard)
+        assert keep.wait_for(step, 10)
+        assert keep.settle()
+    assert warnings == []
+    assert keep.verifier.wait(10)
+    assert keep.settle()
+    found: list[int] = []
+
+    def look() -> None:
+        newest = keep.newest()
+        found.append(-1 if newest is None else newest[0].step)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    wait_for(lambda: bool(warnings), 10)
+    assert found == []
+    store.late.clear()
+    looking.join(10)
+    assert found == [6]
+    keep.close()
+
+
 class HidingStore(HookedStore):
     """Shows no checkpoint while it is hidden, as a mount that went away."""
 

@@ -11,8 +11,9 @@ from tests.unit.store.flaky import Time
 from tests.waiting import wait_for
 from varuna.checkpoint.lease import EXPIRY_S, Lease, LeaseOwner, claim, has_ended, process_scope, process_started
 from varuna.core.errors import CheckpointError
-from varuna.store.base import Store
+from varuna.store.base import Entry, Store
 from varuna.store.opening import open_store
+from varuna.testing.stores import HookedStore
 
 
 @pytest.fixture
@@ -139,6 +140,37 @@ def test_of_two_claimants_one_gets_it(store: Store) -> None:
     with pytest.raises(CheckpointError, match="process 2 on vm-8"):
         claim(store, "me", say=lambda text: None, clock=time.clock, sleep=sleep)
     assert other[0].is_held()
+
+
+class LateStore(HookedStore):
+    """Its listings show no lease."""
+
+    def entries(self, folder: str = "") -> list[Entry]:
+        return []
+
+
+def test_a_lease_that_no_listing_shows_yet_is_held(store: Store) -> None:
+    late = LateStore(store)
+    lease = take(late)
+    lease.beat()
+    assert lease.is_held()
+    assert not lease.is_missing()
+    take(store).release()  # another run has taken it over, and removed it
+    assert not lease.is_held()
+
+
+def test_a_claimant_waits_between_looks_at_listings_that_lag(store: Store) -> None:
+    write(store, elsewhere(machine=process_scope(), pid=os.getppid()), epoch=1)
+    late, time = LateStore(store), Time()
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        if time.now_s > 5:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        claim(late, "me", say=lambda text: None, clock=time.clock, sleep=sleep)
+    assert time.now_s <= 10
 
 
 def test_a_torn_lease_is_nobodys(store: Store) -> None:

@@ -105,7 +105,7 @@ class _OwnObjects:
 
     def find(self) -> None:
         if self.name not in [entry.name for entry in self.store.entries(self.folder)]:
-            raise StoreError(f"{self.store.url}/{self.name} was written, but is not listed")
+            raise StoreError(f"{self.store.url}/{self.name} was written, but is not listed: its listings lag behind")
 
     def create(self) -> None:
         name = f"{self.name}-new"

@@ -19,6 +19,9 @@ from varuna.doctor.machine.limits import look_at_limits
 from varuna.doctor.machine.look import starts_slowly
 from varuna.doctor.machine.store_probe import put_mark, remove_mark, try_store
 from varuna.doctor.meeting.meeting import MachineMeeting
+from varuna.store.base import Entry
+from varuna.store.opening import keep_in_memory, open_store
+from varuna.testing.stores import HookedStore
 
 GIB = 1 << 30
 
@@ -26,6 +29,20 @@ GIB = 1 << 30
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+class LateStore(HookedStore):
+    """Its listings do not show what was written."""
+
+    def entries(self, folder: str = "") -> list[Entry]:
+        return []
+
+
+def test_a_store_whose_listings_lag_is_found_out() -> None:
+    store = LateStore(open_store("memory://lags"))
+    keep_in_memory(store)
+    found = try_store(store.url, mark="m", owner="h", seeks_mark=False)
+    assert "was written, but is not listed: its listings lag behind" in found.steps[2].problem
 
 
 def test_whether_tcp_begins_anew_after_pauses_is_a_setting_of_the_kernel(tmp_path: Path) -> None:
