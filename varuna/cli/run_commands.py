@@ -49,8 +49,27 @@ def status(
         bool, typer.Option("--watch", "-w", help="Stay, and show the run as it goes on; Ctrl-C ends the view.")
     ] = False,
     as_json: options.AsJson = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Say one line, for cron and probes. Exit code 0: it trains; 1: it stands still, or has failed; 2: it "
+            "has no checkpoint as new as --checkpoint-age; 3: its manager is away.",
+        ),
+    ] = False,
+    for_s: Annotated[
+        float, typer.Option("--for", metavar="SECONDS", min=0, help="With --check: stand still for longer than this.")
+    ] = 300.0,
+    checkpoint_age_s: Annotated[
+        float | None,
+        typer.Option("--checkpoint-age", metavar="SECONDS", min=0, help="With --check: a newer checkpoint is there."),
+    ] = None,
 ) -> None:
     """Show the plan, steps, machines and workers of a run."""
+    if check:
+        if watch or as_json:
+            raise UsageError("--check says one line: give it without --watch and --json.")
+        raise typer.Exit(_checked(run, for_s, checkpoint_age_s))
     folder, remote = reached(run)
     if as_json:
         _check(watch, "--watch")
@@ -90,6 +109,25 @@ def status(
                         return
     except KeyboardInterrupt:
         return
+
+
+def _checked(run: Path | None, for_s: float, checkpoint_age_s: float | None) -> int:
+    """Say how a run is, and return the exit code that says so."""
+    from varuna.fleet.net.client import UnreachableError
+    from varuna.fleet.run_folder.connection_file import find
+    from varuna.observe.health import Health, health
+
+    folder, access = find(run)
+    try:
+        found = health(_status(access.remote()), time.time(), for_s=for_s, checkpoint_age_s=checkpoint_age_s)
+    except UnreachableError as error:
+        if ended := _has_ended(folder):
+            print(plain(f"the run has ended with {ended.splitlines()[0]}"))
+            return int(not ended.startswith("exit code 0:"))
+        print(plain(f"the manager is away: {error}"))
+        return int(Health.MANAGER_AWAY)
+    print(plain(found.text))
+    return found.exit_code
 
 
 def logs(

@@ -3,7 +3,7 @@
 import { ask, canAct, drawActions, prepareActions } from "./actions.js";
 import { drawChart, prepareChart } from "./chart.js";
 import { byId, say, tell } from "./dom.js";
-import { clock } from "./format.js";
+import { clock, span } from "./format.js";
 import { drawGrid, prepareGrid } from "./grid.js";
 import { drawLogs, prepareLogs, showLog } from "./logs.js";
 import { apply, nothing, phase } from "./model.js";
@@ -66,6 +66,7 @@ const stateText = (word) => (run.ended ? (run.ended.exit_code ? `ended with exit
 
 function banner(view) {
   const rest = (run.status.state ?? "").split(": ").slice(1).join(": ");
+  if (run.status.waits_for && ["starting", "forming", "training", "morphing"].includes(view)) return [`No step for ${span(run.status.still_s)}`, sentence(run.status.waits_for)];
   switch (view) {
     case "loading": return ["Loading", "Asking the manager for the run."];
     case "closed": return ["This page may not read the run", "Its link was used already, or has expired. In a terminal on the manager's machine, `varuna open` gives a new one."];

@@ -99,6 +99,9 @@ class Facts:
     checkpoint: CheckpointSeen | None = None
     """None: the run keeps no checkpoints"""
     steps_since_checkpoint: int | None = None
+    still_s: float = 0.0
+    waits_for: str = ""
+    """for what a run waits that stands still"""
     predictions: Sequence[CheckedPrediction] = ()
     """by generation, the oldest first"""
     disks: Sequence[Disk] = ()
@@ -129,7 +132,12 @@ def _manager(facts: Facts) -> list[Finding]:
     if facts.unreachable:
         remedy = "Training may continue without it. Start the same `varuna manager` command again to continue the run."
         return [Finding(Severity.FAULT, "manager", facts.unreachable, remedy)]
-    return [Finding(Severity.OK, "manager", f"answers: {facts.state}")]
+    found = [Finding(Severity.OK, "manager", f"answers: {facts.state}")]
+    if facts.waits_for:
+        text = f"there has been no step for {format_duration(facts.still_s)}: {facts.waits_for}"
+        remedy = "docs/runbook.md says what to do by symptom; `varuna logs --first-failure` what broke first."
+        found.append(Finding(Severity.FAULT, "steps", text, remedy))
+    return found
 
 
 def _ending(ended: RunEnded) -> Finding:

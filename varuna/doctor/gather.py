@@ -44,6 +44,8 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
     plan = status.get("plan") or {}
     return Facts(
         state=str(status.get("state", "")),
+        still_s=float(status.get("still_s") or 0.0),
+        waits_for=str(status.get("waits_for") or ""),
         unreachable=unreachable,
         ended=ended,
         ledger=None if unreadable else audit(events),

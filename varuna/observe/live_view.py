@@ -78,7 +78,9 @@ def rule(*, plain: bool) -> RenderableType:
 
 
 def headline(status: Mapping[str, Any], width: int, doing_s: float | None) -> RenderableType:
-    """State, step, a bar and the time left on one line."""
+    """State, step, a bar and the time left on one line; of a run that stands still, since when and why."""
+    if status.get("waits_for"):
+        return Text(f"stands still for {format_duration(status['still_s'])}: {status['waits_for']}", style="bold red")
     doing = status.get("doing") or status["state"]
     state = Text(no_wrap=True, overflow="ellipsis")
     state.append(doing, style=f"bold {_STATES.get(status['state'], 'yellow')}")
@@ -112,8 +114,8 @@ def numbers(status: Mapping[str, Any], width: int, *, plain: bool = False) -> li
         curve = "" if plain else sparkline(status["curve"])
         phrases = [
             f"loss {loss}  {curve}".rstrip(),
-            f"{format_rate(status['examples_per_s'])} examples/s",
-            *_step_time(status),
+            *([] if status.get("waits_for") else [f"{format_rate(status['examples_per_s'])} examples/s"]),
+            *([] if status.get("waits_for") else _step_time(status)),
         ]
         found += _flowed(phrases, width)
     if (plan := status["plan"]) is not None:

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,23 @@ def test_status_shows_plan_workers_generations_and_the_first_failure(manager: Ru
         assert said in out
     code, out, _ = shell("status", "--json")
     assert (code, json.loads(out)["generation"]) == (0, 1)
+
+
+def test_a_check_says_one_line_and_its_exit_code_how_the_run_is(manager: RunningManager, shell: Shell) -> None:
+    assert shell("status", "--check") == (0, "training, step 3 of 100\n", "")
+    code, out, _ = shell("status", "--check", "--checkpoint-age", "60")
+    assert (code, out.split(":")[0].split(" for ")[0]) == (2, "no new checkpoint")
+    manager.driver.fleet = replace(manager.driver.fleet, recorded_s=-400.0)  # the manager's clock says 0
+    code, out, _ = shell("status", "--check")
+    assert (code, out[:28]) == (1, "stands still for 6m 40s: not")
+    assert shell("status", "--check", "--for", "500")[0] == 0
+    assert shell("status")[1].splitlines()[0].startswith("stands still for 6m 40s")
+    manager.serving.stop()
+    code, out, _ = shell("status", "--check")
+    assert (code, out.split(":")[0]) == (3, "the manager is away")
+    manager.journal.append(RunEnded(exit_code=1, text="it broke\nTraceback"))
+    assert shell("status", "--check")[:2] == (1, "the run has ended with exit code 1: it broke\n")
+    assert shell("status", "--check", "--json")[0] == 2
 
 
 def test_doctor_finds_no_fault_in_a_run_that_lost_a_worker(

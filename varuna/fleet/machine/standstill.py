@@ -1,18 +1,66 @@
-"""Says when no step is committed for long, and what the ranks do meanwhile.
+"""When no step is committed for long: since when, and what the run waits for. The same words for all who ask.
 
 Workers say so too, but under a manager their words go into logs, and the terminal would be silent.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from varuna.core.messages import Beat
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet
-from varuna.fleet.state.phases import Running
+from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
 
 _STILL_S, _UNUSUAL = 45.0, 3.0
+_FIRST_S, _STEPS = 300.0, 10.0
+"""So long the way to the first step may take; and so many times a step's usual time any other."""
 _NAMED = 3
+
+
+class Stillness(NamedTuple):
+    """A run that has no step for long."""
+
+    for_s: float
+    why: str
+    """for what it waits, in words"""
+
+
+def stillness(fleet: Fleet, now_s: float) -> Stillness | None:
+    """Whether a run that is to train stands still, and why; ``now_s`` by the manager's clock."""
+    if isinstance(fleet.phase, Ended | Finishing) or fleet.is_leaving:
+        return None
+    has_trained = fleet.recorded_step >= 0
+    since_s = (has_trained and fleet.recorded_s) or fleet.experience.began_s
+    for_s, bound_s = now_s - since_s, max(_STILL_S, _STEPS * fleet.step_every_s) if has_trained else _FIRST_S
+    return Stillness(for_s, _why(fleet, now_s)) if for_s >= bound_s else None
+
+
+def _why(fleet: Fleet, now_s: float) -> str:
+    if fleet.is_alone:
+        return f"no machine has been heard for {now_s - fleet.heard_s:.0f} s"
+    match fleet.phase:
+        case Running():
+            return doing(fleet) or "nothing has been heard of what its workers do"
+        case Idle(blocked=blocked) if blocked is not None:
+            why = blocked.text
+        case Stopping(waits=True):
+            why = "it waits for state that only machines out of sight hold"
+        case _:
+            there = len(fleet.joined)
+            why = f"it waits for workers: {there} of {max(fleet.wanted, fleet.config.workers)} are there"
+    causes = "; ".join(cause.text for cause in fleet.causes[-_NAMED:])
+    return f"{why} ({causes})" if causes else why
+
+
+def doing(fleet: Fleet) -> str:
+    """What the ranks of the newest generation say that they do: who is at work, or who waits for whom."""
+    beats = _beats(fleet)
+    at_work = [f"rank {rank} {beat.activity}" for rank, beat in beats.items() if beat.at_work]
+    said = at_work or [f"rank {rank} {beat.activity}" for rank, beat in beats.items()]
+    more = f"; and {len(said) - _NAMED} more" if len(said) > _NAMED else ""
+    others = f". The other {len(beats) - len(at_work)} wait" if at_work and len(at_work) < len(beats) else ""
+    return f"{'; '.join(said[:_NAMED])}{more}{others}" if said else ""
 
 
 def note_standstill(transition: Transition, phase: Running) -> None:
@@ -26,13 +74,8 @@ def note_standstill(transition: Transition, phase: Running) -> None:
     if still_s < max(_STILL_S, _UNUSUAL * fleet.step_every_s):
         return
     transition.update(phase=replace(phase, still_step=fleet.recorded_step))
-    beats = _beats(fleet)
-    at_work = [f"rank {rank} {beat.activity}" for rank, beat in beats.items() if beat.at_work]
-    said = at_work or [f"rank {rank} {beat.activity}" for rank, beat in beats.items()]
-    more = f"; and {len(said) - _NAMED} more" if len(said) > _NAMED else ""
-    others = f". The other {len(beats) - len(at_work)} wait" if at_work and len(at_work) < len(beats) else ""
-    what = f": {'; '.join(said[:_NAMED])}{more}{others}" if said else ""
-    transition.notice(f"no step for {still_s:.0f} s{what}")
+    what = doing(fleet)
+    transition.notice(f"no step for {still_s:.0f} s{f': {what}' if what else ''}")
 
 
 def _beats(fleet: Fleet) -> Mapping[int, Beat]:

@@ -39,6 +39,11 @@ def exposition(status: Mapping[str, Any]) -> str:
     silent_s = [each["silent_s"] for each in status.get("workers", []) if each["silent_s"] is not None]
     parts = [
         _gauge("state", "1 for what the run does now.", _labelled("state", {s: float(s == phase) for s in STATES})),
+        _gauge(
+            "stands_still_seconds",
+            "For how long there has been no step, where that is unusual, and what the run waits for; else 0.",
+            _labelled("waits_for", {str(status.get("waits_for") or ""): float(status.get("still_s") or 0.0)}),
+        ),
         _gauge("step", "Newest committed step, from 0.", _one(status.get("step"))),
         _gauge("steps", "Steps of the whole run.", _one(status.get("steps") or None)),
         _gauge("loss", "Loss of the newest step.", _one(status.get("loss"))),
@@ -46,6 +51,7 @@ def exposition(status: Mapping[str, Any]) -> str:
         _gauge("stages", "Pipeline stages of the plan, P.", _one(plan.get("stages"))),
         _gauge("replicas", "Replicas of the plan, D.", _one(plan.get("replicas"))),
         _gauge("nodes", "Machines with an agent; without agents, workers.", _one(len(status.get("nodes", [])))),
+        _gauge("workers_wanted", "Workers that the run was started for.", _one(status.get("wanted"))),
         _gauge("workers", "Workers by what the manager makes of them.", _labelled("standing", dict(workers))),
         _gauge(
             "silent_seconds", "Silence of the worker that was heard last of all.", _one(max(silent_s, default=None))
@@ -57,6 +63,12 @@ def exposition(status: Mapping[str, Any]) -> str:
         _gauge(
             "checkpoint_step", "Steps in the newest complete checkpoint that can be used.", _one(_usable(checkpoint))
         ),
+        _gauge(
+            "checkpoint_timestamp_seconds",
+            "When the newest checkpoint was complete, or the run began, in seconds since 1970.",
+            _one(checkpoint.get("time_s") or status.get("began_s")),
+        ),
+        _gauge("disk_free_bytes", "Free in the file system of the run's folder.", _one(status.get("disk_free_bytes"))),
         _gauge(
             "verified_checkpoint_step", "Steps in the newest checkpoint that was read back.", _one(verified.get("step"))
         ),
@@ -88,7 +100,11 @@ def _one(value: Any) -> _Samples:
 
 def _labelled(label: str, values: Mapping[str, float]) -> _Samples:
     for value, number in sorted(values.items()):
-        yield f'{{{label}="{value}"}}', float(number)
+        yield f'{{{label}="{_escaped(value)}"}}', float(number)
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _gauge(name: str, text: str, samples: _Samples) -> str:

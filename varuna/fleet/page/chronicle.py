@@ -66,12 +66,14 @@ class Chronicle:
         self._damaged = 0
         self._ended: dict[str, object] | None = None
         self._newest_step: int | None = None
+        self._began_s: float | None = None
         self._number = 0
         self._changes: deque[PageChange] = deque(maxlen=changes_kept)
 
     def take(self, event: RunEvent, time_s: float) -> None:
         """Note an event; ``time_s`` in seconds since 1970."""
         with self._lock:
+            self._began_s = time_s if self._began_s is None else self._began_s
             self._meter.take(event, time_s)
             if isinstance(event, StepRecorded):
                 self._step(PastStep(event.step, time_s, event.loss, event.examples_per_s))
@@ -179,6 +181,7 @@ class Chronicle:
                 "checkpoint": self._checkpoint,
                 "verified": self._verified,
                 "damaged": self._damaged,
+                "began_s": self._began_s,
                 **self._reckoned(total, now_s),
             }
 

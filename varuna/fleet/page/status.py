@@ -5,6 +5,7 @@ from collections import deque
 from contextlib import suppress
 
 from varuna.core.plan import Plan
+from varuna.fleet.machine.standstill import stillness
 from varuna.fleet.page.conditions import condition, slowness
 from varuna.fleet.page.phases import phase_of
 from varuna.fleet.state.fleet import Fleet
@@ -105,8 +106,12 @@ def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
     # Silence is measured on a clock that stands still while nobody could be heard: people ask for all of it.
     deaf_s = now_s - fleet.heard_s if fleet.is_alone else 0.0
     slow, classes = slowness(fleet), fleet.device_classes(fleet.workers)
+    still = stillness(fleet, now_s)
     return {
         "state": _state(fleet),
+        "still_s": None if still is None else round(still.for_s, 1),
+        "waits_for": None if still is None else still.why,
+        "wanted": fleet.config.workers,
         "doing": phase_of(fleet),
         "steps": fleet.job.steps if fleet.job else 0,
         "checkpoint_dir": fleet.job.checkpoint_dir if fleet.job else None,

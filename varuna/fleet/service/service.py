@@ -6,6 +6,7 @@ Parts are built in this order, and each knows only those before it; then the por
 """
 
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -196,7 +197,7 @@ class ManagerService(Generic[B]):
     ) -> None:
         self._on_event, self._calibrator, self._outlives = on_event, calibrator, launch.outlives
         self._picture, self._chronicle, self._is_interrupted = Picture(), Chronicle(), False
-        self.mailbox = Mailbox()
+        self.mailbox, self._run_dir = Mailbox(), place.run_dir
         with ExitStack() as undo:
             logs = place.run_dir / launch.logs
             try:
@@ -328,7 +329,7 @@ class ManagerService(Generic[B]):
         """The answer to ``GET /status``; any thread may ask."""
         newest = self._chronicle.newest(self._steps or 0, time.time())
         described = self._picture.describe(self.manager.fleet, time.monotonic())
-        return {**described, **self.workers.status(), **self._saving(), **newest}
+        return {**described, **self.workers.status(), **self._saving(), **newest, "disk_free_bytes": self._free_bytes()}
 
     def glance(self) -> dict[str, object]:
         """The same without losses and generations before the newest; any thread may ask."""
@@ -339,6 +340,12 @@ class ManagerService(Generic[B]):
         reckoned = self._chronicle.reckoned(self._steps or 0, time.time())
         brief = self._picture.brief(self.manager.fleet, time.monotonic())
         return {**brief, **self.workers.status(), **self._saving(), **reckoned}
+
+    def _free_bytes(self) -> int | None:
+        try:
+            return shutil.disk_usage(self._run_dir).free
+        except OSError:
+            return None
 
     def _saving(self) -> dict[str, object]:
         gathered = self._keeper.gathered

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 from tests.unit.fleet.support import Driver, two_stages
 from varuna.core.messages import Beat
+from varuna.fleet.machine.standstill import stillness
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.inputs import Tick
+from varuna.fleet.state.inputs import Tick, WorkerSpawned
+from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import Notice
 
 
@@ -60,3 +62,41 @@ def test_steps_that_are_long_as_a_rule_are_not_told() -> None:
         "no step for 300 s: rank 0 runs step 2: waits for the vote; rank 1 runs step 2: waits for the vote; "
         "rank 2 runs step 2: waits for the vote; and 1 more"
     )
+
+
+def test_a_run_without_a_step_for_long_says_what_its_ranks_do() -> None:
+    driver = running()
+    driver.now_s += 1.0
+    for name in ("w1", "w2", "w3"):
+        driver.say(name, Beat(generation=0, step=2, activity="runs step 2: waits for rank 0"))
+    driver.say("w0", Beat(generation=0, step=2, activity="runs the code of the training loop", at_work=True))
+    assert stillness(driver.fleet, driver.fleet.recorded_s + 44) is None
+    found = stillness(driver.fleet, driver.fleet.recorded_s + 46)
+    assert found == (46.0, "rank 0 runs the code of the training loop. The other 3 wait")
+
+
+def test_a_run_that_waits_for_machines_says_how_many_and_who_went() -> None:
+    config = FleetConfig(workers=4, elastic=True, replace=False, wait_s=float("inf"))
+    driver = Driver(config, plan=two_stages)
+    for number in range(4):
+        driver.feed(WorkerSpawned(f"w{number}", f"vm{number}"))
+    driver.gather()
+    driver.voted(0, 1)
+    for name in ("w1", "w2", "w3"):
+        driver.kill(name)
+    driver.held("w0", 2)
+    driver.wait(100)
+    found = stillness(driver.fleet, driver.now_s)
+    assert found is not None
+    assert "worker w1 killed by SIGKILL; worker w2 killed by SIGKILL; worker w3 killed by SIGKILL" in found.why
+
+
+def test_the_way_to_the_first_step_may_take_longer_and_a_run_that_is_over_waits_for_nothing() -> None:
+    driver = Driver(FleetConfig(workers=2), plan=two_stages)
+    began_s = driver.fleet.experience.began_s
+    assert stillness(driver.fleet, began_s + 299) is None
+    found = stillness(driver.fleet, began_s + 301)
+    assert found == (301.0, "no worker is ready yet")
+    driver = running()
+    driver.fleet = replace(driver.fleet, phase=Ended(0, "done"))
+    assert stillness(driver.fleet, 1e9) is None

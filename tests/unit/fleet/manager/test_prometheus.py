@@ -32,6 +32,11 @@ STATUS: dict[str, Any] = {
     "checkpoint": {"step": 40, "time_s": 1000.25},
     "verified": {"step": 30, "time_s": 900.5, "read_bytes": 5, "total_bytes": 9},
     "damaged": 0,
+    "still_s": 840.5,
+    "waits_for": 'P=4 was requested, but there is 1 worker (worker "n1.0" closed\nits connection)',
+    "wanted": 4,
+    "began_s": 100.0,
+    "disk_free_bytes": 2**30,
 }
 
 
@@ -55,6 +60,10 @@ def test_a_run_is_told_in_the_format_of_prometheus() -> None:
         "varuna_examples_per_second": 1234.5,
         "varuna_stages": 3,
         "varuna_replicas": 2,
+        f"varuna_stands_still_seconds[{STATUS['waits_for']}]": 840.5,
+        "varuna_workers_wanted": 4,
+        "varuna_checkpoint_timestamp_seconds": 1000.25,
+        "varuna_disk_free_bytes": 2**30,
         "varuna_nodes": 2,
         "varuna_workers[joined]": 1,
         "varuna_workers[put aside]": 1,
@@ -92,6 +101,17 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     asked = set(re.findall(r"varuna_\w+", json.dumps(panels)))
     assert asked == {name.split("[")[0] for name in read(STATUS)}
+
+
+def test_a_run_that_stands_still_says_for_how_long_and_why_and_another_one_zero() -> None:
+    found = read(STATUS)
+    assert found[f"varuna_stands_still_seconds[{STATUS['waits_for']}]"] == 840.5
+    assert read({**STATUS, "still_s": None, "waits_for": None})["varuna_stands_still_seconds[]"] == 0
+
+
+def test_the_age_of_checkpoints_counts_from_the_beginning_of_the_run() -> None:
+    assert read(STATUS)["varuna_checkpoint_timestamp_seconds"] == 1000.25
+    assert read({**STATUS, "checkpoint": None})["varuna_checkpoint_timestamp_seconds"] == 100.0
 
 
 def test_the_scrapers_token_is_not_the_operators() -> None:

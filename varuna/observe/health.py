@@ -1,0 +1,51 @@
+"""Whether a run is well, in one line and an exit code, for cron and probes. Pure."""
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from varuna.core.units import format_duration
+
+
+class Health(IntEnum):
+    """How a run is, as the exit code of ``varuna status --check``."""
+
+    TRAINS = 0
+    STANDS_STILL = 1
+    UNSAVED = 2
+    MANAGER_AWAY = 3
+
+
+class Checked(NamedTuple):
+    """What a look at a run has shown."""
+
+    exit_code: Health
+    text: str
+
+
+def health(status: Mapping[str, Any], now_s: float, *, for_s: float, checkpoint_age_s: float | None) -> Checked:
+    """Judge the answer of ``/status``.
+
+    Args:
+        status: what the manager says.
+        now_s: seconds since 1970.
+        for_s: how long a run may stand still.
+        checkpoint_age_s: how old the newest checkpoint may be, or the run if there is none; None: any age.
+    """
+    still_s = status.get("still_s")
+    if still_s is not None and still_s > for_s:
+        why = status["waits_for"]
+        return Checked(Health.STANDS_STILL, f"stands still for {format_duration(still_s)}: {why}")
+    if checkpoint_age_s is not None:
+        checkpoint = status.get("checkpoint") or {}
+        since_s = checkpoint.get("time_s") or status.get("began_s")
+        if since_s is None or now_s - since_s > checkpoint_age_s:
+            age = "" if since_s is None else f" for {format_duration(now_s - since_s)}"
+            return Checked(Health.UNSAVED, f"no new checkpoint{age}: {_newest(checkpoint)}")
+    step, steps = status.get("step"), status.get("steps")
+    doing = status.get("doing") or status["state"]
+    return Checked(Health.TRAINS, doing if step is None else f"{doing}, step {step + 1} of {steps}")
+
+
+def _newest(checkpoint: Mapping[str, Any]) -> str:
+    return f"the newest is of step {checkpoint['step']}" if checkpoint else "there is none yet"
