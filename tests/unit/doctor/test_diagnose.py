@@ -138,3 +138,13 @@ def test_only_the_newest_predictions_are_shown() -> None:
 )
 def test_private_addresses_are_not_exposed(address: str, exposed: bool) -> None:
     assert is_exposed(address) is exposed
+
+
+def test_a_run_that_stands_still_is_a_fault_though_its_manager_answers() -> None:
+    still = replace(WELL, still_s=840.0, waits_for="P=4 was requested, but there is 1 worker")
+    assert worst(still, "manager") is Severity.OK
+    [found] = [each for each in diagnose(still) if each.subject == "steps"]
+    assert (found.level, found.text) == (
+        Severity.FAULT,
+        "there has been no step for 14m 00s: P=4 was requested, but there is 1 worker",
+    )
