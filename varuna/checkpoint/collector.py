@@ -1,6 +1,9 @@
 """When a checkpoint is complete: all parts of all sections, of one step and one generation. Pure."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from pydantic import ValidationError
 
 from varuna.checkpoint.manifest import Manifest
 from varuna.checkpoint.names import ShardName, parse_shard_file
@@ -66,7 +69,7 @@ class Collector:
         Dropped are shards of older generations, and of steps that have passed.
 
         Raises:
-            CheckpointError: the shard is not one of this run.
+            CheckpointError: the shard is not one of this run, or its step is complete and no checkpoint.
         """
         self._check(shard)
         if shard.generation < self._oldest or shard.step <= self._complete:
@@ -79,20 +82,11 @@ class Collector:
         if len(parts) < sections or len(shards) < sum(parts.values()):
             return None
         del self._pending[key]
-        return Manifest(
-            run_id=self._run_id,
-            writer=self._writer,
-            step=shard.step,
-            generation=shard.generation,
-            state_digest=self._job.model.state_digest,
-            code_digest=self._job.model.code_digest,
-            sections=sections,
-            seed=self._job.seed,
-            global_batch=self._job.global_batch,
-            samples=self._job.samples,
-            plan=self._plans[shard.generation],
-            shards=tuple(shards[place] for place in sorted(shards)),
-        )
+        try:
+            return self._manifest(shard, [shards[place] for place in sorted(shards)])
+        except ValidationError as error:
+            why = error.errors()[0]["msg"]
+            raise CheckpointError(f"what workers reported of step {shard.step} is no checkpoint: {why}") from error
 
     @property
     def gathered(self) -> Gathered | None:
@@ -104,6 +98,23 @@ class Collector:
         parts = {shard.section: shard.parts for shard in shards}
         is_known = len(parts) == len(self._job.model.sections)
         return Gathered(step, len(shards), sum(parts.values()) if is_known else None)
+
+    def _manifest(self, newest: SavedShard, shards: Sequence[SavedShard]) -> Manifest:
+        """The manifest of shards that are complete."""
+        return Manifest(
+            run_id=self._run_id,
+            writer=self._writer,
+            step=newest.step,
+            generation=newest.generation,
+            state_digest=self._job.model.state_digest,
+            code_digest=self._job.model.code_digest,
+            sections=len(self._job.model.sections),
+            seed=self._job.seed,
+            global_batch=self._job.global_batch,
+            samples=self._job.samples,
+            plan=self._plans[newest.generation],
+            shards=tuple(shards),
+        )
 
     def _check(self, shard: SavedShard) -> None:
         try:

@@ -4,6 +4,7 @@ import re
 import zlib
 from collections.abc import Iterable
 from functools import partial
+from math import prod
 from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -22,11 +23,11 @@ from varuna.checkpoint.names import (
 from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectExists, ObjectMissing
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.core.saved import SavedShard
+from varuna.core.saved import Piece, SavedShard
 from varuna.core.value import Value
 from varuna.store.base import Store
 
-_SEALED = re.compile(rb'\{"crc32": (\d+), "manifest": (.*)\}\n', re.DOTALL)
+_SEALED = re.compile(rb'\{"crc32": (\d{1,10}), "manifest": (.*)\}\n', re.DOTALL)
 
 
 class Manifest(Value):
@@ -56,6 +57,8 @@ class Manifest(Value):
     def _consistent(self) -> Self:
         found = [(shard.section, shard.part) for shard in self.shards]
         parts = {shard.section: shard.parts for shard in self.shards}
+        if len(parts) != self.sections or sum(parts.values()) != len(found):  # or numbers may be without bounds
+            raise ValueError(f"{len(found)} shards are not all parts of {self.sections} sections")
         if found != [(section, part) for section in range(self.sections) for part in range(parts.get(section, 1))]:
             raise ValueError(f"shards {found} are not all parts of {self.sections} sections")
         for shard in self.shards:
@@ -64,6 +67,8 @@ class Manifest(Value):
             name = ShardName(shard.section, shard.part, parts[shard.section], self.generation)
             if parse_shard_file(shard.file) != name:
                 raise ValueError(f"{shard.file} is not part {shard.part} of section {shard.section}")
+        for section in range(self.sections):
+            _check_covered(section, (piece for shard in self.shards_of(section) for piece in shard.pieces))
         return self
 
     @property
@@ -79,6 +84,24 @@ class Manifest(Value):
     def shards_of(self, section: int) -> tuple[SavedShard, ...]:
         """All shards of a section, by part."""
         return tuple(shard for shard in self.shards if shard.section == section)
+
+
+def _check_covered(section: int, pieces: Iterable[Piece]) -> None:
+    """Check that one piece covers each element of each tensor; otherwise memory would stay uninitialised.
+
+    Raises:
+        ValueError: it is not so.
+    """
+    reached: dict[str, int] = {}
+    tensors: dict[str, Piece] = {}
+    for piece in pieces:
+        first = tensors.setdefault(piece.name, piece)
+        if piece.first != reached.get(piece.name, 0) or (piece.shape, piece.dtype) != (first.shape, first.dtype):
+            raise ValueError(f"it does not cover section {section}: {piece.name} has gaps")
+        reached[piece.name] = piece.first + piece.count
+    for name, piece in tensors.items():
+        if reached[name] != prod(piece.shape):
+            raise ValueError(f"it does not cover section {section}: the end of {name} is missing")
 
 
 class StepFolder(NamedTuple):

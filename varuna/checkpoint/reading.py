@@ -49,13 +49,18 @@ def checksums(data: memoryview) -> list[int]:
 
 
 def stretches(piece: Piece) -> list[Target]:
-    """Parts of a piece that can each be read and compared alone; a short piece is one."""
+    """Parts of a piece that can each be read and compared alone; a short piece is one.
+
+    Raises:
+        DamagedCheckpoint: it has not one checksum for each.
+    """
     if not piece.running:
         return [Target(piece, _NOTHING)]
     items, found = STRETCH_BYTES // ITEM_BYTES[piece.dtype], []
-    for begin, before, crc32 in zip(
-        range(0, piece.count, items), (0, *piece.running), (*piece.running, piece.crc32), strict=True
-    ):
+    begins = range(0, piece.count, items)
+    if len(begins) != len(piece.running) + 1:
+        raise DamagedCheckpoint(f"{piece.name} has {len(piece.running) + 1} checksums for {piece.size_bytes} bytes")
+    for begin, before, crc32 in zip(begins, (0, *piece.running), (*piece.running, piece.crc32), strict=True):
         update = {
             "first": piece.first + begin,
             "count": min(items, piece.count - begin),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from varuna.checkpoint.manifest import StepFolder, check_present, read_manifest, survey
 from varuna.checkpoint.names import MANIFEST, START_AFRESH, step_folder
 from varuna.checkpoint.saved_sums import remove_sums
-from varuna.core.errors import CheckpointError, StoreUnavailable, UsageError
+from varuna.core.errors import CheckpointError, StoreError, StoreUnavailable, UsageError
 from varuna.store.base import Store
 
 
@@ -51,7 +51,7 @@ def retain(store: Store, committed: int, kept: Kept, proven: int | None = None) 
 
     Raises:
         CheckpointError: ``committed`` has no complete checkpoint, so nothing was removed.
-        StoreError: a folder cannot be removed.
+        StoreError: a folder cannot be removed; all others were, unless the store does not answer.
     """
     complete: list[tuple[int, bool]] = []
     checked = 0  # manifests are read only as far back as they are counted
@@ -68,13 +68,21 @@ def retain(store: Store, committed: int, kept: Kept, proven: int | None = None) 
     if (committed, True) not in complete:
         raise CheckpointError(f"step {committed} has no complete checkpoint in {store.url}: nothing was removed")
     going = superfluous(complete, committed, kept, proven)
+    trouble: StoreError | None = None
     for step in going:
-        # Without its manifest a folder is not a checkpoint: a crash in between leaves nothing half-valid.
-        store.remove(f"{step_folder(step)}/{MANIFEST}")
-        store.remove_folder(step_folder(step))
+        try:
+            # Without its manifest a folder is not a checkpoint: a crash in between leaves nothing half-valid.
+            store.remove(f"{step_folder(step)}/{MANIFEST}")
+            store.remove_folder(step_folder(step))
+        except StoreUnavailable:
+            raise
+        except StoreError as error:
+            trouble = trouble or error
     for folder in folders:
         if folder.step < committed and folder.step not in going:
             remove_sums(store, folder)
+    if trouble is not None:
+        raise trouble
     return going
 
 

@@ -22,6 +22,7 @@ from varuna.process.threads import Crew
 from varuna.store.base import Store
 
 _MOST_HEADER_BYTES = 64 * 2**20
+_MOST_BYTES = 2**62
 _READERS, _TRIES = 8, 3
 _DTYPES = {"sums": "F32", "statistics": "U8"}
 """Of the tensors that a file may have, by name; the first it must."""
@@ -173,10 +174,12 @@ def beginning_of(store: Store, name: str) -> Beginning:
         found = {}
         for key, entry in entries.items():
             (first, last), [count], dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
+            if not 0 <= first <= last <= _MOST_BYTES:
+                raise ValueError(f"{key} lies from byte {first} to {last}")
             if dtype != _DTYPES[key] or not 0 <= count * ITEM_BYTES[dtype] == last - first:
                 raise ValueError(f"{key} has {last - first} bytes for {count} {dtype}")
             found[key] = TensorInFile(dtype, count, start + first)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{store.url}/{name} is not a file of sums of gradients: {error!r}") from error
     if not is_within(label.sums.micro_batches, label.micro_batches):
         raise DamagedCheckpoint(f"{store.url}/{name} has sums of micro-batches that no step has")

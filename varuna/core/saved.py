@@ -1,8 +1,10 @@
 """What workers report of a part of a section that is durable; manifests are made of these. And how often to save."""
 
+import json
 from math import inf, prod, sqrt
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from varuna.core.plan import Plan
 from varuna.core.value import Value
@@ -24,6 +26,11 @@ STRETCH_BYTES = 16 * 2**20
 """Of a long piece so many bytes can be checked alone: a multiple of every element's size, and part of the format."""
 
 
+_DEEPEST = 500
+"""Lists and objects in each other: whoever walks through them must not run out of stack."""
+_LARGEST_BYTES = 2**62
+
+
 class Piece(Value):
     """A run of elements of one tensor, as they lie in a shard's file."""
 
@@ -37,6 +44,16 @@ class Piece(Value):
     running: tuple[int, ...] = Field(
         default=(), description="CRC-32 of the bytes up to each multiple of STRETCH_BYTES: each stretch can be checked"
     )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"{self.name} is of the unknown dtype {self.dtype!r}")
+        if min(self.shape, default=0) < 0 or prod(size or 1 for size in self.shape) > _LARGEST_BYTES // 8:
+            raise ValueError(f"{self.name} cannot have the shape {self.shape}")
+        if self.first + self.count > prod(self.shape):
+            raise ValueError(f"{self.name} of shape {self.shape} has no {self.first + self.count} elements")
+        return self
 
     @property
     def size_bytes(self) -> int:
@@ -61,6 +78,28 @@ class SavedShard(Value):
     size_bytes: int = Field(ge=0)
     pieces: tuple[Piece, ...] = ()
     scalars: str = Field(default="{}", description="JSON of optimizer state that is not a tensor; in part 0")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        ends = (piece.offset + piece.size_bytes for piece in self.pieces)
+        if max(sum(piece.size_bytes for piece in self.pieces), *ends, 0) > self.size_bytes:
+            raise ValueError(f"the pieces of {self.file} are not within its {self.size_bytes} bytes")
+        if not _is_object(self.scalars):
+            raise ValueError(f"the scalars of {self.file} are not a JSON object")
+        return self
+
+
+def _is_object(text: str) -> bool:
+    """Whether text is a JSON object that is not too deep to walk through."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    depth, level = 0, [value]
+    while level and depth <= _DEEPEST:
+        inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        depth, level = depth + 1, [value for values in inside for value in values]
+    return isinstance(value, dict) and depth <= _DEEPEST
 
 
 def young_s(stall_s: float, between_losses_s: float) -> float:

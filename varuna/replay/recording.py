@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from varuna.core.errors import UsageError
 from varuna.replay.trace import Happening, Trace, assembled
@@ -63,7 +63,7 @@ def read_trace(path: Path, unit: TimeUnit | None = None) -> Trace:
 def _of_json(text: str) -> Trace:
     try:
         recorded = _Availability.model_validate(json.loads(text))
-    except (ValueError, ValidationError) as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             'this JSON is not a recording that is known. Write {"metadata": {"gap_seconds": 300}, "data": [4, 4, 3]}, '
             "or a CSV file of: time, number of nodes"

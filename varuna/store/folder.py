@@ -102,8 +102,14 @@ class FolderStore:
         return sorted(found)
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
+        """Remove a file, unless it lies behind a link: what is there may be in use elsewhere."""
         path = self._path(name)
+        for folder in path.relative_to(self._root).parents:
+            if (link := self._root / folder) != self._root and link.is_symlink():
+                raise StoreError(
+                    f"cannot remove {path}: {link} is a link, and nothing is removed through links. Remove the link, "
+                    "or what it leads to, yourself."
+                )
         try:
             path.unlink(missing_ok=True)
         except OSError as error:

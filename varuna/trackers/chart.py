@@ -40,6 +40,6 @@ def chart_of(store: Store | None, run: str, *, is_first: bool) -> str:
 def _read(store: Store) -> str | None:
     try:
         chart = json.loads(store.get(FILE))["chart"]
-    except (ObjectMissing, ValueError, KeyError, TypeError):
+    except (ObjectMissing, ValueError, KeyError, TypeError, RecursionError):
         return None
     return chart if isinstance(chart, str) and chart.isalnum() else None

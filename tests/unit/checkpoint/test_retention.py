@@ -1,5 +1,7 @@
 """Old checkpoints go, the newest complete one never does, and nothing is overwritten unasked."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from tests.unit.checkpoint.saves import make_plan, save, save_parts
 from varuna.checkpoint.manifest import mark_damaged, newest_intact, survey
 from varuna.checkpoint.names import MANIFEST, step_folder
 from varuna.checkpoint.retention import Kept, prepare, retain, superfluous
-from varuna.core.errors import CheckpointError, UsageError
+from varuna.core.errors import CheckpointError, StoreError, UsageError
 from varuna.store.base import Store
 from varuna.store.opening import open_store
 
@@ -95,6 +97,18 @@ def test_nothing_is_removed_unless_the_committed_checkpoint_is_there(store: Stor
     with pytest.raises(CheckpointError, match="nothing was removed"):
         retain(store, 3, Kept(last=1))
     assert steps(store) == [3, 2, 1]
+
+
+def test_a_link_is_not_followed_and_keeps_no_other_checkpoint_from_going(tmp_path: Path) -> None:
+    store, elsewhere = open_store(tmp_path / "run"), open_store(tmp_path / "elsewhere")
+    save(elsewhere, 2)
+    for step in (1, 3, 4):
+        save(store, step)
+    (tmp_path / "run" / step_folder(2)).symlink_to(tmp_path / "elsewhere" / step_folder(2))
+    with pytest.raises(StoreError, match=f"{step_folder(2)} is a link, and nothing is removed through links"):
+        retain(store, 4, Kept(1))
+    assert [folder.step for folder in survey(elsewhere) if folder.is_committed] == [2]
+    assert [folder.step for folder in survey(store)] == [4, 2]
 
 
 def test_resuming_is_the_default_and_touches_nothing(store: Store) -> None:

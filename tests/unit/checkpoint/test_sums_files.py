@@ -104,6 +104,7 @@ def test_a_file_of_anything_is_no_sum(data: bytes) -> None:
         ("[0, 16]", "[0, 12]"),
         ("[4]", "[-4]"),
         ("F32", "F99"),
+        ("[4]", "[" * 10**5),
         ("[[0,3]]", "[[0,9]]"),
         ("[[0,3]]", "[[3,0]]"),
         ('micro_batch\\":2', 'micro_batch\\":{}'),
@@ -119,6 +120,17 @@ def test_a_header_that_contradicts_itself_is_not_believed(store: Store, old: str
     changed = text.replace(old, new, 1).encode()
     store.put(name, len(changed).to_bytes(8, "little") + changed + data[end:])
     assert labels_in(store, look(store, 4)) == {file: None}
+    with pytest.raises(DamagedCheckpoint):
+        read_sums(store, 4, file)
+
+
+@pytest.mark.parametrize("elements", [10**15, 10**30])
+def test_no_memory_is_taken_for_what_a_file_does_not_have(store: Store, elements: int) -> None:
+    name = f"{step_folder(4)}/{(file := write(store, 4))}"
+    data = store.get(name)
+    end = 8 + int.from_bytes(data[:8], "little")
+    text = data[8:end].replace(b"[0, 16]", b"[0, %d]" % (4 * elements)).replace(b"[4]", b"[%d]" % elements)
+    store.put(name, len(text).to_bytes(8, "little") + text + data[end:])
     with pytest.raises(DamagedCheckpoint):
         read_sums(store, 4, file)
 

@@ -108,6 +108,7 @@ def test_tabs_semicolons_and_a_byte_order_mark(tmp_path: Path) -> None:
         ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds"),
         ('{"metadata": {"gap_seconds": 5}, "data": [-1]}', "0 or more"),
         ("[1, 2", "not a recording"),
+        ("[" * 10**5, "not a recording"),
     ],
 )
 def test_what_is_no_trace_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
 
 import torch
 from torch import Tensor
@@ -43,7 +42,6 @@ def read_states(store: Store, manifest: Manifest, wanted: Mapping[int, Wanted]) 
             work += [(shard, batch) for batch in batches(targets)]
             scalars = json.loads(shard.scalars)
             state.scalars.update({name: value for name, value in scalars.items() if is_wanted(name)})
-        _check_covered(store, manifest, section, is_wanted)
     try:
         with Crew(_READERS, "restore") as readers:
             for done in [readers.submit(read, store, shard, batch) for shard, batch in work]:
@@ -68,20 +66,6 @@ def verify(store: Store, manifest: Manifest) -> Iterator[SavedShard]:
         for piece in shard.pieces:
             read(store, shard, [Target(piece, scratch[: piece.size_bytes])])
         yield shard
-
-
-def _check_covered(store: Store, manifest: Manifest, section: int, is_wanted: Wanted) -> None:
-    """Check that one piece covers each element of each tensor; otherwise memory would stay uninitialised."""
-    reached: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in (piece for shard in manifest.shards_of(section) for piece in shard.pieces if is_wanted(piece.name)):
-        if piece.first != reached.get(piece.name, 0) or shapes.setdefault(piece.name, piece.shape) != piece.shape:
-            break
-        reached[piece.name] = piece.first + piece.count
-    else:
-        if all(reached[name] == prod(shape) for name, shape in shapes.items()):
-            return
-    raise DamagedCheckpoint(f"{store.url}: the manifest of step {manifest.step} does not cover section {section}")
 
 
 def _memory(tensors: dict[str, Tensor], piece: Piece) -> memoryview:

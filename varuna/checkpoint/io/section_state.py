@@ -93,7 +93,7 @@ def from_bytes(data: bytes) -> SectionState:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         metadata = header["__metadata__"]
         section, scalars = int(metadata["section"]), dict(json.loads(metadata["scalars"]))
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{len(data)} bytes are not the state of a section: {error!r}") from error
     return SectionState(section, tensors, scalars)
 

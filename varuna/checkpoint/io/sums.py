@@ -13,6 +13,7 @@ from varuna.checkpoint.io.section_state import DTYPE_NAMES, DTYPES
 from varuna.checkpoint.names import step_folder
 from varuna.checkpoint.saved_sums import SumsLabel, beginning_of, metadata_of
 from varuna.core.errors import DamagedCheckpoint, ObjectMissing
+from varuna.core.saved import ITEM_BYTES
 from varuna.store.base import Store
 
 _CHUNK_BYTES = 8 * 2**20
@@ -79,6 +80,9 @@ def _read(store: Store, name: str) -> StoredTensors:
     label, entries = beginning_of(store, name)
     tensors, crc32 = dict[str, Tensor](), 0
     for key, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+        size_bytes = entry.elements * ITEM_BYTES[entry.dtype]
+        if size_bytes:  # no memory for what is not there
+            store.read_into(name, entry.begin + size_bytes - 1, memoryview(bytearray(1)))
         tensor = tensors[key] = torch.empty(entry.elements, dtype=DTYPES[entry.dtype])
         view = tensor.view(torch.uint8).numpy().data
         for begin in range(0, len(view), _CHUNK_BYTES):

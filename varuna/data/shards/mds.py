@@ -64,7 +64,7 @@ def shards_of(index: bytes, where: str) -> tuple[Shard, ...]:
     """
     try:
         listed = [_shard(each) for each in json.loads(index)["shards"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{where} is not an index of MDS shards ({type(error).__name__}: {error}). MosaicML's MDSWriter writes one "
             "beside its shards."

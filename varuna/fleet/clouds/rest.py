@@ -129,7 +129,7 @@ class Rest:
                 through_proxy=True,
             )
             content = json.loads(answer.body) if answer.body.strip() else {}
-        except (NoAnswerError, ValueError) as error:
+        except (NoAnswerError, ValueError, RecursionError) as error:
             raise CapacityError(f"{self._cloud} did not answer: {error}") from error
         if not isinstance(content, dict):
             raise CapacityError(f"{self._cloud} did not answer: its JSON is not an object")

@@ -195,5 +195,5 @@ def reason(body: bytes) -> str:
     """The text of a refusal."""
     try:
         return str(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return body[:200].decode(errors="replace") or "no reason given"

@@ -1,7 +1,11 @@
 """Any P x D reads what any P x D saved, bit for bit, by the bytes it needs; what is damaged is never loaded."""
 
 import itertools
+import json
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -11,8 +15,8 @@ from tests.depth import of_depth
 from tests.unit.checkpoint.saves import SECTIONS, assemble, make_plan, make_states, same_states, save, save_parts
 from varuna.checkpoint.io.restore import everything, read_states, verify
 from varuna.checkpoint.io.section_state import SectionState
-from varuna.checkpoint.manifest import Manifest, commit, newest_intact, survey
-from varuna.checkpoint.names import step_folder
+from varuna.checkpoint.manifest import Manifest, commit, newest_intact, read_manifest, survey
+from varuna.checkpoint.names import MANIFEST, step_folder
 from varuna.core.errors import CheckpointError, DamagedCheckpoint
 from varuna.store.base import Store
 from varuna.store.opening import open_store
@@ -166,12 +170,54 @@ def test_when_nothing_is_intact_the_run_does_not_start_from_zero(store: Store) -
         newest_intact(store)
 
 
-def test_a_manifest_that_leaves_out_a_piece_is_refused(store: Store) -> None:
-    manifest = save(store, 4, 1, 2)
-    shards = list(manifest.shards)
-    shards[-2] = shards[-2].model_copy(update={"pieces": shards[-2].pieces[:-1]})  # the first half of a tensor
-    with pytest.raises(DamagedCheckpoint, match="does not cover section 4"):
-        read_states(store, manifest.model_copy(update={"shards": tuple(shards)}), {4: everything})
+def resealed(store: Store, manifest: Manifest, change: Callable[[Any], object]) -> None:
+    """What ``change`` makes of a manifest, with a checksum that is right."""
+    content = json.loads(manifest.model_dump_json())
+    change(content)
+    body = json.dumps(content).encode()
+    store.put(f"{step_folder(manifest.step)}/{MANIFEST}", b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body))
+
+
+def piece_of(content: Any) -> Any:
+    """The first piece of the last section."""
+    return content["shards"][-2]["pieces"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda content: content["shards"][-2]["pieces"].pop(), "does not cover section 4"),
+        (lambda content: content["shards"][-1]["pieces"].pop(0), "does not cover section 4"),
+        (lambda content: piece_of(content).update(dtype="F7"), "unknown dtype"),
+        (lambda content: piece_of(content).update(shape=[-4, -4]), "cannot have the shape"),
+        (lambda content: piece_of(content).update(shape=[2**40, 2**40]), "cannot have the shape"),
+        (lambda content: piece_of(content).update(shape=[0, 2**63]), "cannot have the shape"),
+        (lambda content: piece_of(content).update(shape=[2**40], count=2**40), "are not within its"),
+        (lambda content: piece_of(content).update(first=10**6), "elements"),
+        (lambda content: piece_of(content).update(offset=10**30), "are not within its"),
+        (lambda content: content["shards"][-2].update(scalars="[" * 10**5), "not a JSON object"),
+        (lambda content: content["shards"][-2].update(scalars='{"a":' * 900 + "1" + "}" * 900), "not a JSON object"),
+        (lambda content: content["shards"][-2].update(scalars="[]"), "not a JSON object"),
+        (lambda content: content.update(sections=10**12), "are not all parts"),
+        (lambda content: [shard.update(parts=10**12) for shard in content["shards"]], "are not all parts"),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_damage_whatever_its_checksum_and_an_older_one_counts(
+    store: Store, change: Callable[[Any], object], said: str
+) -> None:
+    older = save(store, 2)
+    resealed(store, save(store, 4, 1, 2), change)
+    found = newest_intact(store)
+    assert found is not None
+    assert found[0] == older
+    assert said in found[1][0]
+
+
+def test_a_manifest_with_a_number_of_any_length_is_damage(store: Store) -> None:
+    save(store, 4)
+    store.put(f"{step_folder(4)}/{MANIFEST}", b'{"crc32": %s, "manifest": {}}\n' % (b"9" * 5000))
+    with pytest.raises(DamagedCheckpoint, match="its checksum does not match"):
+        read_manifest(store, 4)
 
 
 def test_verifying_reads_headers_too(store: Store) -> None:
