@@ -14,6 +14,7 @@ from varuna.fleet.net.protocol import JobIdentity
 from varuna.fleet.run_folder.database import open_database
 
 TOKEN_LIFE_S = 24 * 3600.0
+_VOID = -1  # uses that are left of a token that was revoked
 
 
 class RefusedError(FleetError):
@@ -78,6 +79,8 @@ class Registry:
         ).rowcount
         if not spent:
             self._database.execute("ROLLBACK")
+            if row[0] == _VOID:
+                raise RefusedError("this token was made void. Create another one with `varuna join-token`.")
             raise RefusedError("this token has been used. Create another one with `varuna join-token`.")
         number = self._database.execute("SELECT COUNT(*) FROM nodes").fetchone()[0]
         node = _name(hostname, number)
@@ -110,7 +113,8 @@ class Registry:
         """No token that was minted so far lets anybody in; returns how many would have."""
         with self._lock, self._database:
             good = "uses > 0 AND expires > ?"
-            return self._database.execute(f"UPDATE tokens SET uses = 0 WHERE {good}", (self._clock(),)).rowcount
+            void = f"UPDATE tokens SET uses = {_VOID} WHERE {good}"
+            return self._database.execute(void, (self._clock(),)).rowcount
 
     def agree(self, job: JobIdentity) -> str | None:
         """The first agent says what is run; for all others, the first difference to that, if any."""

@@ -113,7 +113,7 @@ def test_all_tokens_can_be_void_at_once_and_machines_that_joined_stay(registry: 
     clock.now_s += 2
     assert registry.void_tokens() == 2
     for token in tokens:
-        assert "has been used" in refusal(partial(registry.join, token, "vm", hashed("x")))
+        assert "this token was made void" in refusal(partial(registry.join, token, "vm", hashed("x")))
     registry.check(identity.node, identity.secret)
     assert registry.revoke(identity.node, "sent away")
     assert not registry.revoke("n9", "sent away")
