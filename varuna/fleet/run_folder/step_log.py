@@ -107,7 +107,7 @@ def _step_in(line: bytes) -> _Step | None:
     try:
         values = json.loads(line)
         return _Step(values["generation"], values["step"], json.dumps(values["loss"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

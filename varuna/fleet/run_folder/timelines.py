@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from varuna.core.errors import FleetError
 from varuna.core.times import StepTimeline
+from varuna.fleet.net.ca import write_private
 
 FOLDER = "timelines"
 _KEPT, _KEPT_BYTES = 64, 64 * 2**20
@@ -51,13 +52,11 @@ def parse_timeline(text: bytes, source: str) -> StepTimeline:
 
 
 def write_timeline(run_dir: Path, timeline: StepTimeline) -> None:
-    """Keep it, and forget the oldest ones beyond a bound on their number and bytes; the disk's refusals are borne."""
+    """Keep it for this user alone, and forget the oldest beyond a bound on number and bytes; a full disk is borne."""
     path = _path(run_dir, timeline.step)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        fresh = path.with_suffix(".part")
-        fresh.write_bytes(gzip.compress(timeline.model_dump_json().encode(), compresslevel=3))
-        fresh.replace(path)
+        write_private(path, gzip.compress(timeline.model_dump_json().encode(), compresslevel=3))
         kept = sorted(path.parent.glob("step-*.json.gz"), key=lambda each: each.stat().st_mtime_ns, reverse=True)
         size_bytes = 0
         for number, each in enumerate(kept):

@@ -3,6 +3,7 @@
 import secrets
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,6 +89,8 @@ class LocalWorkers:
             on_exit=parts.mailbox.post,
             write=parts.write,
         )
+        with suppress(OSError):  # what a full disk does to checkpoints, workers say
+            self._rescue.mkdir(mode=0o700)
         self.kill, self.set_main = self._launcher.kill, self._launcher.set_main
         self.pid = self._launcher.pid
 

@@ -78,6 +78,7 @@ def test_a_typical_step_and_the_last_ones_are_kept_without_being_asked_for(desk:
     desk.tell("b", 49, 1)
     desk.desk.close()
     assert kept_steps(desk.folder) == [49]
+    assert [path.stat().st_mode & 0o077 for path in desk.folder.glob("timelines/*")] == [0], "for their owner alone"
     found = read_timeline(desk.folder, 49)
     assert found is not None
     assert [rank.rank for rank in found.ranks] == [1]

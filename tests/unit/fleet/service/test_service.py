@@ -104,3 +104,12 @@ def test_words_for_people_are_no_other_wire() -> None:
     described = schema_digest(TypeAdapter(One))
     assert described == schema_digest(TypeAdapter(Same))
     assert described != schema_digest(TypeAdapter(Other))
+
+
+def test_what_is_saved_of_a_model_in_a_folder_that_all_may_read_is_for_its_owner_alone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    service = local(tmp_path)
+    assert (tmp_path / "rescue").stat().st_mode & 0o077 == 0
+    service.stop("enough", 0)
+    service.manage()
+    assert not (tmp_path / "rescue").exists()
