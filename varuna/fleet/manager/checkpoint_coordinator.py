@@ -46,6 +46,8 @@ class CheckpointCoordinator:
         self._allowed = location(allowed) if allowed else ""
         self._keeper: CheckpointCommitter | None = None
         self._is_rescue = False
+        self.is_refused = False
+        """Another run has the directory, or it cannot be used."""
         self._complained_at = -2  # newest complete step when a worker complained
 
     def newest(self, job: JobFacts) -> Checkpoint | None:
@@ -65,16 +67,7 @@ class CheckpointCoordinator:
                 f"{self._allowed} (--checkpoints). Change one of them."
             )
         if self._keeper is None:
-            self._keeper = CheckpointCommitter(
-                job,
-                new=self._new,
-                overwrite=self._overwrite,
-                say=self._warn,
-                warn=self._warn,
-                committed=self._tell,
-                verified=self._verified,
-                committed_step=known.step if (known := self._known) and known.directory == job.checkpoint_dir else -1,
-            )
+            self._keeper = self._taken(job)
         found = self._keeper.newest()
         if found is None:
             return None
@@ -83,6 +76,24 @@ class CheckpointCoordinator:
             self._warn(warning)
         place = checkpoint_place(job.checkpoint_dir, manifest.step)
         return Checkpoint(place, manifest.step, manifest.micro_batch, self._keeper.sums_after(manifest))
+
+    def _taken(self, job: JobFacts) -> CheckpointCommitter:
+        """Take the job's directory for this run."""
+        known = self._known if self._known is not None and self._known.directory == job.checkpoint_dir else None
+        try:
+            return CheckpointCommitter(
+                job,
+                new=self._new,
+                overwrite=self._overwrite,
+                say=self._warn,
+                warn=self._warn,
+                committed=self._tell,
+                verified=self._verified,
+                committed_step=-1 if known is None else known.step,
+            )
+        except CheckpointError:
+            self.is_refused = True
+            raise
 
     def _tell(self, step: int) -> None:
         self._completed(step)

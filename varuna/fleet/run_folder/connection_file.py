@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from varuna.core.errors import UsageError
 from varuna.core.value import Value
 from varuna.fleet.net.ca import write_private
 from varuna.fleet.net.client import ManagerRemote
+from varuna.fleet.run_folder.join_file import FILE as JOIN_FILE
 from varuna.process.file_lock import is_owned
 
 _FILE = "access.json"
@@ -52,6 +54,24 @@ def publish(run_dir: Path, access: Access) -> None:
             path.write_text(json.dumps(folder))
     except OSError:
         return  # a home that cannot be written: --run says it then
+
+
+def remember(run_dir: Path) -> Callable[[], None]:
+    """Note what the files say that lead to a run's manager; the answer writes that again, as far as the disk lets it.
+
+    For a manager that learns later that another one lives, since a network drive has no locks.
+    """
+    before: dict[Path, bytes] = {}
+    for path in (run_dir / _FILE, run_dir / JOIN_FILE):
+        with suppress(OSError):
+            before[path] = path.read_bytes()
+
+    def put_back() -> None:
+        for path, content in before.items():
+            with suppress(OSError):
+                write_private(path, content)
+
+    return put_back
 
 
 def known_runs() -> list[KnownRun]:

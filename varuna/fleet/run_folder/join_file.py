@@ -6,12 +6,12 @@ from varuna.core.errors import UsageError
 from varuna.fleet.net.ca import write_private
 from varuna.fleet.net.join_string import JoinString, parse_invitation
 
-_FILE = "join"
+FILE = "join"
 
 
 def keep_join(folder: Path, join: str) -> Path:
     """Write a JOIN string into a file of this folder that only its owner can read; returns the file."""
-    path = folder / _FILE
+    path = folder / FILE
     write_private(path, f"{join}\n".encode())
     return path
 
@@ -36,7 +36,7 @@ def renew_join(folder: Path, host: str, port: int, fingerprint: str) -> None:
         OSError: it cannot be written.
     """
     try:
-        known = read_join(folder / _FILE)
+        known = read_join(folder / FILE)
     except (OSError, UsageError):
         return
     if known.fingerprint == fingerprint and (known.host, known.port) != (host, port):

@@ -37,7 +37,7 @@ from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
 from varuna.fleet.page.status import Picture
 from varuna.fleet.run_folder.audit import Audit
-from varuna.fleet.run_folder.connection_file import Access, publish, read_access
+from varuna.fleet.run_folder.connection_file import Access, publish, read_access, remember
 from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import CheckpointCompleted, FinishRequested, StopRequested
@@ -280,6 +280,8 @@ class ManagerService(Generic[B]):
                 certificate_pem=self.workers.certificate_pem,
                 token=token,
             )
+            put_back = remember(place.run_dir)
+            undo.callback(lambda: put_back() if self._keeper.is_refused else None)
             publish(place.run_dir, access)
             write_private(place.run_dir / "metrics-token", scraper_token(token).encode())
             for notice in self.workers.introduction(self._api.logins):

@@ -5,19 +5,23 @@ from pathlib import Path
 import pytest
 from pydantic import Field, TypeAdapter
 
-from tests.unit.fleet.support import Driver, make_plan
-from varuna.core.errors import FleetError, UsageError
+from tests.unit.fleet.support import Driver, make_job, make_plan
+from varuna.checkpoint.lease import LeaseOwner, process_scope, process_started
+from varuna.core.errors import CheckpointError, FleetError, UsageError
 from varuna.core.value import Value
 from varuna.core.version import __version__
 from varuna.fleet.manager.mailbox import Leave
 from varuna.fleet.net.protocol import schema_digest, wire_digest
 from varuna.fleet.run_folder.connection_file import find
+from varuna.fleet.run_folder.join_file import keep_join
 from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.service.cluster_workers import ClusterLaunch, ClusterWorkers
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.run_events import Notice, RunEnded, RunEvent
+from varuna.process import file_lock
+from varuna.store.folder import FolderStore
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +117,31 @@ def test_what_is_saved_of_a_model_in_a_folder_that_all_may_read_is_for_its_owner
     service.stop("enough", 0)
     service.manage()
     assert not (tmp_path / "rescue").exists()
+
+
+def test_a_second_manager_that_nobody_locked_out_and_that_gets_no_checkpoints_leaves_the_way_to_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS with ``nolock``, from another machine."""
+    monkeypatch.setattr(file_lock, "locked", lambda descriptor: True)
+    folder = tmp_path / "run"
+
+    def manager() -> ManagerService[ClusterWorkers]:
+        config = FleetConfig(workers=1, elastic=True)
+        return ManagerService(ServiceConfig(run_dir=folder), ClusterLaunch(), config=config, planner=make_plan)
+
+    first = manager()
+    keep_join(folder, str(first.workers.invite()))
+    ways = [(folder / name).read_bytes() for name in ("access.json", "join")]
+    second = manager()
+    assert find(folder)[1].port == second.port
+    checkpoints = FolderStore(tmp_path / "checkpoints")
+    owner = LeaseOwner(writer="w", host="h", machine=process_scope(), pid=1, started=process_started("1"))
+    checkpoints.put("lease/000001.json", owner.model_dump_json().encode())
+    with pytest.raises(CheckpointError, match="another run, process 1 on h, saves its checkpoints"):
+        second._keeper.newest(make_job().model_copy(update={"checkpoint_dir": checkpoints.url}))
+    second.mailbox.post(Leave())
+    assert second.manage() is None
+    assert [(folder / name).read_bytes() for name in ("access.json", "join")] == ways
+    first.mailbox.post(Leave())
+    first.manage()
