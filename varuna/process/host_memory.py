@@ -1,8 +1,43 @@
-"""How much memory this machine, or this container, has left."""
+"""How much memory this machine, or this container, has left, and whom the system killed for want of it."""
 
+import threading
 from pathlib import Path
 
 _CONTAINER = Path("/sys/fs/cgroup")
+_COUNTERS = Path("/proc/vmstat")
+
+
+class MemoryKills:
+    """Processes that the system has killed because memory was short; each is found at most once.
+
+    The system counts them, and does not say which: it was this one if one more was killed since a process was started,
+    and nobody else was found to be it.
+    """
+
+    def __init__(self, counters: Path = _COUNTERS) -> None:
+        self._counters, self._lock, self._known = counters, threading.Lock(), 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A process starts: those before it were others."""
+        with self._lock:
+            self._known = self._count()
+
+    def has_one(self) -> bool:
+        """Whether a process that has just died by SIGKILL was one of them."""
+        with self._lock:
+            if self._count() <= self._known:
+                return False
+            self._known += 1
+            return True
+
+    def _count(self) -> int:
+        """So far; 0 where the system does not say."""
+        try:
+            rows = dict(line.split() for line in self._counters.read_text().splitlines())
+            return int(rows["oom_kill"])
+        except (OSError, KeyError, ValueError):
+            return 0
 
 
 def available_bytes() -> int | None:

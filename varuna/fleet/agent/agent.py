@@ -286,7 +286,7 @@ class Agent:
             self._slots.failed(event.worker)
         if not self._slots.ended(event.worker, event.code, time.monotonic()):
             return
-        exited = Exited.of(event.code, event.stderr_tail)
+        exited = Exited.of(event.code, event.stderr_tail, is_oom=event.is_oom)
         if self._roster.ended(event.worker, exited):
             self._uplink.send(ProcessEnded(worker=event.worker, exited=exited))
 

@@ -24,7 +24,12 @@ def note_exited(transition: Transition, event: WorkerExited) -> None:
     elif worker.standing in (Standing.LEFT, Standing.DISMISSED):
         transition.part_with(event.worker)
     else:
-        transition.lose(event.worker, f"killed by {_signal_name(-event.code)}")
+        transition.lose(event.worker, _KILLED_FOR_MEMORY if event.is_oom else f"killed by {_signal_name(-event.code)}")
+
+
+_KILLED_FOR_MEMORY = (
+    "killed by SIGKILL: its machine, or its container, ran out of host memory (docs/memory.md says what takes how much)"
+)
 
 
 def note_connection_lost(transition: Transition, event: ConnectionLost) -> None:

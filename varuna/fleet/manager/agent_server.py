@@ -359,7 +359,7 @@ class AgentServer:
                 self._pulses.post(ConnectionLost(worker))
             case ProcessEnded(worker=worker, exited=exited):
                 link.workers.discard(worker)
-                self._pulses.post(WorkerExited(worker, exited.code, exited.stderr_tail))
+                self._pulses.post(WorkerExited(worker, exited.code, exited.stderr_tail, exited.is_oom))
             case Output():
                 self._logs.write(body)
             case Printed(worker=worker, data=data):

@@ -58,7 +58,8 @@ def reconcile(
             events.append(WorkerSpawned(snapshot.worker, node=reconciliation.node))
         events.extend(MessageReceived(snapshot.worker, message) for message in snapshot.said)
         if snapshot.exited is not None:
-            events.append(WorkerExited(snapshot.worker, snapshot.exited.code, snapshot.exited.stderr_tail))
+            exited = snapshot.exited
+            events.append(WorkerExited(snapshot.worker, exited.code, exited.stderr_tail, exited.is_oom))
         elif _missed_its_part(fleet, snapshot):
             reason = f"it was not told about generation {fleet.generation}, because the manager was away"
             events.append(MessageReceived(snapshot.worker, Suspect(generation=fleet.generation, reason=reason)))

@@ -70,11 +70,12 @@ class Exited(Value):
 
     code: int
     stderr_tail: str = Field(default="", max_length=MAX_TAIL)
+    is_oom: bool = Field(default=False, description="its system killed it because memory was short")
 
     @classmethod
-    def of(cls, code: int, stderr_tail: str) -> "Exited":
+    def of(cls, code: int, stderr_tail: str, *, is_oom: bool = False) -> "Exited":
         """An exit with as much of the newest output as a message may have."""
-        return cls(code=code, stderr_tail=stderr_tail[-MAX_TAIL:])
+        return cls(code=code, stderr_tail=stderr_tail[-MAX_TAIL:], is_oom=is_oom)
 
 
 class WorkerSnapshot(Value):

@@ -29,6 +29,8 @@ class WorkerExited:
     worker: str
     code: int
     stderr_tail: str = ""
+    is_oom: bool = False
+    """Its system killed it because memory was short."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from varuna.fleet.run_folder.log_room import LogRoom
 from varuna.fleet.state.inputs import WorkerExited
 from varuna.fleet.workers.output_lines import Lines, Tail
 from varuna.process.console import warn
+from varuna.process.host_memory import MemoryKills
 from varuna.process.tethering import tether
 
 _READ_BYTES = 64 * 2**10
@@ -87,6 +88,7 @@ class Launcher:
         self._names = 0
         self._main: str | None = None
         self._early: dict[str, deque[bytes]] = {}
+        self._memory_kills = MemoryKills()
 
     def spawn(
         self, name: str = "", environment: Mapping[str, str] | None = None, *, avoided: Collection[str] = ()
@@ -99,6 +101,7 @@ class Launcher:
         Raises:
             OSError: its log or its process cannot be made; nothing was started.
         """
+        self._memory_kills.begin()
         with self._lock:
             name = name or f"w{self._names}"
             self._names += 1
@@ -232,7 +235,8 @@ class Launcher:
         for reader in process.readers:
             reader.join(self._drain_s)
         log.close()
-        self._on_exit(WorkerExited(process.name, code, process.stderr_tail.text()))
+        is_oom = code == -signal.SIGKILL and self._memory_kills.has_one()
+        self._on_exit(WorkerExited(process.name, code, process.stderr_tail.text(), is_oom))
 
 
 class _Log:

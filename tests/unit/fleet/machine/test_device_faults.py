@@ -8,7 +8,7 @@ from tests.unit.fleet.support import Driver, two_stages
 from varuna.core.devices import ClassSize, DeviceFacts, DeviceFault
 from varuna.core.messages import Failed, Leaving, Suspect
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.inputs import WorkerSpawned
+from varuna.fleet.state.inputs import WorkerExited, WorkerSpawned
 from varuna.fleet.state.outputs import Ask, EndRun, Kill, Spawn
 from varuna.fleet.state.phases import Running
 from varuna.fleet.state.questions import WhichPlan
@@ -402,3 +402,10 @@ def test_where_all_workers_are_on_one_machine_an_error_ends_the_run(driver: Gpus
     raises(driver, "w1")
     [text] = ends(driver)
     assert text == f"worker w1 (rank 1, generation 0) failed: {WRONG}\nTraceback of it"
+
+
+def test_a_worker_that_the_system_kills_for_want_of_memory_is_said_to_be() -> None:
+    driver = running()
+    driver.feed(WorkerExited("w1", -9, is_oom=True))
+    [lost] = driver.told(WorkerLost)
+    assert lost.cause.startswith("worker w1 killed by SIGKILL: its machine, or its container, ran out of host memory")
