@@ -96,24 +96,26 @@ class CheckpointCommitter:
         for name, target in (("commit", self._commit_all), ("lease", self._keep_lease)):
             start(name, target)
 
-    def newest(self) -> tuple[Manifest, list[str]] | None:
+    def newest(self, *, waits: bool = True) -> tuple[Manifest, list[str]] | None:
         """The newest checkpoint that can be used, and warnings about newer ones; None before the first.
 
         A store that shows nothing of what this run has committed (a mount that went away, a listing that lags) is
-        waited for like one that does not answer: the run would go back for nothing, to step 0 perhaps.
+        waited for like one that does not answer: the run would go back for nothing, to step 0 perhaps. With ``waits``
+        false, nobody needs the state, and the next call looks for the same one.
 
         Raises:
             CheckpointError: none is intact, or the newest is of another job.
         """
         self.settle()
         found = newest_intact(self.store)
-        is_told = False
-        while self._hides(-1 if found is None else found[0].step):
+        is_hidden, is_told = self._hides(found), False
+        while is_hidden and waits:
             if not is_told:
                 self._warn(self._hidden())
                 is_told = True
             self._closed.wait(SHOWN_AGAIN_S)
             found = newest_intact(self.store)
+            is_hidden = self._hides(found)
         if found is not None:
             check_compatible(found[0], self._job)
             if found[0].run_id != self._run_id:
@@ -121,17 +123,19 @@ class CheckpointCommitter:
                 self._collector = self._new_collector()
             self._collector.passed(found[0].step)
         with self._changed:
-            self._committed_step = self._reached_step = newest = -1 if found is None else found[0].step
+            newest = -1 if found is None else found[0].step
+            if not is_hidden:
+                self._committed_step = self._reached_step = newest
             if found is not None and (self._proven is None or newest < self._proven) and not self._job.rescues:
                 self._proven = newest
         if self._job.config is not None and (warning := keep_configuration(self.store, self._job.config)):
             self._warn(warning)
         return found
 
-    def _hides(self, newest: int) -> bool:
+    def _hides(self, found: tuple[Manifest, list[str]] | None) -> bool:
         """Whether the store has lost sight of the newest checkpoint of this run: damage it would show."""
         step = self.committed_step
-        if newest >= step or self._job.rescues or self._closed.is_set():
+        if (-1 if found is None else found[0].step) >= step or self._job.rescues or self._closed.is_set():
             return False
         try:
             intact(self.store, look(self.store, step))

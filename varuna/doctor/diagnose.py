@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from varuna.core.units import counted, format_bytes, format_duration
 from varuna.doctor.judging.finding import Finding, Severity
-from varuna.doctor.judging.judge_machine import FULL_BYTES
+from varuna.doctor.judging.judge_machine import is_full
 from varuna.fleet.run_folder.predictions import CheckedPrediction
 from varuna.fleet.run_folder.sample_ledger import SampleLedger
 from varuna.fleet.state.run_events import RunEnded
@@ -247,7 +247,7 @@ def _disks(disks: Sequence[Disk]) -> list[Finding]:
             f"{format_bytes(disk.free_bytes)} of {format_bytes(disk.size_bytes)} are free for {disk.use} ({disk.path}"
             f"{_on(disk.machine)})"
         )
-        if disk.free_bytes < FULL_BYTES:
+        if is_full(disk.free_bytes, disk.size_bytes):
             remedy = "Free some space now: nothing more can be written, and a run that must change then ends."
             found.append(Finding(Severity.FAULT, "disk", free, remedy))
         elif disk.free_bytes < FEW_BYTES or disk.free_bytes < FEW_SHARE * disk.size_bytes:

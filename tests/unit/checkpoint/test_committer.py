@@ -243,6 +243,7 @@ def test_an_empty_folder_does_not_send_a_run_back(
         keep = CheckpointCommitter(
             job, new=False, overwrite=False, say=warnings.append, warn=warnings.append, committed_step=6
         )
+    assert keep.newest(waits=False) is None  # nobody needs it yet
     found: list[int] = []
 
     def look() -> None:

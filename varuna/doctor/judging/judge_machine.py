@@ -9,8 +9,8 @@ from varuna.doctor.judging.facts import FolderFacts, GpuFacts, MachineFacts
 from varuna.doctor.judging.finding import Finding, fault, ok, warning
 
 _INSTALL = f"Install what workers need: pip install 'torch{TORCH_RANGE}' safetensors numpy"
-FULL_BYTES = 16 * 2**20
-"""With less free than this, a disk counts as full."""
+_FULL_BYTES = 16 << 20
+_FULL_SHARE = 0.02
 _FEW_BYTES = 1 << 30
 _FEW_SHARED_BYTES = 1 << 30
 _FEW_AVAILABLE_BYTES = 2 << 30
@@ -202,6 +202,11 @@ def _folders(facts: MachineFacts) -> list[Finding]:
     return [_folder(folder) for folder in facts.folders]
 
 
+def is_full(free_bytes: int, size_bytes: int) -> bool:
+    """Whether a disk counts as full: less than 16 MiB are free, or, of a small one, 2 %."""
+    return free_bytes < min(_FULL_BYTES, _FULL_SHARE * size_bytes)
+
+
 def _folder(folder: FolderFacts) -> Finding:
     where = f"{folder.use} ({folder.path})"
     if folder.problem:
@@ -212,7 +217,7 @@ def _folder(folder: FolderFacts) -> Finding:
         text += f", fsync {delay(folder.sync_s)}"
     if folder.write_bytes_per_s is not None:
         text += f", {format_bytes(folder.write_bytes_per_s)}/s"
-    if folder.free_bytes < FULL_BYTES:
+    if is_full(folder.free_bytes, folder.size_bytes):
         return (fault if folder.needed else warning)("disk", text, "Free some space, or give another folder.")
     if folder.free_bytes < _FEW_BYTES:
         return warning("disk", text, "Free some space: a full disk stops logs first, then checkpoints.")

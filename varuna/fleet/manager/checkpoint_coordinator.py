@@ -50,8 +50,10 @@ class CheckpointCoordinator:
         """Another run has the directory, or it cannot be used."""
         self._complained_at = -2  # newest complete step when a worker complained
 
-    def newest(self, job: JobFacts) -> Checkpoint | None:
+    def newest(self, job: JobFacts, *, waits: bool = True) -> Checkpoint | None:
         """The newest checkpoint that can be used; the first call takes the directory for this run.
+
+        It waits for one that was committed and is not there, unless ``waits`` is false: nobody needs it yet.
 
         Raises:
             CheckpointError: the directory cannot be used, is not allowed, or its checkpoints are damaged or of
@@ -68,7 +70,7 @@ class CheckpointCoordinator:
             )
         if self._keeper is None:
             self._keeper = self._taken(job)
-        found = self._keeper.newest()
+        found = self._keeper.newest(waits=waits)
         if found is None:
             return None
         manifest, warnings = found
@@ -122,7 +124,7 @@ class CheckpointCoordinator:
         Raises:
             CheckpointError: the directory cannot be used.
         """
-        self.newest(job)
+        self.newest(job, waits=False)
         since = max((record.generation for record in history if record.rollback), default=0)
         for record in history[since:]:
             if self._keeper is not None:  # what is complete is known: no rollback, which would forget it

@@ -5,8 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
-RESERVE_BYTES = 8 * 2**20
-_BLOCK_BYTES = 2**20
+RESERVE_BYTES = 24 * 2**20
+"""For a decision, and the rows that may wait before it (``journal.WAITING_BYTES``)."""
 _LEAVES = 4
 """A disk with less room than so many times the reserve keeps none: it would be what fills it."""
 
@@ -27,12 +27,13 @@ class Reserve:
         with contextlib.suppress(OSError):
             if self.path.exists() or shutil.disk_usage(self.path.parent).free < _LEAVES * self.size_bytes:
                 return
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                with self.path.open("wb") as file:
-                    for _ in range(0, self.size_bytes, _BLOCK_BYTES):
-                        file.write(os.urandom(min(_BLOCK_BYTES, self.size_bytes)))  # what compresses takes no room
+                _fill(descriptor, self.size_bytes)
             except OSError:
                 self.give_up()
+            finally:
+                os.close(descriptor)
 
     def give_up(self) -> bool:
         """Free the room; False if none was kept."""
@@ -41,3 +42,11 @@ class Reserve:
         except OSError:
             return False
         return True
+
+
+def _fill(descriptor: int, size_bytes: int) -> None:
+    """Give a file its blocks: a length alone takes no room."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    else:  # macOS
+        os.write(descriptor, bytes(size_bytes))

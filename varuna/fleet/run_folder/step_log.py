@@ -11,6 +11,8 @@ from varuna.fleet.state.run_events import StepRecorded
 from varuna.process.file_lock import locked
 
 _TAIL_BYTES = 2**20
+WAITING_BYTES = 64 * 2**20
+"""Of lines that wait for a place: some 250,000 steps."""
 _BEGINNING = b'{"step": '
 
 
@@ -27,13 +29,17 @@ class StepLog:
 
     Steps that a power cut took from the journal, and not from this file, are heard of again: each has one line.
 
+    Args:
+        path: the file.
+        waiting_bytes: most of what waits; what came first is left out then.
+
     Raises:
         OSError: the file cannot be opened.
         UsageError: another run writes it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, waiting_bytes: int = WAITING_BYTES) -> None:
+        self.path, self._most_waiting_bytes, self._left_out = path, waiting_bytes, 0
         self._file = path.open("ab", buffering=0)
         self._lines = bytearray()
         self._ahead: set[tuple[int, int]] = set()
@@ -48,7 +54,13 @@ class StepLog:
         for time_s, event in steps:
             if (event.generation, event.step) not in self._ahead:
                 self._lines += _line(event, time_s)
-        return self.flush()
+        error = self.flush()
+        if len(self._lines) > self._most_waiting_bytes:
+            first = self._lines.index(b"\n") + 1  # half of this line may be in the file
+            end = self._lines.index(b"\n", first + self._most_waiting_bytes // 4) + 1
+            self._left_out += self._lines.count(b"\n", first, end)
+            del self._lines[first:end]
+        return error
 
     def flush(self) -> OSError | None:
         """Write what waits."""
@@ -79,10 +91,10 @@ class StepLog:
         return 0
 
     def close(self) -> int:
-        """Write what waits, if it can be now; returns how many lines were not."""
+        """Write what waits, if it can be now; returns how many lines have never been."""
         self.flush()
         self._file.close()
-        return self._lines.count(b"\n")
+        return self._left_out + self._lines.count(b"\n")
 
     def _drop_half_a_line(self) -> None:
         """A line that was cut off with its manager, or by a full disk; another's text is only ended."""

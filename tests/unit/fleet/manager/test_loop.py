@@ -228,7 +228,7 @@ class HungStore(CheckpointCoordinator):
         super().__init__(new=False, overwrite=False, warn=lambda text: None)
         self.asked, self.let = threading.Event(), threading.Event()
 
-    def newest(self, job: JobFacts) -> Checkpoint | None:
+    def newest(self, job: JobFacts, *, waits: bool = True) -> Checkpoint | None:
         self.asked.set()
         assert self.let.wait(60)
         return None

@@ -16,6 +16,7 @@ from varuna.core.messages import Vote
 from varuna.fleet.run_folder.database import FILE
 from varuna.fleet.run_folder.journal import RESERVE, Journal, read_events
 from varuna.fleet.run_folder.reserve import RESERVE_BYTES
+from varuna.fleet.run_folder.step_log import StepLog
 from varuna.fleet.state.run_events import Audited, GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
 
 RECORD = record()
@@ -254,6 +255,20 @@ def test_a_log_of_somebody_elses_is_not_cut(tmp_path: Path, before: str, after: 
     journal.append(recorded(0, 1.0))
     journal.close()
     assert log.read_text().startswith(after + '{"step": 0')
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_lines_that_wait_for_a_place_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = StepLog(path, waiting_bytes=4000)
+    with full(path):
+        for step in range(100):
+            assert log.append([(0.0, recorded(step, 1.0))]) is not None
+    log.append([(0.0, recorded(100, 1.0))])
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert log.close() == 101 - len(steps)
+    assert (steps[0], steps[-1], steps) == (0, 100, sorted(set(steps)))
+    assert 2000 < path.stat().st_size < 5000
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
