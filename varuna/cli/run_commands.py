@@ -183,10 +183,10 @@ def _print_log(remote: "ManagerRemote", worker: str, offset: str, follow: bool) 
 def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: bool) -> None:
     """Print a log that the manager, which is gone, has kept."""
     from varuna.fleet.page.status import Picture
-    from varuna.fleet.run_folder.journal import read_events
+    from varuna.fleet.run_folder.past_events import newest_events
 
     picture = Picture()
-    for event in read_events(folder):
+    for event in newest_events(folder, steps=0).events:
         picture.take(event)
     known = {"failures": picture.failures, "members": picture.members, "generation": "the last one"}
     name = worker or _worker(known, rank, first_failure)
@@ -275,16 +275,13 @@ def _why_unreachable(folder: Path, error: Exception) -> str:
 def _has_ended(folder: Path) -> str:
     """Exit code and reason as text; empty if the run has not ended."""
     from varuna.core.errors import VarunaError
-    from varuna.fleet.run_folder.journal import read_events
-    from varuna.fleet.state.run_events import GenerationStarted, RunEnded, StepRecorded, WorkerJoined
+    from varuna.fleet.run_folder.past_events import ending
 
     try:
-        events = read_events(folder)
+        ended = ending(folder)
     except VarunaError:
         return ""
-    signs = (RunEnded, GenerationStarted, StepRecorded, WorkerJoined)  # a folder may have seen several runs
-    last = next((event for event in reversed(events) if isinstance(event, signs)), None)
-    return f"exit code {last.exit_code}: {last.text}" if isinstance(last, RunEnded) else ""
+    return f"exit code {ended.exit_code}: {ended.text}" if ended is not None else ""
 
 
 def _status(remote: "ManagerRemote") -> dict[str, Any]:

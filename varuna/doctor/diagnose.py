@@ -90,6 +90,8 @@ class Facts:
     ended: RunEnded | None = None
     """how the run ended, if it has"""
     ledger: SampleLedger | None = None
+    unaudited: int = 0
+    """steps before those of the ledger"""
     unreadable: str = ""
     """why the journal could not be read"""
     lease_s: float = 6.0
@@ -158,7 +160,8 @@ def _ledger(facts: Facts) -> list[Finding]:
         remedy = "Samples may be missing or used twice: please report this with the run's folder."
         return [Finding(Severity.FAULT, "ledger", f"{ledger.faults[0]}{more}", remedy)]
     undone = f"; {ledger.undone} steps were rolled back" if ledger.undone else ""
-    text = f"{ledger.steps} steps, {ledger.samples} samples, each used exactly once{undone}"
+    newest = "the newest " if facts.unaudited else ""
+    text = f"{newest}{ledger.steps} steps, {ledger.samples} samples, each used exactly once{undone}"
     return [Finding(Severity.OK, "ledger", text)]
 
 

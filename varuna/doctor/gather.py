@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -16,13 +16,15 @@ from varuna.core.plan import Copies
 from varuna.doctor.diagnose import CheckpointSeen, ClockReading, Disk, Facts, Listener, WorkerSeen
 from varuna.fleet.net import listening_sockets
 from varuna.fleet.run_folder.connection_file import Access
-from varuna.fleet.run_folder.journal import read_events
-from varuna.fleet.run_folder.past_events import kept_job
+from varuna.fleet.run_folder.past_events import NewestEvents, ending, kept_job, newest_events
 from varuna.fleet.run_folder.predictions import checked_predictions
 from varuna.fleet.run_folder.sample_ledger import audit
-from varuna.fleet.state.run_events import Audited, RunEnded, RunEvent
+from varuna.fleet.state.run_events import RunEnded
 from varuna.store.base import Store
 from varuna.store.opening import is_local, open_store
+
+AUDITED_STEPS = 20_000
+"""The newest ones, whose samples are counted: a second's work."""
 
 
 def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
@@ -33,9 +35,9 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
         access: how to reach its manager.
         reads: also read every byte of the newest checkpoint.
     """
-    events, unreadable = _events(folder)
+    (events, unaudited), unreadable = _events(folder)
     status, clocks, unreachable = _ask(access)
-    ended = _ending(events) if unreachable else None
+    ended = _ending(folder) if unreachable else None
     hosts = {} if unreachable else _ask_of_hosts(access)
     listeners = _listeners(access) if ended is None else ()
     directory = status.get("checkpoint_dir") if not unreachable else _kept_directory(folder)
@@ -48,7 +50,8 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
         waits_for=str(status.get("waits_for") or ""),
         unreachable=unreachable,
         ended=ended,
-        ledger=None if unreadable else audit(events),
+        ledger=None if unreadable else audit(events, is_cut=unaudited > 0),
+        unaudited=unaudited,
         unreadable=unreadable,
         lease_s=float(status.get("lease_s", 6.0)),
         workers=tuple(
@@ -71,18 +74,19 @@ def _copied(plan: Mapping[str, Any]) -> bool:
     return plan.get("copies") == Copies.STATE.value
 
 
-def _events(folder: Path) -> tuple[Sequence[RunEvent], str]:
+def _events(folder: Path) -> tuple[NewestEvents, str]:
     """What the run's journal says, or why it cannot be read."""
     try:
-        return read_events(folder), ""
+        return newest_events(folder, AUDITED_STEPS), ""
     except VarunaError as error:
-        return (), str(error)
+        return NewestEvents((), 0), str(error)
 
 
-def _ending(events: Sequence[RunEvent]) -> RunEnded | None:
+def _ending(folder: Path) -> RunEnded | None:
     """How the newest run in the folder ended; None if it has not."""
-    last = next((event for event in reversed(events) if not isinstance(event, Audited)), None)
-    return last if isinstance(last, RunEnded) else None
+    with suppress(UsageError):  # the journal cannot be read, which is a finding of its own
+        return ending(folder)
+    return None
 
 
 def _kept_directory(folder: Path) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
+from tests.unit.fleet.run_folder.test_past_events import spoil_steps
 from tests.unit.fleet.support import Driver, two_stages
 from varuna.cli import main as cli
 from varuna.core.messages import Beat
@@ -240,6 +241,23 @@ def test_a_run_that_is_over_still_has_its_logs(manager: RunningManager, shell: S
     assert (code, "has ended with exit code 3: no plan fits" in err) == (1, True)
     assert shell("logs", "--rank", "1")[1] == "what rank 1 said\n"
     assert shell("logs", "--first-failure")[1] == "the last words of w3\n"
+
+
+def test_commands_about_a_run_without_a_manager_read_only_its_newest_steps(
+    manager: RunningManager, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("varuna.doctor.gather.AUDITED_STEPS", 1)
+    manager.serving.stop()
+    spoil_steps(manager.folder, kept=1)
+    assert "has not ended: start the same command again" in shell("status")[2]
+    manager.journal.append(RunEnded(exit_code=3, text="no plan fits"))
+    assert "has ended with exit code 3: no plan fits" in shell("status")[2]
+    assert "ended with exit code 3" in shell("list")[1]
+    assert shell("logs", "--rank", "1")[1] == "what rank 1 said\n"
+    assert shell("logs", "--first-failure")[1] == "the last words of w3\n"
+    found = json.loads(shell("doctor", "--run", str(manager.folder), "--json")[1])["findings"]
+    [ledger] = [each for each in found if each["subject"] == "ledger"]
+    assert (ledger["level"], ledger["text"]) == ("ok", "the newest 1 steps, 16 samples, each used exactly once")
 
 
 def test_without_a_run_people_are_told_where_one_is_looked_for(

@@ -1,4 +1,4 @@
-"""A run's whole journal, event by event, with the moment of each: also while a manager writes, or after the run."""
+"""A run's journal, read from outside, also while a manager writes: the whole of it step by step, or its newest part."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 from varuna.fleet.run_folder.database import FILE, unreadable
-from varuna.fleet.state.run_events import RunEvent
+from varuna.fleet.state.run_events import RunEnded, RunEvent
 
 _event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
 _STEP = re.compile(r'"step":(\d+),"generation":\d+,"loss":([^,]+),"examples_per_s":([^,]+),')
@@ -47,6 +47,60 @@ def events_and_steps(run_dir: Path) -> Iterator[tuple[float, RunEvent | PastStep
             )
             for time_s, kind, body in database.execute(query, (_BEGINNING, first)):
                 yield time_s, _step(body, time_s) if kind == "step_recorded" else _event.validate_json(body)
+    except (sqlite3.Error, ValueError) as error:
+        raise UsageError(unreadable(run_dir / FILE, error)) from error
+
+
+class NewestEvents(NamedTuple):
+    """What a journal says of the newest run, without the steps that came first."""
+
+    events: tuple[RunEvent, ...]
+    """The oldest first; without audits."""
+    left_out: int
+    """Steps; a million of them would take a minute and gigabytes."""
+
+
+def newest_events(run_dir: Path, steps: int) -> NewestEvents:
+    """All that the newest run in a folder has seen, but of its steps the newest ``steps`` only.
+
+    Raises:
+        UsageError: there is no run, or it is another version's.
+    """
+    try:
+        with closing(_opened(run_dir)) as database:
+            first = int(_fact(database, "first_event") or 0)
+            newest = database.execute(
+                "SELECT id FROM events WHERE id > ? AND kind = 'step_recorded' ORDER BY id DESC LIMIT 1 OFFSET ?",
+                (first, steps),
+            ).fetchone()
+            older = newest[0] if newest is not None else first
+            left_out = database.execute(
+                "SELECT COUNT(*) FROM events WHERE id > ? AND id <= ? AND kind = 'step_recorded'", (first, older)
+            ).fetchone()[0]
+            rows = database.execute(
+                "SELECT body FROM events WHERE id > ? AND kind != 'audited' AND (kind != 'step_recorded' OR id > ?) "
+                "ORDER BY id",
+                (first, older),
+            )
+            return NewestEvents(tuple(_event.validate_json(body) for (body,) in rows), left_out)
+    except (sqlite3.Error, ValueError) as error:
+        raise UsageError(unreadable(run_dir / FILE, error)) from error
+
+
+def ending(run_dir: Path) -> RunEnded | None:
+    """How the newest run in a folder ended; None if it has not.
+
+    Raises:
+        UsageError: there is no run, or it is another version's.
+    """
+    try:
+        with closing(_opened(run_dir)) as database:
+            last = database.execute(
+                "SELECT kind, body FROM events WHERE id > ? AND kind IN "
+                "('run_ended', 'generation_started', 'step_recorded', 'worker_joined') ORDER BY id DESC LIMIT 1",
+                (int(_fact(database, "first_event") or 0),),
+            ).fetchone()
+        return RunEnded.model_validate_json(last[1]) if last is not None and last[0] == "run_ended" else None
     except (sqlite3.Error, ValueError) as error:
         raise UsageError(unreadable(run_dir / FILE, error)) from error
 

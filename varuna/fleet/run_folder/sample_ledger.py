@@ -6,7 +6,7 @@ that generation's plan, proves that each sample of each committed step was used 
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from pydantic import Field
 
@@ -26,10 +26,15 @@ class SampleLedger(Value):
     faults: tuple[str, ...] = Field(description="why the log proves nothing; empty if all is well")
 
 
-def audit(events: Iterable[RunEvent]) -> SampleLedger:
-    """Go through the log in order; of several runs in one folder, the newest counts."""
+def audit(events: Iterable[RunEvent], *, is_cut: bool = False) -> SampleLedger:
+    """Go through the log in order; of several runs in one folder, the newest counts.
+
+    Args:
+        events: the log.
+        is_cut: its first steps were left out: it begins with the first one that is there.
+    """
     book, is_over = _Book(), False
-    for event in events:
+    for event in _from_first_step(events) if is_cut else events:
         match event:
             case RunEnded():
                 is_over = True
@@ -42,6 +47,22 @@ def audit(events: Iterable[RunEvent]) -> SampleLedger:
             case _:
                 pass
     return book.close()
+
+
+def _from_first_step(events: Iterable[RunEvent]) -> Iterator[RunEvent]:
+    """The log from its first step on, as if the generation of that step had begun with it."""
+    running: GenerationRecord | None = None
+    has_begun = False
+    for event in events:
+        if has_begun:
+            yield event
+        elif isinstance(event, GenerationStarted):
+            running = event.record
+        elif isinstance(event, StepRecorded):
+            has_begun = True
+            if running is not None:
+                yield GenerationStarted(record=running.model_copy(update={"first_step": event.step}))
+            yield event
 
 
 class _Book:
@@ -67,10 +88,10 @@ class _Book:
         elif record.generation <= before.generation:
             self._fault(f"{name} follows generation {before.generation}: numbers are used once")
         if record.rollback and before is not None:
-            if record.first_step < self._first_step:
-                self._first_step, self._steps = record.first_step, []
-            self._undone += len(self._steps[record.first_step - self._first_step :])
-            del self._steps[record.first_step - self._first_step :]
+            kept = max(0, record.first_step - self._first_step)
+            self._undone += len(self._steps[kept:])
+            del self._steps[kept:]
+            self._first_step = min(self._first_step, record.first_step)
         if record.first_step != self._next_step:
             self._fault(f"{name} begins with step {record.first_step}, but {self._next_step} is the next one")
         for text in _share_faults(record.plan):
