@@ -41,7 +41,7 @@ def list_(directory: Directory) -> None:
     """Show all checkpoints in DIR, newest first, without reading tensors."""
     from varuna.core.units import format_bytes
 
-    store, folders = _open(directory)
+    store, folders = _open(directory, is_quick=True)
     table = _table("step", "plan", "generation", "files", "size", "next step", "state")
     problems: dict[int, str] = {}
     for folder in folders:
@@ -130,16 +130,19 @@ def export(
         warn("no config.json: the model has no configuration. Give --config FILE.")
 
 
-def _open(directory: str, step: int | None = None) -> "tuple[Store, list[StepFolder]]":
-    """The store, and its folders, newest first.
+def _open(directory: str, step: int | None = None, *, is_quick: bool = False) -> "tuple[Store, list[StepFolder]]":
+    """The store, and its folders, newest first; ``is_quick``: somebody waits for it.
 
     Raises:
         CheckpointError: there are none, or not the one that was asked for.
     """
     from varuna.checkpoint.manifest import survey
     from varuna.store.opening import open_store
+    from varuna.store.retry import SHOWN_S, impatient
 
     store = open_store(directory)
+    if is_quick:
+        store = impatient(store, SHOWN_S, SHOWN_S)
     folders = survey(store)
     if not folders:
         raise CheckpointError(f"{store.url} has no checkpoints. Name the folder or URL of the Trainer's checkpoints=.")

@@ -22,7 +22,10 @@ from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.state.run_events import RunEnded
 from varuna.store.base import Store
 from varuna.store.opening import is_local, open_store
+from varuna.store.retry import SHOWN_S, impatient
 
+READ_S = 120.0
+"""How long 16 MiB of a checkpoint may take, over a slow line."""
 AUDITED_STEPS = 20_000
 """The newest ones, whose samples are counted: a second's work."""
 
@@ -133,7 +136,7 @@ def _clocks(headers: Mapping[str, str], now_s: float) -> tuple[ClockReading, ...
 def look_at_checkpoints(directory: str, *, reads: bool) -> CheckpointSeen:
     """The newest checkpoint of a directory, and whether it can be used."""
     try:
-        store = open_store(directory)
+        store = impatient(open_store(directory), SHOWN_S, SHOWN_S)
         if not any(folder.is_committed for folder in survey(store)):
             return CheckpointSeen(directory, None)
         found = newest_intact(store)
@@ -153,6 +156,7 @@ def _read(store: Store, manifest: Manifest) -> int | None:
     Raises:
         CheckpointError: bytes are not those that were written.
     """
+    store = impatient(store, SHOWN_S, READ_S)
     try:
         return sum(shard.size_bytes for shard in restore.verify(store, manifest))
     except CheckpointError:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from varuna.core.errors import ObjectExists, ObjectMissing, StoreUnavailable
+from varuna.process.bounded import Bounded
 from varuna.process.console import warn
 from varuna.store.base import Chunks, Entry, Store
 
@@ -14,23 +15,37 @@ T = TypeVar("T")
 
 PATIENCE_S = 900.0
 """How long one operation is retried: longer than most outages, shorter than a night."""
+SHOWN_S = 20.0
+"""How long a person waits for a listing, or for a manifest."""
 _FIRST_S, _LONGEST_S = 0.5, 30.0
 _TRIES_IN_SILENCE = 3
 
 
 class RetryingStore:
-    """Retries what ``StoreUnavailable`` ended, with growing pauses."""
+    """Retries what ``StoreUnavailable`` ended, with growing pauses.
+
+    Args:
+        inner: the store.
+        patience_s: how long one operation is retried.
+        answer_s: how long one try may take, for who cannot wait for a store that says nothing; it goes on, and nobody
+            waits for it. None: as long as the inner store lets it.
+        clock: seconds.
+        sleep: waits.
+        say: hears that an operation is being retried.
+    """
 
     def __init__(
         self,
         inner: Store,
         *,
         patience_s: float = PATIENCE_S,
+        answer_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         say: Callable[[str], None] = warn,
     ) -> None:
-        self.inner, self._patience_s, self._clock, self._sleep, self._say = inner, patience_s, clock, sleep, say
+        self.inner, self._patience_s, self._answer_s = inner, patience_s, answer_s
+        self._clock, self._sleep, self._say = clock, sleep, say
 
     @property
     def url(self) -> str:
@@ -108,7 +123,7 @@ class RetryingStore:
         while True:
             tries += 1
             try:
-                return attempt()
+                return self._answered(attempt)
             except StoreUnavailable as error:
                 waited_s = self._clock() - begin_s
                 if waited_s + pause_s > self._patience_s:
@@ -118,12 +133,28 @@ class RetryingStore:
             self._sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_S)
 
+    def _answered(self, attempt: Callable[[], T]) -> T:
+        if self._answer_s is None:
+            return attempt()
+        try:
+            return Bounded(attempt).take(self._answer_s)
+        except TimeoutError as error:
+            raise StoreUnavailable(f"{self.url} has not answered for {self._answer_s:.0f} s") from error
 
-def impatient(store: Store, patience_s: float) -> Store:
-    """The same store, retried for no longer than this, and in silence: for what can be left undone."""
-    if not isinstance(store, RetryingStore):
+
+def impatient(store: Store, patience_s: float, answer_s: float | None = None) -> Store:
+    """The same store, retried for no longer than this, and in silence: for what can be left undone.
+
+    Args:
+        store: a folder or a bucket.
+        patience_s: how long one operation is retried.
+        answer_s: how long one try may take; None: as long as it takes.
+    """
+    if isinstance(store, RetryingStore):
+        store = store.inner
+    elif answer_s is None:
         return store
-    return RetryingStore(store.inner, patience_s=patience_s, say=lambda text: None)
+    return RetryingStore(store, patience_s=patience_s, answer_s=answer_s, say=lambda text: None)
 
 
 def writer_id() -> str:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tests.unit.checkpoint.saves import save
 from tests.unit.fleet.support import make_job, two_stages
 from varuna.checkpoint.names import step_folder
+from varuna.cli.main import main
 from varuna.core.plan import Copies
 from varuna.doctor.diagnose import diagnose
 from varuna.doctor.gather import gather, look_at_checkpoints
@@ -21,7 +23,8 @@ from varuna.fleet.page.status import shown_plan
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access
 from varuna.fleet.workers.worker_server import WorkerServer
-from varuna.store.opening import open_store
+from varuna.store.opening import keep_in_memory, open_store
+from varuna.testing.stores import HookedStore
 
 
 @pytest.fixture
@@ -51,6 +54,26 @@ def test_a_run_without_a_manager_or_a_journal_is_still_described(tmp_path: Path)
     assert facts.unreachable
     assert "run.db" in facts.unreadable
     assert [disk.path for disk in facts.disks] == [str(tmp_path)]
+
+
+def test_a_store_that_says_nothing_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    goes_on = threading.Event()
+    store = HookedStore(open_store("memory://hangs"))
+
+    def hang(verb: str, name: str) -> None:
+        goes_on.wait(60)
+
+    store.before = hang
+    keep_in_memory(store)
+    monkeypatch.setattr("varuna.doctor.gather.SHOWN_S", 0.01)
+    monkeypatch.setattr("varuna.store.retry.SHOWN_S", 0.01)
+    assert "memory://hangs has not answered" in look_at_checkpoints(store.url, reads=True).problem
+    monkeypatch.setattr("sys.argv", ["varuna", "checkpoints", "list", store.url])
+    assert main() == 1
+    assert "memory://hangs has not answered" in capsys.readouterr().err
+    goes_on.set()
 
 
 def test_every_byte_of_the_newest_checkpoint_is_compared(tmp_path: Path) -> None:

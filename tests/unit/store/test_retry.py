@@ -1,11 +1,13 @@
 """Outages in virtual time, creates in doubt, and bandwidth."""
 
+import threading
+
 import pytest
 
 from tests.unit.store.flaky import Time, down
 from varuna.core.errors import ObjectExists, StoreUnavailable
 from varuna.store.opening import open_store
-from varuna.store.retry import RetryingStore
+from varuna.store.retry import RetryingStore, impatient
 from varuna.store.throttle import Throttle
 from varuna.testing.stores import HookedStore
 
@@ -45,6 +47,21 @@ def test_patience_ends_and_says_how_long_it_was(hooked: HookedStore) -> None:
     with pytest.raises(StoreUnavailable, match=r"connection refused \(tried \d+ times in \d+ s\)"):
         patient(hooked, time, 60).get("x")
     assert time.now_s <= 60
+
+
+def test_who_cannot_wait_is_told_that_a_store_says_nothing(hooked: HookedStore) -> None:
+    goes_on = threading.Event()
+
+    def hang(verb: str, name: str) -> None:
+        goes_on.wait(30)
+
+    hooked.before = hang
+    store = impatient(hooked, 0.01, 0.01)
+    with pytest.raises(StoreUnavailable, match=r"has not answered for 0 s \(tried 1 times"):
+        store.folders()
+    goes_on.set()
+    assert impatient(store, 0.01, 30.0).folders() == []
+    assert impatient(hooked, 0.01) is hooked
 
 
 def test_a_create_that_timed_out_after_it_succeeded_is_a_success(hooked: HookedStore) -> None:

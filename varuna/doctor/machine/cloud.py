@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from varuna.doctor.judging.facts import CloudFacts
-from varuna.doctor.machine.bounded import Bounded
 from varuna.fleet.notices.spot_notices import CloudNotices, clouds
+from varuna.process.bounded import Bounded
 
 BOUND_S = 5.0
 _VENDORS = {"Amazon EC2": "AWS", "Amazon": "AWS", "Google": "Google Cloud", "Microsoft Corporation": "Azure"}

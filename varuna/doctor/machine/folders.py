@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from varuna.doctor.judging.facts import FolderFacts
-from varuna.doctor.machine.bounded import Bounded
+from varuna.process.bounded import Bounded
 
 BOUND_S = 8.0
 _SMALL = b"\0" * 4096

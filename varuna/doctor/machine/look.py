@@ -11,12 +11,12 @@ from varuna.core.version import __version__
 from varuna.doctor.judging.facts import MachineFacts, StoreFacts
 from varuna.doctor.judging.pauses import SETTING
 from varuna.doctor.links.torch_child import TorchChild
-from varuna.doctor.machine.bounded import Bounded
 from varuna.doctor.machine.cloud import look_at_cloud
 from varuna.doctor.machine.folders import look_at_folders
 from varuna.doctor.machine.gpus import look_at_gpus, visible_gpus
 from varuna.doctor.machine.limits import look_at_limits
 from varuna.doctor.machine.store_probe import try_store
+from varuna.process.bounded import Bounded
 from varuna.store.opening import is_local, location
 
 _PART_S = 20.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from varuna.core.errors import ObjectExists, ObjectMissing, StoreError, VarunaError
 from varuna.doctor.judging.facts import StoreFacts, StoreStep
-from varuna.doctor.machine.bounded import Bounded
+from varuna.process.bounded import Bounded
 from varuna.store.base import Store
 from varuna.store.opening import open_store
 from varuna.store.retry import RetryingStore

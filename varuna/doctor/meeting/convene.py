@@ -9,12 +9,12 @@ from varuna.core.errors import FleetError, VarunaError
 from varuna.core.units import counted
 from varuna.doctor.judging.facts import FleetFacts
 from varuna.doctor.machine.alone import check_interface, remove_empty
-from varuna.doctor.machine.bounded import Bounded
 from varuna.doctor.machine.store_probe import put_mark, remove_mark
 from varuna.doctor.meeting.guest import Guest
 from varuna.doctor.meeting.meeting import MachineMeeting, Next
 from varuna.fleet.net.addresses import own_address
 from varuna.fleet.net.client import ManagerRemote
+from varuna.process.bounded import Bounded
 from varuna.store.opening import is_local, location
 
 ARRIVAL_S = 600.0

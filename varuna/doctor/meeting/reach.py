@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from varuna.doctor.judging.facts import ReachFacts
-from varuna.doctor.machine.bounded import Bounded
 from varuna.fleet.net.serving import bind
+from varuna.process.bounded import Bounded
 
 CONNECT_S = 3.0
 _NONCE_BYTES = 16

@@ -12,13 +12,13 @@ import pytest
 from varuna.doctor.judging.rounds import opponents
 from varuna.doctor.links.pairs import MeetingKeys
 from varuna.doctor.machine import store_probe
-from varuna.doctor.machine.bounded import Bounded
 from varuna.doctor.machine.folders import look_at_folders
 from varuna.doctor.machine.gpus import look_at_gpus
 from varuna.doctor.machine.limits import look_at_limits
 from varuna.doctor.machine.look import starts_slowly
 from varuna.doctor.machine.store_probe import put_mark, remove_mark, try_store
 from varuna.doctor.meeting.meeting import MachineMeeting
+from varuna.process.bounded import Bounded
 from varuna.store.base import Entry
 from varuna.store.opening import keep_in_memory, open_store
 from varuna.testing.stores import HookedStore

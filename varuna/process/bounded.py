@@ -12,7 +12,7 @@ class Bounded(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work, self._found, self._error = work, None, None  # type: tuple[Callable[[], T], T | None, Exception | None]
-        self._thread = threading.Thread(target=self._run, name="varuna-doctor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="varuna-bounded", daemon=True)
         self._thread.start()
 
     def take(self, bound_s: float) -> T:
