@@ -67,7 +67,7 @@ class Work:
         self._give_up = give_up
         self._pending = threading.Lock()  # wakes faster than an Event
         self._pending.acquire()
-        self._problem: RuntimeError | None = None
+        self._problem: Callable[[], RuntimeError] | None = None
 
     def wait(self, bound_s: float = OPERATION_BOUND_S) -> Tensor:
         """Block until the transfer is done.
@@ -80,11 +80,11 @@ class Work:
             self._pending.acquire()
         self._pending.release()
         if self._problem is not None:
-            raise self._problem
+            raise self._problem()
         return self.buffer
 
-    def end(self, problem: RuntimeError | None = None) -> None:
-        """Let ``wait`` return, or raise what ended the connection."""
+    def end(self, problem: Callable[[], RuntimeError] | None = None) -> None:
+        """Let ``wait`` return, or raise what ``problem`` makes: an error that is kept here would keep the buffer."""
         self._problem = problem
         self._pending.release()
 
@@ -179,7 +179,7 @@ class Connection:
                 self._unwritten.put(None)
             self._close_if_unused()
         for work in ended:
-            work.end(self._problem())
+            work.end(self._problem)
 
     def _broke(self, error: OSError) -> None:
         self.end(f"the connection broke: {error.strerror or error}", is_silent=error.errno in UNREACHED)

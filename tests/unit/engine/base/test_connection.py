@@ -1,5 +1,6 @@
 """Two ends of a connection: what crosses, what waits, and that every transfer ends."""
 
+import contextlib
 import gc
 import os
 import random
@@ -252,3 +253,25 @@ def test_no_descriptor_is_left() -> None:
         one.end()
         other.end()
     wait_for(lambda: here() <= before, 20)
+
+
+def test_a_message_whose_wait_failed_is_not_kept(ends: tuple[Connection, Connection]) -> None:
+    """Nor until the next collection of garbage: messages are large."""
+    freed = threading.Event()
+
+    def fail() -> None:
+        given = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
+        weakref.finalize(given.untyped_storage(), freed.set)
+        work = ends[0].send(given, 1)
+        del given
+        ends[0].end()
+        with contextlib.suppress(RuntimeError):
+            work.wait(20)
+            raise AssertionError("the group was abandoned")
+
+    gc.disable()
+    try:
+        fail()
+        wait_for(freed.is_set, 20)
+    finally:
+        gc.enable()
