@@ -1,4 +1,4 @@
-"""A seeded storm over a cluster: cables, freezes, kills, full disks, cut logs, unread terminals, a slow object store.
+"""A seeded storm over a cluster: cables, freezes, kills, machines that are wrong, full disks, floods, slow lines.
 
     python -m benchmarks.cluster_storm [--seconds 300] [--seed 0]
 
@@ -6,7 +6,8 @@
 an object store live in network namespaces of their own; real `varuna manager` and `varuna agent` processes train
 benchmarks/elastic_job.py. One fault at a time lasts up to 12 s; afterwards 5 new steps must be recorded within a bound.
 In the end every loss is compared with that of one undisturbed process, the sample ledger is audited, `varuna doctor`
-looks at the run, and no process may be left. Exit code 1 if anything is wrong. Needs root, ip, nft and unshare.
+looks at the run, and no process may be left. Exit code 1 if anything is wrong. Needs root, ip, tc and unshare; without
+nft no packets are lost at random.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +35,8 @@ from varuna.fleet.run_folder.sample_ledger import audit
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("a", "b", "c", "d")
+NEWCOMER = "e"
+"""A machine that comes and cannot train."""
 BUCKET, S3_PORT, MANAGER_PORT = "storm", 5000, 7070
 BOUND_S = 150.0
 """From the end of a fault to 5 new steps."""
@@ -47,7 +51,7 @@ class Storm:
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.choose = folder, random.Random(seed)
         self.run_dir, self.log = folder / "disk" / "run", folder / "steps.jsonl"
-        self.network = Network("manager", "store", *MACHINES)
+        self.network = Network("manager", "store", *MACHINES, NEWCOMER)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.acts: Counter[str] = Counter()
         self.waits_s: list[float] = []
@@ -124,7 +128,17 @@ class Storm:
     def _env(self, host: str) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("VARUNA_")}
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(self.folder / "state" / host)}
+        own |= {"STORM_FAULTS": str(self._faults_of(host))}
+        if host == NEWCOMER:
+            own |= {"PYTHONPATH": f"{self._without_torch()}{os.pathsep}{ROOT}"}
         return {**kept, **own, **getattr(self, "_environment", {})}
+
+    def _without_torch(self) -> Path:
+        """Where ``import torch`` fails, as on an image that lacks it."""
+        folder = self.folder / "lacking"
+        folder.mkdir(exist_ok=True)
+        (folder / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")\n")
+        return folder
 
     def _inside(self, host: str, command: list[str]) -> bool:
         done = subprocess.run(self._enter(host, command), env=self._env(host), capture_output=True, timeout=60)
@@ -155,9 +169,11 @@ class Storm:
     def play(self, seconds: float) -> None:
         """One fault after the other."""
         acts = [
-            self.cable, self.two_cables, self.lossy, self.frozen, self.worker_frozen, self.worker_killed,
-            self.machine_killed, self.manager_killed, self.log_cut, self.disk_full, self.unread,
+            self.cable, self.two_cables, self.frozen, self.worker_frozen, self.worker_killed, self.machine_killed,
+            self.manager_killed, self.log_cut, self.disk_full, self.disk_read_only, self.unread, self.wrong_machine,
+            self.wrong_newcomer, self.silent_pair, self.slow_line, self.flood,
         ]  # fmt: skip
+        acts += [] if why_not("nft") else [self.lossy]
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             act, lasts_s = self.choose.choice(acts), self.choose.uniform(0.5, LONGEST_S)
@@ -253,6 +269,71 @@ class Storm:
         ballast.unlink()
 
     @contextlib.contextmanager
+    def disk_read_only(self) -> Iterator[str]:
+        """The same one takes nothing."""
+        self._remount("ro")
+        yield ""
+        self._remount("rw")
+
+    @contextlib.contextmanager
+    def wrong_machine(self) -> Iterator[str]:
+        """A disk or a driver of one machine fails whoever reads there."""
+        host, kind = self.choose.choice(MACHINES), self.choose.choice(("disk", "driver"))
+        with self._told(host, kind):
+            yield f"{kind} of {host}"
+
+    @contextlib.contextmanager
+    def flood(self) -> Iterator[str]:
+        """A worker writes megabytes a second."""
+        host = self.choose.choice(MACHINES)
+        with self._told(host, "noise"):
+            yield host
+
+    @contextlib.contextmanager
+    def wrong_newcomer(self) -> Iterator[str]:
+        """A machine joins that lacks what the script needs."""
+        (self.folder / f"{NEWCOMER}.token").unlink(missing_ok=True)
+        shutil.rmtree(self.folder / NEWCOMER, ignore_errors=True)
+        try:
+            self.start_agent(NEWCOMER, self.command("join-token").strip())
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+            yield "not let in: the manager is busy"
+            return
+        yield ""
+        self._kill(f"agent {NEWCOMER}")
+
+    @contextlib.contextmanager
+    def silent_pair(self) -> Iterator[str]:
+        """Two machines do not reach each other; all else is well."""
+        one, other = self.choose.sample(MACHINES, 2)
+        self.network.silence(one, other)
+        yield f"{one} and {other}"
+        self.network.unsilence(one, other)
+
+    @contextlib.contextmanager
+    def slow_line(self) -> Iterator[str]:
+        """One machine has 1 Mb/s."""
+        host = self.choose.choice(MACHINES)
+        self.network.narrow(host, 1e6)
+        yield host
+        self.network.widen(host)
+
+    @contextlib.contextmanager
+    def _told(self, host: str, what: str) -> Iterator[None]:
+        mark = self._faults_of(host) / what
+        mark.touch()
+        yield
+        mark.unlink()
+
+    def _faults_of(self, host: str) -> Path:
+        folder = self.folder / f"{host}.faults"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def _remount(self, how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", self.folder / "disk"], check=False)
+
+    @contextlib.contextmanager
     def unread(self) -> Iterator[str]:
         """Nobody reads what the manager prints."""
         self._read.clear()
@@ -315,7 +396,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="new folder for everything that was said")
     args = parser.parse_args()
-    if reason := why_not():
+    if reason := why_not("tc"):
         raise SystemExit(f"cluster_storm: {reason}")
     with contextlib.ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))

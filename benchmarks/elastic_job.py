@@ -5,7 +5,9 @@ stock torchrun with DistributedDataParallel and a checkpoint each 10 steps.
 """
 
 import argparse
+import errno
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,9 +56,21 @@ class Sentences:
         return 4096
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        meet_faults(index)
         steps = torch.randint(0, 3, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
         tokens = (steps.cumsum(0) + index) % VOCABULARY
         return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+def meet_faults(index: int) -> None:
+    """Do what a file in the folder STORM_FAULTS of this machine asks for, as long as it is there."""
+    folder = Path(os.environ.get("STORM_FAULTS", "/nowhere"))
+    if (folder / "disk").exists():
+        raise OSError(errno.EIO, os.strerror(errno.EIO), f"sample {index}")
+    if (folder / "driver").exists():
+        raise ValueError("math domain error")
+    if (folder / "noise").exists():
+        sys.stderr.write(f"{'noise ' * 100}\n" * 300)
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:

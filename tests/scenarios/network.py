@@ -50,6 +50,7 @@ class Network:
 
     def __init__(self, *hosts: str) -> None:
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._dropping: set[str] = set()
         self.addresses = {host: f"{SUBNET}.{number}" for number, host in enumerate(hosts, 1)}
         try:
             for name in ("", *hosts):  # the nameless one is the switch
@@ -82,6 +83,17 @@ class Network:
                 self._ip(where, f"link set {device} gso_max_size {_UNCUT_BYTES}")
                 self._inside(where, ["tc", *shaped.split()])
 
+    def narrow(self, host: str, bits_per_s: float) -> None:
+        """What one host sends and gets passes a line of so many bits a second."""
+        for where, device in ((host, "eth0"), ("", f"to-{host}")):
+            shaped = f"qdisc replace dev {device} root tbf rate {bits_per_s:.0f}bit {_SHAPED}"
+            self._inside(where, ["tc", *shaped.split()])
+
+    def widen(self, host: str) -> None:
+        """The line of a host is as wide as any."""
+        for where, device in ((host, "eth0"), ("", f"to-{host}")):
+            self._inside(where, ["tc", "qdisc", "delete", "dev", device, "root"])
+
     def keep_pace(self) -> None:
         """TCP does not begin slowly after pauses, as it does by default."""
         for host in self.addresses:
@@ -96,11 +108,13 @@ class Network:
     def heal(self) -> None:
         """All cables are in, and nothing is dropped."""
         self.part(())
-        for host in self.addresses:
+        for host in self._dropping:
             self._nft(host, "flush ruleset")
+        self._dropping.clear()
 
     def drop(self, at: str, source: str, percent: int = 100) -> None:
         """Of the packets that reach ``at`` from ``source``, so many are lost, at random; the other way none is."""
+        self._dropping.add(at)
         self._nft(at, "add table inet faults")
         self._nft(at, "add chain inet faults input { type filter hook input priority 0; }")
         lost = f"numgen random mod 100 < {percent} " if percent < 100 else ""

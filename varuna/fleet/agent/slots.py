@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from varuna.core.devices import rest_s
 
-_STABLE_S = 60.0
+_STABLE_S, _WELL_S = 60.0, 600.0
+"""A worker that ran for so long was started well, and its machine was whole again."""
 _LONGEST_DELAY_S = 30.0
 
 
@@ -19,10 +20,11 @@ class Slot:
     failures: int = 0
     is_done: bool = False
     """The last worker ended by itself: nobody follows it."""
-    rest_s: float | None = None
-    """Its device has failed, as its worker said: another one follows after this long, however the process ends."""
+    broke: bool | None = None
+    """Its device or machine has failed, as its worker said: broke, or was too small (False). Another one follows after
+    a rest, however the process ends."""
     faults: int = 0
-    """How often it broke."""
+    """How often it broke, one time soon after the other."""
 
 
 class Slots:
@@ -55,9 +57,8 @@ class Slots:
     def failed(self, worker: str, *, is_memory: bool = False) -> None:
         """Note that a worker's device failed, or may have: one that broke gets no other worker for a while."""
         for slot in self._slots:
-            if slot.worker == worker and slot.rest_s is None:
-                slot.faults += not is_memory
-                slot.rest_s = 0.0 if is_memory else rest_s(slot.faults)
+            if slot.worker == worker and slot.broke is None:
+                slot.broke = not is_memory
 
     def ended(self, worker: str, code: int, now_s: float) -> bool:
         """Note that a process ended, by a signal if ``code`` is negative; False if it was in no slot."""
@@ -65,8 +66,10 @@ class Slots:
         if slot is None:
             return False
         slot.worker = ""
-        if slot.rest_s is not None:
-            slot.start_at_s, slot.rest_s = now_s + slot.rest_s, None
+        if slot.broke is not None:
+            if slot.broke:
+                slot.faults = 1 if now_s > slot.started_s + _WELL_S else slot.faults + 1
+            slot.start_at_s, slot.broke = now_s + (rest_s(slot.faults) if slot.broke else 0.0), None
         elif code >= 0:
             slot.is_done = True
         else:
@@ -78,4 +81,4 @@ class Slots:
         """Begin another run: slots whose workers ended by themselves are used again."""
         for slot in self._slots:
             slot.is_done, slot.failures, slot.start_at_s = False, 0, 0.0
-            slot.rest_s, slot.faults = None, 0
+            slot.broke, slot.faults = None, 0

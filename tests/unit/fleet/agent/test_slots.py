@@ -67,3 +67,13 @@ def test_a_gpu_that_was_too_small_gets_the_next_worker_at_once() -> None:
     slots.started(slots.due(5.0)[0], "n0.1", 5.0)
     slots.ended("n0.1", 1, 9.0)  # of its own
     assert slots.all_done
+
+
+def test_a_machine_that_was_well_for_long_rests_as_for_the_first_time() -> None:
+    slots = Slots(1)
+    for begun_s, ended_s in ((0.0, 1.0), (100.0, 101.0), (1000.0, 1601.0)):
+        slots.started(slots.due(begun_s)[0], f"n0.{begun_s}", begun_s)
+        slots.failed(f"n0.{begun_s}")
+        slots.ended(f"n0.{begun_s}", 1, ended_s)
+    assert not slots.due(1660.0)
+    assert slots.due(1661.0)
