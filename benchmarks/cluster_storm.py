@@ -170,7 +170,7 @@ class Storm:
         """One fault after the other."""
         acts = [
             self.cable, self.two_cables, self.frozen, self.worker_frozen, self.worker_killed, self.machine_killed,
-            self.manager_killed, self.log_cut, self.disk_full, self.disk_read_only, self.unread, self.wrong_machine,
+            self.manager_killed, self.log_cut, self.disk_full, self.unread, self.wrong_machine,
             self.wrong_newcomer, self.silent_pair, self.slow_line, self.flood,
         ]  # fmt: skip
         acts += [] if why_not("nft") else [self.lossy]
@@ -269,13 +269,6 @@ class Storm:
         ballast.unlink()
 
     @contextlib.contextmanager
-    def disk_read_only(self) -> Iterator[str]:
-        """The same one takes nothing."""
-        self._remount("ro")
-        yield ""
-        self._remount("rw")
-
-    @contextlib.contextmanager
     def wrong_machine(self) -> Iterator[str]:
         """A disk or a driver of one machine fails whoever reads there."""
         host, kind = self.choose.choice(MACHINES), self.choose.choice(("disk", "driver"))
@@ -329,9 +322,6 @@ class Storm:
         folder = self.folder / f"{host}.faults"
         folder.mkdir(exist_ok=True)
         return folder
-
-    def _remount(self, how: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{how}", self.folder / "disk"], check=False)
 
     @contextlib.contextmanager
     def unread(self) -> Iterator[str]:
