@@ -1,11 +1,12 @@
 """Two machines between which nothing gets through, though the manager hears both: one is left out for a while.
 
 A switch, a firewall or a route parts them, so the next generation would stand still as well, or not form at all. A rank
-says which other one it cannot reach, and is believed so far as it is the one to leave: only if the others do not have
-all state without it, and do without the other end, that one leaves. If they need both, the generation forms once more
-first.
+says which other one it cannot reach, and is believed so far as it is the one to leave, unless a second machine says so
+of the same one. If the others do not have all state without the one, and do without the other, that one leaves; if they
+need both, the generation forms once more first.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 from varuna.fleet.machine.leases import is_near
@@ -60,14 +61,14 @@ def _who_leaves(fleet: Fleet) -> tuple[str, str] | None:
         if silence.generation == fleet.generation and all(_is_there(fleet, node) for node in pair)
     ]
     ends = [end for pair in pairs for end in pair]
+    accused = Counter(other for _, other in pairs)
     found = []
     for node, other in pairs:
-        if not _is_needed(fleet, node):
-            found.append((node, other))
-        elif not _is_needed(fleet, other):
-            found.append((other, node))
-        elif fleet.silences[node, other].times >= _TIMES:
-            found.append((node, other))
+        first, second = (other, node) if accused[other] > 1 else (node, other)
+        if _is_needed(fleet, first) and not _is_needed(fleet, second):
+            first, second = second, first
+        if not _is_needed(fleet, first) or fleet.silences[node, other].times >= _TIMES:
+            found.append((first, second))
     return max(found, key=lambda each: (ends.count(each[0]), each), default=None)
 
 

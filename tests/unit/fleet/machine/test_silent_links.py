@@ -78,6 +78,15 @@ def test_a_machine_that_is_cut_off_from_several_leaves_and_they_stay() -> None:
     assert left(driver) == ["w3"]
 
 
+def test_whom_several_cannot_reach_leaves_and_they_stay() -> None:
+    """Such as a machine that stands still while a generation forms."""
+    driver = on_machines("abcd")
+    for worker in ("w0", "w1", "w2"):
+        reports(driver, worker, "w3")
+    goes_on(driver)
+    assert left(driver) == ["w3"]
+
+
 def test_all_workers_of_a_machine_leave_and_links_within_one_are_another_matter() -> None:
     driver = on_machines("aabb")
     reports(driver, "w0", "w1")
