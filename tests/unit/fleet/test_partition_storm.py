@@ -27,6 +27,7 @@ from varuna.fleet.state.worker import Standing
 
 TICK_S = 0.2
 STALLED_S = 15.0  # after so long a manager drops a connection
+RESET_S = 0.6  # after so long it takes an agent for parted whose connection was reset
 WARM_S = 3.0
 
 
@@ -51,6 +52,7 @@ class Wired(SimulatedFleet):
             for _ in range(2):
                 self.start(node)
         self.step_s = choose.choice([0.2, 1.0, 9.0])
+        self.parts_s = choose.choice([RESET_S, STALLED_S])
         self.voted_s = 0.0
         while len(self.recorded) < 2:  # the run knows how long its ranks wait for each other
             self.pass_time()
@@ -150,7 +152,7 @@ class Wired(SimulatedFleet):
         now_s = self.driver.now_s
         for node in self.nodes:
             if node in self.away:
-                if now_s - self.away[node] > STALLED_S and node not in self.parted:
+                if now_s - self.away[node] > self.parts_s and node not in self.parted:
                     self.parted.add(node)
                     self.feed(NodeParted(node))
                 continue

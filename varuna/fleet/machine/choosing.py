@@ -21,7 +21,7 @@ ABOUT = 0.9
 
 
 def plan_and_workers(transition: Transition, live: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
-    """Plan for the workers that should be used; those about to leave only if it takes them.
+    """Plan for the workers that should be used; those about to leave, or not in touch, only if it takes them.
 
     Raises:
         NoPlanError: nothing fits, whoever is used.
@@ -29,8 +29,7 @@ def plan_and_workers(transition: Transition, live: tuple[str, ...]) -> tuple[Pla
     """
     fleet, dealt = transition.fleet, dealt_plan(transition)
     found: tuple[Plan, tuple[str, ...]] | None = None
-    staying = tuple(name for name in live if not fleet.is_departing(name))
-    for usable in (fleet.available,) if dealt is not None else (fleet.available, staying):
+    for usable in (fleet.available,) if dealt is not None else (fleet.available, fleet.staying, fleet.in_touch):
         if found is None and usable and usable != live:
             with suppress(NoPlanError):
                 found = _seated_safely(fleet, _plan_keeping(transition, usable), usable)
@@ -82,7 +81,7 @@ def _speeds_by_class(fleet: Fleet, names: Iterable[str]) -> dict[str, list[float
 
 
 def with_slow_ones(fleet: Fleet) -> tuple[str, ...]:
-    """All workers that stay and are heard; () if none is slow."""
+    """All workers that stay and are in touch; () if none is slow."""
     names = fleet.staying
     return names if any(name in fleet.slow for name in names) else ()
 

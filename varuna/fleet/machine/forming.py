@@ -213,7 +213,10 @@ def _start(
     origin: _Origin,
     holdings: placement.Holdings,
 ) -> None:
-    """Give all workers a seat, write the generation down, then tell them."""
+    """Give all workers a seat, write the generation down, then tell them.
+
+    Those that are not in touch stay out of it, unless it takes them, or what they hold.
+    """
     fleet, job = transition.fleet, _job(transition)
     weights = [section.parameter_bytes + section.optimizer_bytes for section in job.model.sections]
     # Old ranks first, so that among equals rank 0 keeps its worker; but before them who has more of a broken step.
@@ -245,9 +248,13 @@ def _start(
         classes=fleet.device_classes(fleet.workers),
         zones=zones,
     )
-    # Who is left out may still be the source of somebody's state.
+    # Who has no seat may still be the source of somebody's state, and is waited for as all members are.
     placed = frozenset(seated)
-    members = (*seated, *(name for name in fleet.joined if name not in placed))
+    spares = [name for name in fleet.joined if name not in placed]
+    there = {name: holdings[name] for name in holdings if name in placed or fleet.is_in_touch(name)}
+    if not origin.from_holders or not placement.uncovered(len(job.model.sections), there):
+        spares = [name for name in spares if fleet.is_in_touch(name)]
+    members = (*seated, *spares)
     regions = [region_of_zone(zones[name]) for name in members] if any(zones.values()) else []
     moves = (
         placement.transfers(
@@ -294,7 +301,7 @@ def _start(
     transition.update(
         phase=Running(began_s=fleet.listened_s),
         history=(*fleet.history, record),
-        **begin_progress(transition.fleet, frozenset(record.grid)),
+        **begin_progress(transition.fleet, record),
         departed=frozenset(),
         causes=(),
         broke_s=phase.since_s if not fleet.history else fleet.broke_s,

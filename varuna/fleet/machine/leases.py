@@ -23,6 +23,7 @@ from varuna.fleet.state.causes import Ending
 from varuna.fleet.state.fleet import Fleet, Look
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Finishing, Idle, Running, Stopping
+from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.stutter import NO_EVIDENCE
 from varuna.fleet.state.worker import Holding, Sight, Standing, Worker, changed, states_of
 from varuna.fleet.state.workers import Workers
@@ -138,14 +139,17 @@ def note_progress(transition: Transition) -> None:
         transition.update(progressed_s=fleet.listened_s, progresses=fleet.progresses + 1)
 
 
-def begin_progress(fleet: Fleet, seated: frozenset[str]) -> dict[str, object]:
-    """Changes for a new generation with this grid: what the steps of the old one have proved is noted for each one."""
+def begin_progress(fleet: Fleet, record: GenerationRecord) -> dict[str, object]:
+    """Changes for a new generation: what the steps of the old one have proved is noted for each worker.
+
+    Whoever has no part in it is like a newcomer, for what it holds is old after the next step.
+    """
     return {
         "workers": Workers(
             changed(
                 worker,
-                holding=None,
-                seated=worker.name in seated,
+                holding=Holding() if worker.is_joined and worker.name not in record.ranks else None,
+                seated=record.has_seat(worker.name),
                 seen_s=fleet.seen_s(worker),
                 compute_s=None,
                 fair_s=None,

@@ -48,7 +48,7 @@ def _plan_ahead(transition: Transition, phase: Running) -> None:
         or not transition.fleet.formed
     ):
         return
-    if _steps_left(transition.fleet) < _LAST_STEPS or _is_rank_hidden(transition.fleet):
+    if _steps_left(transition.fleet) < _LAST_STEPS or _is_rank_away(transition.fleet):
         return
     if transition.fleet.morph_asked:
         _answer_request(transition)
@@ -105,7 +105,7 @@ def _answer_departures(transition: Transition) -> None:
     if not _can_do_without(transition):
         return  # as long as it lives
     match way_out(fleet, transition.now_s):
-        case Way.AFTER_STEP if not (_is_drained(fleet, nodes) and _is_rank_hidden(fleet)):
+        case Way.AFTER_STEP if not (_is_drained(fleet, nodes) and _is_rank_away(fleet)):
             _regroup(transition, cause)
         case Way.AT_ONCE:
             transition.notice(f"{cause} before step {fleet.recorded_step + 1} can end: it is broken off")
@@ -125,9 +125,9 @@ def _is_drained(fleet: Fleet, nodes: list[str]) -> bool:
     return all(fleet.departing[node].is_drain for node in nodes)
 
 
-def _is_rank_hidden(fleet: Fleet) -> bool:
+def _is_rank_away(fleet: Fleet) -> bool:
     """Whether a rank could not be told of its next part."""
-    return any(_takes_part(fleet, name) for node in fleet.hidden for name in fleet.workers.on(node))
+    return any(_takes_part(fleet, name) and not fleet.is_in_touch(name) for name in fleet.record.grid)
 
 
 def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:

@@ -298,7 +298,7 @@ class Fleet:
 
     @property
     def available(self) -> tuple[str, ...]:
-        """Joined workers that new plans should use: neither about to leave, nor slow, nor out of sight."""
+        """Joined workers that new plans should use: in touch, and neither about to leave nor slow."""
         return tuple(name for name in self.joined if self.is_available(name))
 
     def is_available(self, name: str) -> bool:
@@ -307,11 +307,26 @@ class Fleet:
 
     @property
     def staying(self) -> tuple[str, ...]:
-        """Joined workers that are heard and do not leave, slow ones too."""
+        """Joined workers that are in touch and do not leave, slow ones too."""
         return tuple(filter(self._stays, self.joined))
 
+    @property
+    def in_touch(self) -> tuple[str, ...]:
+        """Joined workers that could be told of a part now, those about to leave too."""
+        return tuple(filter(self.is_in_touch, self.joined))
+
+    def is_in_touch(self, name: str) -> bool:
+        """Whether a worker could be told of a part now: its connection and its machine's are open, and that is heard.
+
+        Who is not may well live, but would keep a generation waiting that it is to be in.
+        """
+        worker = self.workers[name]
+        sight = self.nodes.get(worker.node)
+        is_open = worker.disconnected_s is None and (sight is None or sight.parted_after is None)
+        return is_open and not self.is_hidden(worker.node)
+
     def _stays(self, name: str) -> bool:
-        return not self.is_departing(name) and not self.is_hidden(self.workers[name].node)
+        return not self.is_departing(name) and self.is_in_touch(name)
 
     def speed_of(self, name: str) -> float:
         """What a worker computes while the fastest one computes 1."""

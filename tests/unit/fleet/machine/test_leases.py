@@ -13,6 +13,7 @@ from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import (
     CheckpointCompleted,
+    ConnectionLost,
     DrainRequested,
     FinishRequested,
     NodeHeard,
@@ -25,7 +26,7 @@ from varuna.fleet.state.outputs import Kill, Publish
 from varuna.fleet.state.phases import Idle, Running, Stopping
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
-from varuna.fleet.state.worker import Standing
+from varuna.fleet.state.worker import Holding, Standing
 
 
 def on_machines(nodes: str, *, steps: tuple[int, ...] = (0, 1), **options: object) -> Driver:
@@ -379,6 +380,88 @@ def test_a_closed_connection_alone_is_none_while_steps_go_on() -> None:
     driver.wait(2, hidden=("d",))
     assert not lost(driver)
     assert driver.fleet.is_joined("w3")
+
+
+# -- who is not dead, but could not be told of a part ----------------------------------------------------------------
+
+
+def joins(driver: Driver, name: str, node: str) -> None:
+    driver.feed(WorkerSpawned(name, node))
+    driver.hello(name)
+
+
+def test_newcomers_that_have_closed_their_connection_are_no_reason_for_a_new_generation() -> None:
+    driver = on_machines("abcd")
+    for number, node in enumerate("efgh"):
+        joins(driver, f"w{number + 4}", node)
+    for node in "efgh":
+        driver.feed(NodeParted(node))
+    train(driver, 5, hidden=tuple("efgh"))
+    assert not sends(driver.done, RaiseFlag)
+    train(driver, 5)  # they are back, as they were
+    assert sends(driver.done, RaiseFlag)
+    assert not lost(driver)
+
+
+@pytest.mark.parametrize("closed", ["its agent's connection", "its own connection"])
+def test_who_has_closed_its_connection_has_no_part_in_the_next_generation(closed: str) -> None:
+    driver = on_machines("abcd")
+    joins(driver, "w4", "e")
+    driver.feed(NodeParted("e") if closed == "its agent's connection" else ConnectionLost("w4"))
+    driver.kill("w3")
+    stop(driver, "w0", "w1", "w2", next_step=2)
+    assert driver.fleet.generation == 1
+    assert set(driver.fleet.members) == {"w0", "w1", "w2"}
+    assert not lost(driver) & {"w4"}
+
+
+def parts_between_generations(driver: Driver, name: str, *, dead: str) -> None:
+    """All stop, since one has died; before the last has, the agent of another says goodbye."""
+    driver.wait(1.0, still=False)
+    driver.kill(dead)
+    driver.held(name, 2 if driver.fleet.record.has_seat(name) else None)
+    driver.feed(NodeParted(driver.fleet.workers[name].node))
+    stop(driver, *(other for other in driver.fleet.live_members if other != name), next_step=2)
+    assert driver.fleet.generation == 1
+    assert lost(driver) == {dead}
+
+
+def test_a_rank_that_parts_between_two_generations_comes_back_as_a_newcomer() -> None:
+    driver = on_machines("abcdef")
+    parts_between_generations(driver, "w3", dead="w5")
+    assert set(driver.fleet.members) == {"w0", "w1", "w2", "w4"}
+    assert driver.fleet.workers["w3"].holding == Holding()  # what it holds is old after the next step
+    driver.voted(2)
+    joins(driver, "w6", "g")
+    train(driver, 5)
+    assert sends(driver.done, RaiseFlag)
+    stop(driver, *driver.fleet.members, next_step=driver.fleet.recorded_step + 1)
+    assert driver.fleet.record.has_seat("w3")
+    assert lost(driver) == {"w5"}
+
+
+def test_who_has_closed_its_connection_has_a_part_if_no_plan_can_do_without_it() -> None:
+    driver = on_machines("abc")
+    parts_between_generations(driver, "w2", dead="w0")
+    assert set(driver.fleet.record.grid) == {"w1", "w2"}
+
+
+def test_who_has_closed_its_connection_has_a_part_if_some_state_is_nowhere_else() -> None:
+    driver = on_machines("abcd")
+    parts_between_generations(driver, "w1", dead="w3")
+    assert "w1" in driver.fleet.members
+    assert not driver.fleet.record.rollback
+
+
+def test_no_morph_is_planned_while_the_connection_to_a_rank_is_closed() -> None:
+    driver = on_machines("abcd")
+    driver.feed(NodeParted("b"))
+    joins(driver, "w4", "e")
+    joins(driver, "w5", "f")
+    train(driver, 4, hidden=("b",))
+    assert not sends(driver.done, RaiseFlag)
+    train(driver, 4)
+    assert sends(driver.done, RaiseFlag)
 
 
 def test_steps_of_a_long_absence_are_recorded_by_their_totals_and_the_newest_vote_still_decides() -> None:
