@@ -49,6 +49,7 @@ SIGTERM_NOTICE_S = 25.0
 """Time that remains after a SIGTERM: Kubernetes and Slurm kill after 30 s."""
 _TICK_S = 0.25
 _FIRST_WELCOME_S = 600.0  # a machine may boot before its manager does
+_MOST_TROUBLES = 8  # reasons that are told between two connections: an error may say something else each time
 _LEAVE_S = 8.0  # for workers that were dismissed; less than a manager waits for its agents
 _FLUSH_S = 5.0
 _LOGS_KEPT = 64
@@ -137,7 +138,8 @@ class Agent:
             on_confirmed=lambda outputs: self.happened(_Confirmed(outputs)),
         )
         self._run, self._interface, self._main = "", config.interface, ""
-        self._connected = self._complained = False
+        self._connected = False
+        self._troubles: set[str] = set()  # told since the manager was lost
         self._departure = OwnDeparture()
         self.is_released = False  # whether the run does not need this machine any more
         self._quiet_since_s = time.monotonic()  # since when there is neither a worker nor a manager
@@ -251,6 +253,7 @@ class Agent:
         """Greet the manager after connecting."""
         welcome = event.welcome
         self._connected = True
+        self._troubles.clear()
         self._interface = self._interface or event.interface
         if self._run and welcome.run != self._run:
             self._tell("the manager started another run; restarting this machine's workers")
@@ -268,12 +271,13 @@ class Agent:
             self._say_departure()
 
     def _note_trouble(self, reason: str, was_welcome: bool) -> None:
-        """The connection broke; it is made again until somebody answers. Said once."""
+        """The connection broke; it is made again until somebody answers. Until then each reason is said once."""
         if was_welcome:
             self._tell(f"lost the manager at {self._uplink.place} ({reason}); workers continue to train")
-        elif not self._run and not self._complained:
-            self._tell(f"{reason} Trying again for {_FIRST_WELCOME_S / 60:.0f} minutes.")
-            self._complained = True
+        elif reason not in self._troubles and len(self._troubles) < _MOST_TROUBLES:
+            self._troubles.add(reason)
+            bound = "; workers continue to train" if self._run else f" for {_FIRST_WELCOME_S / 60:.0f} minutes"
+            self._tell(f"{reason} Trying again{bound}.")
         self._connected = False
 
     def _note_exit(self, event: WorkerExited) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from varuna.core.messages import Failed
 from varuna.fleet.agent.agent import Agent, AgentConfig
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.log_forwarder import LogForwarder
-from varuna.fleet.agent.manager_client import ManagerAddress, ManagerClient, Welcomed
+from varuna.fleet.agent.manager_client import ManagerAddress, ManagerClient, Trouble, Welcomed
 from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
 from varuna.fleet.net.ca import open_authority
+from varuna.fleet.net.client import explain
 from varuna.fleet.net.protocol import (
     MAX_REASON,
     MAX_TAIL,
@@ -98,6 +100,33 @@ def test_a_message_that_cannot_be_made_is_left_out_and_said(bench: Bench) -> Non
     assert (
         "a message to the manager was dropped because of an internal error (please report it): in_s" in bench.told[-1]
     )
+
+
+def test_why_the_manager_cannot_be_reached_again_is_said_once_for_each_reason(bench: Bench) -> None:
+    expired = str(explain(ssl_error(10), "h:1"))
+    heard: list[Welcomed | Trouble] = [
+        welcomed(),
+        Trouble("the connection broke", was_welcome=True),
+        *(Trouble(expired, was_welcome=False) for _ in range(5)),
+        Trouble("no manager is listening at h:1.", was_welcome=False),
+        welcomed(),
+        Trouble("the connection broke", was_welcome=True),
+        Trouble(expired, was_welcome=False),
+    ]
+    for event in heard:
+        bench.agent.happened(event)
+        bench.agent.take_next()
+    assert [text for text in bench.told if "has expired" in text or "listening" in text] == [
+        f"{expired} Trying again; workers continue to train.",
+        "no manager is listening at h:1. Trying again; workers continue to train.",
+        f"{expired} Trying again; workers continue to train.",
+    ]
+
+
+def ssl_error(code: int) -> ssl.SSLCertVerificationError:
+    error = ssl.SSLCertVerificationError()
+    error.verify_code = code
+    return error
 
 
 def test_the_connection_of_a_worker_that_is_not_this_agents_is_nothing_to_tell_the_manager(
