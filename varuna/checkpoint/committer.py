@@ -191,6 +191,12 @@ class CheckpointCommitter:
         """Note that a shard is durable; commit its checkpoint if it was the last one missing."""
         self._post(lambda: self._collect(shard))
 
+    def make_room(self) -> None:
+        """Remove what should have gone before now: where a removal failed, it is tried again with the next commit only,
+        for which there may be no room.
+        """
+        self._post(self._make_room)
+
     def wait_for(self, step: int, timeout_s: float) -> bool:
         """Wait until a checkpoint of ``step`` or later is committed; False if ``timeout_s`` passes first."""
         with self._changed:
@@ -268,6 +274,10 @@ class CheckpointCommitter:
         if not self._job.rescues:
             self.verifier.begin(standing)
         self._retain(standing.step)
+
+    def _make_room(self) -> None:
+        if self.committed_step >= 0 and self._holds():
+            self._retain(self.committed_step)
 
     def _retain(self, committed: int) -> None:
         with self._changed:

@@ -1,5 +1,6 @@
 """The manager's part in checkpoints: it alone makes shards into a checkpoint, and says which one is the newest."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from varuna.checkpoint.verifier import ReadBack
 from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
+from varuna.core.units import format_duration
 from varuna.fleet.manager.resume import KnownCheckpoint
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationRecord
 from varuna.store.opening import location
+
+_COMPLAINS_AGAIN_S = 300.0
 
 
 class CheckpointCoordinator:
@@ -40,6 +44,7 @@ class CheckpointCoordinator:
         completed: Callable[[int], None] = lambda step: None,
         verified: Callable[[ReadBack], None] = lambda finding: None,
         known: KnownCheckpoint | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._committed, self._completed, self._verified = committed, completed, verified
         self._new, self._overwrite, self._warn, self._known = new, overwrite, warn, known
@@ -48,7 +53,9 @@ class CheckpointCoordinator:
         self._is_rescue = False
         self.is_refused = False
         """Another run has the directory, or it cannot be used."""
+        self._clock_s = clock_s
         self._complained_at = -2  # newest complete step when a worker complained
+        self._complained_s = self._said_s = 0.0  # when one did so first with that step, and when it was said last
 
     def newest(self, job: JobFacts, *, waits: bool = True) -> Checkpoint | None:
         """The newest checkpoint that can be used; the first call takes the directory for this run.
@@ -136,11 +143,21 @@ class CheckpointCoordinator:
             self._keeper.collect(shard)
 
     def complain(self, worker: str, reason: str) -> None:
-        """A checkpoint will lack a shard: said once, until another one is complete."""
-        if self._keeper is None or self._complained_at == self._keeper.committed_step:
+        """A checkpoint will lack a shard: said now and then, until another one is complete."""
+        if self._keeper is None:
             return
-        self._complained_at = self._keeper.committed_step
-        self._warn(f"worker {worker} did not save its part of a checkpoint: {reason.rstrip('.')}. {self._standing()}")
+        now_s, lasting = self._clock_s(), ""
+        if self._complained_at != self._keeper.committed_step:
+            self._complained_at, self._complained_s = self._keeper.committed_step, now_s
+        elif now_s < self._said_s + _COMPLAINS_AGAIN_S:
+            return
+        else:
+            lasting = f" None was complete in the last {format_duration(now_s - self._complained_s)}."
+        self._said_s = now_s
+        self._warn(
+            f"worker {worker} did not save its part of a checkpoint: {reason.rstrip('.')}. {self._standing()}{lasting}"
+        )
+        self._keeper.make_room()
 
     def account(self, steps: int) -> str | None:
         """The run is over after ``steps`` steps, and ``close`` is done: what no checkpoint has, if anything."""

@@ -142,9 +142,11 @@ def test_a_new_run_moves_old_checkpoints_aside_only_if_told(place: str) -> None:
     assert found.step == 2
 
 
-def test_a_full_disk_is_said_once_until_a_checkpoint_is_complete_again(place: str) -> None:
+def test_a_full_disk_is_said_now_and_then_until_a_checkpoint_is_complete_again(place: str) -> None:
     warnings: list[str] = []
-    keep, job = keeper(warnings), job_in(place)
+    now_s = 1000.0
+    keep = CheckpointCoordinator(new=False, overwrite=False, warn=warnings.append, clock_s=lambda: now_s)
+    job = job_in(place)
     keep.newest(job)
     keep.begin(record())
     for step in (5, 10):
@@ -154,13 +156,35 @@ def test_a_full_disk_is_said_once_until_a_checkpoint_is_complete_again(place: st
         "worker w1 did not save its part of a checkpoint: cannot write 5: No space left on device. "
         "There is no complete checkpoint."
     ]
+    now_s += 299.0
+    keep.complain("w1", "cannot write 11")
+    now_s += 2.0
+    keep.complain("w1", "cannot write 12")
+    keep.complain("w2", "cannot write 12")
+    assert warnings[1:] == [
+        "worker w1 did not save its part of a checkpoint: cannot write 12. There is no complete checkpoint. None was "
+        "complete in the last 5m 01s."
+    ]
     save(keep, place, 15)
     assert keep.newest(job) == Checkpoint(checkpoint_place(place, 15), 15, 1)
     keep.complain("w2", "cannot write 20")
-    assert warnings[1:] == [
+    assert warnings[2:] == [
         "worker w2 did not save its part of a checkpoint: cannot write 20. "
         "The newest complete checkpoint is that of step 15."
     ]
+
+
+def test_where_a_part_finds_no_room_what_should_have_gone_before_is_removed(place: str) -> None:
+    keep, job = keeper([]), job_in(place)
+    keep.newest(job)
+    keep.begin(record())
+    save(keep, place, 5)
+    keep.newest(job)
+    store = open_store(place)
+    save_parts(store, 3, PLAN, 0)  # written by one that took its time, or not removed after step 5
+    keep.complain("w1", "cannot write 10: No space left on device.")
+    keep.close()
+    assert [folder for folder in store.folders() if folder.startswith("step-")] == ["step-00000005"]
 
 
 @pytest.mark.parametrize(("steps", "said"), [(0, False), (15, False), (16, True)])
