@@ -60,11 +60,40 @@ def test_a_run_that_is_over_is_not_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 70])
-def test_a_failure_is_the_pods(tmp_path: Path, code: int) -> None:
+def test_a_run_that_fails_is_tried_again_a_few_times_and_then_waits_to_be_looked_at(tmp_path: Path, code: int) -> None:
+    for _ in range(4):
+        pod = Pod(tmp_path, f"exit {code}")
+        assert pod.process.wait(20) == code  # for Kubernetes, which pauses ever longer
+        pod.end()
+    assert not (pod.run_dir / "failed").exists()
+    for _ in range(2):  # the fifth failure, and a pod that comes later
+        pod = Pod(tmp_path, f"exit {code}")
+        pod.until(pod.run_dir / "failed")
+        assert pod.process.stdout is not None
+        assert f"the run failed with exit code {code}, and is not tried again" in pod.process.stdout.readline()
+        assert "remove" in pod.process.stdout.readline()
+        assert pod.end() == 0
+    assert len(pod.said.read_text().splitlines()) == 5
+    (pod.run_dir / "failed").unlink()
     pod = Pod(tmp_path, f"exit {code}")
     assert pod.process.wait(20) == code
-    assert not (pod.run_dir / "finished").exists()
     pod.end()
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_what_the_next_try_would_say_again_is_not_tried_again(tmp_path: Path, code: int) -> None:
+    pod = Pod(tmp_path, f"exit {code}")
+    pod.until(pod.run_dir / "failed")
+    assert pod.end() == 0
+    assert not (pod.run_dir / "finished").exists()
+
+
+def test_a_manager_that_is_killed_is_no_failure_of_its_run(tmp_path: Path) -> None:
+    for _ in range(6):
+        pod = Pod(tmp_path, "kill -9 $$")
+        assert pod.process.wait(20) == 137
+        pod.end()
+    assert list(pod.run_dir.iterdir()) == []
 
 
 def test_a_pod_that_goes_leaves_the_run_to_the_next_one(tmp_path: Path) -> None:
