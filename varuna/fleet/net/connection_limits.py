@@ -2,7 +2,8 @@
 
 A connection is a stranger's until a secret that it has shown is accepted (``welcome``); what it costs until then
 (memory, a descriptor) is anybody's to cause. A stranger has ``request_s`` for the head of its request, and as long
-again until it has read the whole answer. Many strangers from one address cannot crowd out those from others.
+again until it has read the whole answer. Many strangers from one address cannot crowd out those from others, nor can
+those of one user of this machine.
 """
 
 import asyncio
@@ -17,9 +18,11 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from varuna.fleet.net.socket_users import user_of
 from varuna.process.console import warn
 
 _WELCOME = "varuna.welcome"
+_LOOPBACK = "127.0.0.0/8"
 _SHARE = 4  # of the open files that this process may have, strangers take one in so many at most
 _DENIED = "ASGI callable returned without completing handshake."  # what uvicorn says of each refused WebSocket
 
@@ -31,7 +34,7 @@ class ConnectionLimits:
     most: int = 1024
     """strangers at once"""
     most_of_one: int = 256
-    """the same, of one address"""
+    """the same, of one address, or of one user of this machine"""
     request_s: float = 10.0
     """for the head of a request, or the first word of a TLS handshake; and again for the body with the answer"""
     handshake_s: float = 10.0
@@ -55,7 +58,7 @@ class StrangerLimits:
         """Whether a connection is a stranger's."""
         return transport in self._strangers
 
-    def admit(self, transport: asyncio.Transport, address: str) -> None:
+    def admit(self, transport: asyncio.Transport) -> None:
         """Count a stranger, and cut its connection if this is not called again, or it released, in time.
 
         One that is counted already keeps its place, and its time begins again.
@@ -64,7 +67,7 @@ class StrangerLimits:
             origin, timer = self._strangers[transport]
             timer.cancel()
         else:
-            origin = origin_of(address)
+            origin = _origin(transport)
             is_full = len(self._strangers) >= self.bounds.most
             if self._origins[origin] >= self.bounds.most_of_one or (is_full and not self._evict(origin)):
                 transport.abort()
@@ -93,15 +96,28 @@ class StrangerLimits:
         return True
 
 
+def _origin(transport: asyncio.Transport) -> str:
+    """Who counts as one: a user of this machine, whatever addresses of it they use, or an address of another."""
+    peer, own = (transport.get_extra_info(name) for name in ("peername", "sockname"))
+    if not isinstance(peer, tuple) or not isinstance(own, tuple):
+        return ""
+    origin = origin_of(peer[0])
+    is_local = origin == _LOOPBACK or peer[0] == own[0]
+    user = user_of(peer[:2], own[:2]) if is_local else None
+    return origin if user is None else f"user {user}"
+
+
 def origin_of(address: str) -> str:
-    """The part of an address that counts: with IPv6, one machine has 2**64 of them."""
+    """The part of an address that counts: with IPv6, one machine has 2**64 of them, and itself 2**24 with IPv4."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv4Address):
-        return address
-    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is None:
+            return str(ipaddress.ip_network((found, 64), strict=False))
+        found = found.ipv4_mapped
+    return _LOOPBACK if found.is_loopback else str(found)
 
 
 def welcome(connection: HTTPConnection) -> None:
@@ -156,7 +172,7 @@ class GuardedProtocol(H11Protocol):
             self._meet()
 
     def _meet(self) -> None:
-        self._limits.admit(self.transport, self.client[0] if self.client else "")
+        self._limits.admit(self.transport)
 
 
 class GuardedWebSocket(WebSocketsSansIOProtocol):

@@ -27,9 +27,8 @@ class Handshake(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # it is one over TCP
         """Count a new connection."""
-        peer = transport.get_extra_info("peername")
         self._transport = transport
-        self._limits.admit(transport, peer[0] if peer else "")
+        self._limits.admit(transport)
 
     def data_received(self, data: bytes) -> None:
         """The first words begin the handshake."""

@@ -18,6 +18,7 @@ from websockets.sync.client import connect
 
 from tests.depth import nightly
 from tests.waiting import wait_for
+from varuna.fleet.net import connection_limits
 from varuna.fleet.net.ca import CertificateAuthority, open_authority
 from varuna.fleet.net.client import ManagerRemote
 from varuna.fleet.net.connection_limits import ConnectionLimits, origin_of, welcome
@@ -59,6 +60,12 @@ async def echo(websocket: WebSocket) -> None:
     await websocket.accept()
     while True:
         await websocket.send_text(await websocket.receive_text())
+
+
+@pytest.fixture(autouse=True)
+def users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes from another address of this machine is another user."""
+    monkeypatch.setattr(connection_limits, "user_of", lambda peer, own: int(peer[0].rpartition(".")[2]))
 
 
 @pytest.fixture
@@ -134,6 +141,24 @@ def test_one_address_has_few_places_for_strangers_and_they_come_free_again(port:
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def test_one_user_of_this_machine_cannot_crowd_out_the_others(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = list[socket.socket]()
+
+    def user_of(peer: tuple[str, int], own: tuple[str, int]) -> int:
+        return 1001 if any(peer == other.getsockname() for other in others) else 1000
+
+    monkeypatch.setattr(connection_limits, "user_of", user_of)
+    with ExitStack() as stack:
+        for number in range(1, 21):  # each from another address of this machine
+            other = stack.enter_context(socket.socket())
+            other.settimeout(5)
+            other.bind((f"127.0.0.{number}", 0))
+            others.append(other)
+            other.connect(("127.0.0.1", port))
+        assert get(port) == "hello"
+        assert [_read(other) for other in others[4:]] == [b""] * 16
 
 
 @pytest.mark.parametrize(
@@ -231,6 +256,7 @@ def test_neighbours_in_one_network_of_ipv6_are_one_crowd() -> None:
     origins = {origin_of(address) for address in ("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "::ffff:10.0.0.1")}
     assert origins == {"2001:db8::/64", "2001:db8:0:1::/64", "10.0.0.1"}
     assert (origin_of("10.0.0.1"), origin_of("fe80::1%eth0"), origin_of("")) == ("10.0.0.1", "fe80::/64", "")
+    assert len({origin_of(address) for address in ("127.0.0.1", "127.1.2.3", "::ffff:127.0.0.9")}) == 1
 
 
 def test_those_whose_secret_was_accepted_are_no_strangers(port: int) -> None:
