@@ -20,7 +20,7 @@ from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
 from varuna.data.randomness import reseeded, states_kept
 from varuna.data.readers import InThread, Readers
-from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, is_listed, open_sizes
+from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, is_listed, lists_in, open_sizes
 
 __all__ = ["MicroBatch", "SampleSource", "verify_digests"]
 
@@ -193,7 +193,7 @@ class SampleSource:
         seen = self._seen(_LOOKED_AT)
         if is_listed(seen):
             each = micro_batch or 1
-            return open_sizes(self._seen((each,) * max(2, sum(_LOOKED_AT) // each)), listed=True)
+            return open_sizes(self._seen((each,) * max(2, sum(_LOOKED_AT) // each)), lists=lists_in(seen))
         return open_sizes(seen)
 
     def telling(self, sizes: OpenSizes) -> dict[str, Tensor]:

@@ -5,8 +5,10 @@ samples are open, and those that always change together are one size.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,37 +99,85 @@ def is_listed(seen: Seen) -> bool:
     return len({len(batch) for _, batch in seen}) == len(seen)
 
 
-def open_sizes(seen: Seen, *, listed: bool = False) -> OpenSizes | None:
+_NUMBER = re.compile(r"\[(\d+)\]")
+
+
+def lists_in(seen: Seen) -> frozenset[str]:
+    """Find the lists that have an entry for each sample: their keys without its number, as ``targets[]['boxes']``."""
+    found: dict[str, bool] = {}
+    for _, batch in seen:
+        numbers: dict[str, set[int]] = {}
+        for key in batch:
+            for name, number in _entries(key):
+                numbers.setdefault(name, set()).add(number)
+        wanted = set(range(samples_in(batch) or 1))
+        for name, mine in numbers.items():
+            found[name] = found.get(name, True) and mine == wanted
+    return frozenset(name for name, fits in found.items() if fits)
+
+
+def _entries(key: str) -> list[tuple[str, int]]:
+    """Each way to take a key as that of an entry of a list: the key without its number, and the number."""
+    return [(f"{key[: at.start()]}[]{key[at.end() :]}", int(at[1])) for at in _NUMBER.finditer(key)]
+
+
+class _Sizes(NamedTuple):
+    """What a dimension was in some batches; dimensions of equal ones are one size."""
+
+    rows: tuple[tuple[int, ...], ...]
+    """of each batch: one number, or that of each entry of a list whose entries have sizes of their own"""
+    entry: int | None
+    """its number in such a list"""
+
+
+def open_sizes(seen: Seen, *, lists: Collection[str] | None = None) -> OpenSizes | None:
     """Find the open sizes of batches of several numbers of samples.
 
     None: every tensor has one row for each sample that is there; some may be None, and left out.
 
     Args:
         seen: some batches.
-        listed: keys depend on the number of samples, which is the same in all.
+        lists: those with an entry for each sample (``lists_in``). Any sample may come to any place of a list, so what
+            differs at one is open at all. The number of samples is the same in all batches; None: keys do not depend
+            on it.
 
     Raises:
         DataError: they have unlike keys, dtypes or numbers of dimensions, or nothing in them changes.
     """
-    counts = [count for count, _ in seen]
     there = [samples_in(batch) for _, batch in seen]
     batches = [of_samples(batch) for _, batch in seen]
-    if not listed and all(has_rows(batch, samples or 1) for batch, samples in zip(batches, there, strict=True)):
+    if lists is None and all(has_rows(batch, samples or 1) for batch, samples in zip(batches, there, strict=True)):
         return None
     _check_alike(batches)
-    columns: dict[tuple[int, ...], list[Place]] = {}
-    for key, value in batches[0].items():
-        for dim in range(value.dim()):
-            columns.setdefault(tuple(batch[key].shape[dim] for batch in batches), []).append((key, dim))
-    found = {sizes: tuple(places) for sizes, places in columns.items() if len(set(sizes)) > 1}
-    if not found and not listed:
+    columns: dict[_Sizes, list[Place]] = {}
+    for keys in _alike_entries(batches[0], lists or ()):
+        for dim in range(batches[0][keys[0]].dim()):
+            rows = tuple(tuple(batch[key].shape[dim] for key in keys) for batch in batches)
+            is_one = all(len(set(row)) == 1 for row in rows)
+            for entry, key in enumerate(keys):
+                sizes = _Sizes(tuple(row[:1] for row in rows), None) if is_one else _Sizes(rows, entry)
+                columns.setdefault(sizes, []).append((key, dim))
+    found = {sizes: tuple(places) for sizes, places in columns.items() if len(set(itertools.chain(*sizes.rows))) > 1}
+    if not found and lists is None:
         raise DataError(
             "collate= makes batches of the same shapes whatever the number of samples, so nothing in them tells how "
             "many there are. Let it return one row for each sample."
         )
-    most = max(counts)
-    largest = [max(size for size, count in zip(sizes, counts, strict=True) if count == most) for sizes in found]
-    return OpenSizes(tuple(found.values()), tuple(size / most for size in largest), samples=most if listed else None)
+    most = max(count for count, _ in seen)
+    largest = [
+        max(max(row) for row, (count, _) in zip(sizes.rows, seen, strict=True) if count == most) for sizes in found
+    ]
+    samples = None if lists is None else most
+    return OpenSizes(tuple(found.values()), tuple(size / most for size in largest), samples)
+
+
+def _alike_entries(batch: Mapping[str, Tensor], lists: Collection[str]) -> list[list[str]]:
+    """Keys of a batch: those that differ in a sample's number only, together and in its order."""
+    found: dict[str, dict[int, str]] = {}
+    for key in batch:
+        name, number = next((entry for entry in _entries(key) if entry[0] in lists), (key, 0))
+        found.setdefault(name, {})[number] = key
+    return [[keys[number] for number in sorted(keys)] for keys in found.values()]
 
 
 def equal_sizes(batch: Mapping[str, Tensor], sizes: OpenSizes) -> int:

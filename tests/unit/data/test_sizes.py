@@ -7,7 +7,7 @@ from torch import Tensor
 from varuna.core.errors import DataError
 from varuna.data.nest import nested, root, spread
 from varuna.data.samples import SampleSource
-from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, open_sizes, samples_in, told_apart
+from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, lists_in, open_sizes, samples_in, told_apart
 
 
 def packed(*lengths: int) -> dict[str, Tensor]:
@@ -58,6 +58,38 @@ def test_a_graph_is_captured_for_sizes_that_can_be_told_apart() -> None:
     apart = told_apart(packed(1), sizes)
     assert equal_sizes(apart, sizes) == 0
     assert apart["ids"].shape == apart["labels"].shape
+
+
+def boxes(*counts: int) -> dict[str, Tensor]:
+    """Boxes and labels of each sample, two views of all, and one number for each sample."""
+    made: dict[str, Tensor] = {
+        "scale": torch.ones(len(counts)),
+        "views[0]": torch.ones(3, 6),
+        "views[1]": torch.ones(2),
+    }
+    for number, count in enumerate(counts):
+        made[f"targets[{number}]['boxes']"] = torch.ones(count, 4)
+        made[f"targets[{number}]['labels']"] = torch.ones(count)
+    return {**made, SAMPLES: torch.tensor(len(counts))}
+
+
+def test_lists_with_an_entry_for_each_sample_are_told_from_others() -> None:
+    seen = [(len(counts), boxes(*counts)) for counts in ((1,), (1, 1), (2, 1, 1))]
+    assert lists_in(seen) == {"targets[]['boxes']", "targets[]['labels']"}
+
+
+def test_what_differs_at_one_place_of_a_list_is_open_at_all() -> None:
+    seen = [(2, boxes(1, 2)), (2, boxes(3, 2))]  # by chance, the second samples are alike
+    found = open_sizes(seen, lists=lists_in([(1, boxes(1)), *seen]))
+    places = [tuple((f"targets[{number}]['{name}']", 0) for name in ("boxes", "labels")) for number in range(2)]
+    assert found == OpenSizes(tuple(places), (1.5, 1.5), samples=2)
+
+
+def test_entries_that_are_padded_to_the_longest_of_their_batch_have_one_size() -> None:
+    seen = [(2, boxes(1, 1)), (2, boxes(3, 3))]
+    found = open_sizes(seen, lists=lists_in([(1, boxes(1)), *seen]))
+    assert found is not None
+    assert [len(places) for places in found.places] == [4]
 
 
 def test_a_nest_is_the_same_flat_and_back() -> None:

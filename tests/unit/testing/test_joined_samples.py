@@ -125,6 +125,11 @@ def test_a_number_of_graphs_that_is_read_from_the_data_is_refused_and_a_size_is_
     assert run(job.script).losses == pytest.approx(job.plainly(), rel=_REL, abs=1e-7)
 
 
+def test_lists_of_which_two_alone_are_looked_at_train_as_a_plain_loop() -> None:
+    job = replace(JOBS["lists"], micro_batch=8)
+    assert run(job.script).losses == pytest.approx(job.plainly(), rel=_REL, abs=1e-7)
+
+
 def test_lists_of_samples_must_divide_the_global_batch() -> None:
     with pytest.raises(UsageError, match=r"micro_batch=3 of them does not divide global_batch=8"):
         run(replace(JOBS["lists"], micro_batch=3).script)
