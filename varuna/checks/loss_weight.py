@@ -115,7 +115,7 @@ class _Check:
         Where batches are lists of samples: numbers of lists.
         """
         looked_at = _LOOKED_AT if self._source.size is None else min(_LOOKED_AT, self._source.size)
-        looked_at //= self._each
+        looked_at = looked_at if self._each == 1 else max(2, looked_at // self._each)  # one would have no parts
         variant: int | None = None
         seen: dict[object, int] = {}
         others: list[int] = []

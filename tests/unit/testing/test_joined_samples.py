@@ -13,8 +13,10 @@ from tests.depth import nightly, of_depth
 from tests.unit.testing.joined import (
     JOBS,
     OfGraphs,
+    OfLists,
     Packed,
     flattened,
+    total,
 )
 from varuna.core.errors import FleetError, ModelError, UsageError, VarunaError
 from varuna.testing import fail_at, run
@@ -128,6 +130,22 @@ def test_a_number_of_graphs_that_is_read_from_the_data_is_refused_and_a_size_is_
 def test_lists_of_which_two_alone_are_looked_at_train_as_a_plain_loop() -> None:
     job = replace(JOBS["lists"], micro_batch=8)
     assert run(job.script).losses == pytest.approx(job.plainly(), rel=_REL, abs=1e-7)
+
+
+class Squared(OfLists):
+    def forward(self, images: Any, targets: Any) -> dict[str, Tensor]:
+        return {"loss": total(super().forward(images, targets), None).square()}
+
+
+def test_lists_as_long_as_the_samples_that_are_looked_at_are_compared_with_others() -> None:
+    job = replace(JOBS["lists"], model=Squared)
+
+    def script() -> None:
+        trainer = varuna.Trainer(job.build, job.samples, _sgd, 32, collate=job.collate, loss=total, micro_batch=16)
+        next(iter(trainer.steps(1)))
+
+    with pytest.raises(ModelError, match="the loss of a batch is not the mean of its parts"):
+        run(script)
 
 
 def test_lists_of_samples_must_divide_the_global_batch() -> None:
