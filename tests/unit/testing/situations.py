@@ -824,6 +824,20 @@ def focal_loss(way: Way) -> None:
     way.train(model, Points(), optimizer, loss=loss)
 
 
+def loss_without_autocast(way: Way) -> None:
+    """Keep the loss out of an autocast region that a script may have around it."""
+    model, optimizer = built()
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            with torch.no_grad():
+                known = batch["labels"] > 0
+            each = F.cross_entropy(output.float(), batch["labels"], reduction="none")
+            return (each * known).sum() / known.sum()
+
+    way.train(model, Points(), optimizer, loss=loss)
+
+
 def summed_loss(way: Way) -> None:
     model, optimizer = built()
     optimizer.param_groups[0]["lr"] = 0.02
@@ -1174,6 +1188,7 @@ SITUATIONS = [
     ),
     Situation("a loss that is a partial", loss_is_a_partial, ""),
     Situation("focal loss", focal_loss, ""),
+    Situation("a loss in `torch.autocast(..., enabled=False)`", loss_without_autocast, ""),
     Situation("a summed loss", summed_loss, ""),
     Situation(
         "Dice loss over the batch",

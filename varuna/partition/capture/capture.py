@@ -30,7 +30,7 @@ from varuna.partition.capture.parameter_limits import limits_of
 from varuna.partition.capture.real_values import Grade, RealValues
 from varuna.partition.graph.captured import Capture as Capture
 from varuna.partition.graph.captured import TensorKind
-from varuna.partition.graph.inline import inline_no_grad
+from varuna.partition.graph.inline import inline_regions
 from varuna.partition.graph.ranges import ranges_of
 from varuna.partition.graph.size_nodes import SizeNodes
 from varuna.partition.graph.squeezes import name_squeezed
@@ -210,7 +210,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     def accept(program: torch.export.ExportedProgram, values: RealValues, noticed: ForwardFindings) -> bool:
         nonlocal taken
         inputs, buffers = _inputs(program, list(fake)), _buffers(program, _first_names(model))
-        inline_no_grad(program.graph, program.graph_module, buffers)
+        inline_regions(program.graph, program.graph_module, buffers)
         found = taken_for_granted(
             program.graph,
             program.graph_module,
@@ -381,7 +381,7 @@ def _describe(
     inputs = _inputs(program, keys)
     named = dict(model.named_parameters())
     graph, buffers = program.graph, _buffers(program, first_name)
-    inline_no_grad(graph, program.graph_module, buffers)
+    inline_regions(graph, program.graph_module, buffers)
     name_squeezed(graph)
     limits, constants = limits_of(graph), _constants(program, exported.noticed)
     if len(limits) < exported.limits:  # some are in a region of the graph, out of which nothing can be returned

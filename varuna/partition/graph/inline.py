@@ -1,7 +1,11 @@
-"""Sub-graphs of no-grad regions, put back in line: inside a sub-graph, writes, random draws and costs are hidden."""
+"""Sub-graphs of regions without gradients or without autocast, put back in line.
+
+Inside a sub-graph, writes, random draws, costs and what mixes examples are hidden.
+"""
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,49 +13,59 @@ from torch.fx import Graph, GraphModule, Node
 
 from varuna.partition.graph.shared_memory import SharedMemory
 
-_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+_NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
-def inline_no_grad(graph: Graph, owner: GraphModule, buffers: Collection[str]) -> None:
-    """Replace every no-grad region of ``graph`` by its ops; what it returns is detached.
+def inline_regions(graph: Graph, owner: GraphModule, buffers: Collection[str]) -> None:
+    """Replace every region of ``graph`` whose ops mean the same in line by them.
+
+    That is a no-grad region, since what it returns is detached, and one in which autocast is off, since it is off
+    around it: ``graph`` is itself no part of an autocast region.
 
     Args:
-        graph: as exported.
+        graph: as exported, or the body of such a region.
         owner: holds the graphs of regions.
         buffers: placeholders that are buffers: a region may write to them.
     """
     for node in list(graph.nodes):
-        if node.target is _REGION and node.args[0] is False:
-            body = _body(owner, node)
-            if _can_inline(body, node, buffers):
-                _inline(graph, body, node)
+        if (place := _place_of_body(node)) is None:
+            continue
+        source, outer = node.args[place], node.args[place + 1 :]
+        assert isinstance(source, Node), "the body of a region is an attribute"
+        body = getattr(owner, str(source.target))
+        assert isinstance(body, GraphModule), "the body of a region is a graph"
+        inner = [each for each in body.graph.nodes if each.op == "placeholder"]
+        given = dict(zip(inner, outer, strict=True))
+        own = {each.name for each, value in given.items() if isinstance(value, Node) and value.name in buffers}
+        inline_regions(body.graph, body, own)
+        if _can_inline(body.graph, node, own):
+            _inline(graph, body.graph, node, given, detaches=node.target is _NO_GRAD)
+            if not source.users:
+                graph.erase_node(source)
+        else:
+            body.recompile()  # regions within it may have gone
 
 
-def _body(owner: GraphModule, node: Node) -> Graph:
-    source = node.args[1]
-    assert isinstance(source, Node), "the body of a region is an attribute"
-    body = getattr(owner, str(source.target))
-    assert isinstance(body, GraphModule), "the body of a region is a graph"
-    return body.graph
+def _place_of_body(node: Node) -> int | None:
+    """Among the arguments of a region that means the same in line; None: it is no such region."""
+    if node.target is _NO_GRAD and node.args[0] is False:
+        return 1
+    return 4 if node.target is _AUTOCAST and node.args[2] is False else None
 
 
-def _can_inline(graph: Graph, node: Node, buffers: Collection[str]) -> bool:
+def _can_inline(body: Graph, region: Node, buffers: Collection[str]) -> bool:
     """Whether a region can: results are read by position, no graph within, writes to buffers or own tensors only."""
-    if any(inner.op in ("get_attr", "call_module") for inner in graph.nodes):
+    if any(inner.op in ("get_attr", "call_module") for inner in body.nodes):
         return False
-    memory = SharedMemory(graph)
-    inner = [each for each in graph.nodes if each.op == "placeholder"]
-    outer = node.args[2:]
-    foreign = any(
-        memory.is_written(each) and not (isinstance(given, Node) and given.name in buffers)
-        for each, given in zip(inner, outer, strict=True)
-    )
-    return not foreign and all(user.target is operator.getitem for user in node.users)
-
-
-def _inline(graph: Graph, body: Graph, region: Node) -> None:
+    memory = SharedMemory(body)
     inner = [each for each in body.nodes if each.op == "placeholder"]
-    copies: dict[Node, Node] = dict(zip(inner, region.args[2:], strict=True))  # type: ignore[arg-type]
+    foreign = any(memory.is_written(each) and each.name not in buffers for each in inner)
+    return not foreign and all(user.target is operator.getitem for user in region.users)
+
+
+def _inline(graph: Graph, body: Graph, region: Node, given: Mapping[Node, Any], *, detaches: bool) -> None:
+    copies = dict(given)
     returned: tuple[object, ...] = ()
     with graph.inserting_before(region):
         for node in body.nodes:
@@ -59,10 +73,12 @@ def _inline(graph: Graph, body: Graph, region: Node) -> None:
                 returned = tuple(node.args[0]) if isinstance(node.args[0], list | tuple) else (node.args[0],)
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, lambda source: copies[source])
-        detached = {each: _detached(graph, copies[each]) for each in returned if isinstance(each, Node)}
+        made = {each: copies[each] for each in returned if isinstance(each, Node)}
+        if detaches:
+            made = {each: _detached(graph, value) for each, value in made.items()}
     for user in list(region.users):
         result = returned[user.args[1]]  # type: ignore[index]
-        user.replace_all_uses_with(detached[result])  # type: ignore[index]
+        user.replace_all_uses_with(made[result])  # type: ignore[index]
         graph.erase_node(user)
     graph.erase_node(region)
 
