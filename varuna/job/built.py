@@ -190,6 +190,24 @@ def _check_bare(module: nn.Module) -> None:
         )
 
 
+def _check_own(name: str, found: Any, kind: type) -> None:
+    """Refuse what is around an optimizer or a scheduler, as ``accelerator.prepare`` makes, and lists of optimizers."""
+    if isinstance(found, list | tuple) and any(isinstance(each, kind) for each in found):
+        raise UsageError(
+            f"{name}= is a {type(found).__name__} of what is built already. Pass a function that returns them, each "
+            f"over some of the parameters that it is given, which are those of a stage: "
+            "lambda named: [torch.optim.SGD(mine, lr=0.1) for mine in split(named) if mine]."
+        )
+    held = vars(found) if hasattr(found, "__dict__") else {}
+    is_whole = isinstance(found, kind) and (kind is LRScheduler or "_optimizer_step_pre_hooks" in held)
+    inner = next((each for each in held.values() if isinstance(each, kind)), None)
+    if inner is not None and not is_whole and not callable(found):
+        raise UsageError(
+            f"{name}= is {an(found)} around {an(inner)}, as accelerator.prepare() makes it. Varuna distributes the "
+            f"training itself: pass the {type(inner).__name__}, and the model and the dataset, as they were before."
+        )
+
+
 class SchedulerLike:
     """Builds a scheduler like one that has made no steps, over another optimizer with the same groups."""
 
@@ -292,8 +310,10 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any, loss: Any = None
         loss: as the script passes it; a module with parameters, or those that the optimizer has, train with the model.
 
     Raises:
-        UsageError: one is built and belongs to something else than the others.
+        UsageError: one is built and belongs to something else than the others, or is around what was built.
     """
+    _check_own("optimizer", optimizer, torch.optim.Optimizer)
+    _check_own("lr_scheduler", lr_scheduler, LRScheduler)
     steps = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     schedule = lr_scheduler if isinstance(lr_scheduler, LRScheduler) else None
     if isinstance(lr_scheduler, LRScheduler):

@@ -7,7 +7,7 @@ parameters of other stages are stand-ins without data, which have no gradient.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -84,9 +84,9 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def an(optimizer: Callable[..., Any] | torch.optim.Optimizer) -> str:
+def an(found: object) -> str:
     """The name of its class, with an article."""
-    name = type(optimizer).__name__
+    name = type(found).__name__
     return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
 
 

@@ -306,6 +306,42 @@ def two_passes(way: Way) -> None:
     way.train(model, Points(), Sharpness(model.parameters(), torch.optim.SGD, lr=0.1), loss=cross_entropy)
 
 
+class Prepared(torch.optim.Optimizer):
+    """A wrapper like those that ``accelerator.prepare`` returns, which are never set up as optimizers themselves."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step()
+
+
+def prepared_optimizer(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Points(), Prepared(optimizer), loss=cross_entropy)
+
+
+def optimizer_as_built(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Points(), optimizer, loss=cross_entropy)
+
+
+def two_optimizers_in_a_list(way: Way) -> None:
+    model, _ = built()
+    parts = [
+        sgd(model.backbone.parameters()),
+        torch.optim.AdamW([*model.middle.parameters(), *model.head.parameters()]),
+    ]
+    way.train(model, Points(), parts, loss=cross_entropy)
+
+
 def frozen_by_setting_gradients_to_none(way: Way) -> None:
     model, optimizer = built()
 
@@ -1036,6 +1072,20 @@ SITUATIONS = [
         two_passes,
         "davda54/sam#66",
         r"a closure that runs the model again",
+        fails_plainly=True,
+    ),
+    Situation(
+        "an optimizer from `accelerator.prepare`",
+        prepared_optimizer,
+        "",
+        r"optimizer= is a Prepared around a SGD, as accelerator\.prepare\(\) makes it.*pass the SGD",
+        optimizer_as_built,
+    ),
+    Situation(
+        "two optimizers that are built already",
+        two_optimizers_in_a_list,
+        "",
+        r"optimizer= is a list of what is built already\. Pass a function that returns them",
         fails_plainly=True,
     ),
     Situation(
