@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from varuna.checks.autocast import without_autocast
 from varuna.checks.cause import Evidence, refused
 from varuna.checks.draws import NoDraws
 from varuna.checks.outcome import controlled
@@ -295,6 +296,7 @@ class _Check:
             )
         if self._model.sizes is not None:
             remedy = f"{_JOINED} {remedy}"
+        remedy = without_autocast(what for what, *_ in self._model.operations) + remedy
         return (
             f"the loss of a batch is not the mean of its parts weighted by {counted}: for dataset indices "
             f"{indices} the whole gives {whole:.6g}, the parts {parts:.6g}. Micro-batches would train a different "

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from varuna.checks.autocast import without_autocast
 from varuna.checks.draws import NoDraws
 from varuna.checks.outcome import controlled
 from varuna.checks.probes import computing
@@ -68,6 +69,8 @@ def _hint(mixing: Sequence[Mixing]) -> str:
             "PyTorch as well. Choose first, there = ~torch.isnan(target), and take the mean of "
             "loss(output[there], target[there])."
         )
+    if advice := without_autocast(operations):
+        return f" {advice.rstrip()}"
     if all(each.what == UNKNOWN for each in mixing):
         return (
             " If it is a mean that Varuna cannot see into (an autograd Function, a custom operator): return one loss "

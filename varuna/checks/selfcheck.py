@@ -19,6 +19,7 @@ from torch import Tensor
 
 from varuna.checks import probes
 from varuna.checks.assumptions import check_assumptions
+from varuna.checks.autocast import without_autocast
 from varuna.checks.cause import Cause, Evidence, cause_of, refused
 from varuna.checks.compare import TOLERANCES, Difference, Errors, Tolerance, coarsest, differences, errors
 from varuna.checks.draws import NoDraws, SameDraws
@@ -287,11 +288,13 @@ class _Check:
             odd = differences(found, expected, self._tolerance)
             odd = odd and self._beyond_noise(losses, whole, found, expected, fixed)
             if odd:
+                advice = without_autocast(what for what, *_ in self.model.operations)
                 raise ModelError(
                     "the micro-batches of a batch do not train like the whole batch: "
-                    f"{self._described(odd, whole)}, when micro-batches are weighted by their counts. Something in "
-                    "the loss or the model compares samples with each other, or averages over something else. "
-                    "Pass loss=varuna.Loss(..., weight=fn), where fn(batch) returns what the loss averages over, or "
+                    f"{self._described(odd, whole)}, when micro-batches are weighted by their counts. "
+                    f"{advice}{'Or something' if advice else 'Something'} in the loss or the model compares samples "
+                    "with each other, or averages over something else. Pass loss=varuna.Loss(..., weight=fn), where "
+                    "fn(batch) returns what the loss averages over, or "
                     "micro_batch=, the number of samples that belong together, and "
                     "loss=varuna.Loss(..., per_micro_batch=True)."
                 )

@@ -801,6 +801,28 @@ def gradient_penalty_in_forward(way: Way) -> None:
     way.train(model, Points(), sgd(model.parameters()))
 
 
+class Casts(Net):
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+def autocast_in_forward(way: Way) -> None:
+    torch.manual_seed(0)
+    model = Casts()
+    way.train(model, Points(), sgd(model.parameters()), loss=cross_entropy)
+
+
+def autocast_around_the_loss(way: Way) -> None:
+    model, optimizer = built()
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(output, batch["labels"])
+
+    way.train(model, Points(), optimizer, loss=loss)
+
+
 class Doubles(Net):
     """A model in double precision."""
 
@@ -869,7 +891,8 @@ def loss_without_autocast(way: Way) -> None:
             with torch.no_grad():
                 known = batch["labels"] > 0
             each = F.cross_entropy(output.float(), batch["labels"], reduction="none")
-            return (each * known).sum() / known.sum()
+            found: Tensor = (each * known).sum() / known.sum()
+            return found
 
     way.train(model, Points(), optimizer, loss=loss)
 
@@ -1215,6 +1238,20 @@ SITUATIONS = [
         gradient_penalty_in_forward,
         "",
         r"forward\(\) computes gradients itself at .*situations\.py:\d+",
+    ),
+    Situation(
+        "`torch.autocast` in forward",
+        autocast_in_forward,
+        "",
+        r"leave torch\.autocast out of forward\(\) and loss=, and pass precision=\"bf16\"",
+        optimizer_as_built,
+    ),
+    Situation(
+        "`torch.autocast` around the loss",
+        autocast_around_the_loss,
+        "",
+        r"situations\.py:\d+.*leave torch\.autocast out of forward\(\) and loss=",
+        optimizer_as_built,
     ),
     Situation(
         "a model in double precision",

@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from varuna.partition.graph.captured import Capture
 from varuna.partition.graph.operations import op_name
+from varuna.partition.graph.shared_memory import bodies_of
 from varuna.partition.loss.batch_dimension import EXAMPLES, Blames, Count, Level, Rows, Total
 from varuna.partition.loss.mixing import Rule, Tracking
 from varuna.partition.loss.mixing_indexing import INDEXING
@@ -85,7 +86,8 @@ def mixing_of(terms: Terms) -> tuple[Mixing, ...]:
 def mixing_at(node: Node, what: str, *, certain: bool = True) -> Mixing:
     """The ``Mixing`` of a node of the graph."""
     name = op_name(node) or getattr(node.target, "__name__", str(node.target))
-    return Mixing(what, place_of(node), certain, name)
+    inside = (place_of(each) for body in bodies_of(node) for each in body.graph.nodes)
+    return Mixing(what, place_of(node) or next(filter(None, inside), None), certain, name)
 
 
 def place_of(node: Node) -> str | None:
