@@ -187,6 +187,23 @@ def test_a_connection_that_ends_at_any_moment_leaves_nobody_waiting(seed: int) -
         wait_for(lambda said=said: all(said), 20)  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("round_", range(10))
+def test_what_a_peer_sent_before_it_left_arrives_though_nothing_can_be_written_to_it(round_: int) -> None:
+    """As when a rank has given its last result and leaves: the others still ask it for what comes next."""
+    one, other = pair()
+    given = values(100_000, round_)
+    other.sendall(struct.pack("<qqB", 1, given.nbytes, 1) + given.numpy().tobytes())
+    other.close()
+    connection, room = Connection(one, "to b"), torch.zeros(given.nbytes, dtype=torch.uint8)
+    first = connection.receive(room, 1)
+    with contextlib.suppress(RuntimeError):  # the reader was faster
+        for _ in range(3):
+            connection.receive(torch.zeros(1), 2)
+    first.wait(20)
+    assert torch.equal(room, given)
+    connection.end()
+
+
 def test_what_ended_a_connection_is_said_to_whoever_comes_later(ends: tuple[Connection, Connection]) -> None:
     waits = outcome(ends[0].receive(torch.zeros(1), 1))
     ends[1].end()
