@@ -137,7 +137,8 @@ class Connection:
         self._bodies: deque[_Frame] = deque()
         self._unwritten: queue.SimpleQueue[_Frame | None] | None = None  # the writing thread's
         self._is_writing = self._is_reading = False
-        self._write_error: OSError | None = None
+        self._is_deaf = False
+        """the peer takes nothing any more"""
         self._problem: Callable[[], RuntimeError] | None = None
 
     def send(self, buffer: Tensor, tag: int) -> Work:
@@ -182,17 +183,8 @@ class Connection:
         for work in ended:
             work.end(self._problem)
 
-    def _ended(self, error: OSError | None) -> None:
-        """End all transfers, since nothing can be read any more: the peer has ended the connection, or it broke.
-
-        The system says that a peer cannot be reached to one of the two threads.
-        """
-        if self._write_error is not None and self._write_error.errno in UNREACHED:
-            error = self._write_error
-        if error is None:
-            self.end("connection closed by the peer")
-        else:
-            self.end(f"the connection broke: {error.strerror or error}", is_silent=error.errno in UNREACHED)
+    def _broke(self, error: OSError) -> None:
+        self.end(f"the connection broke: {error.strerror or error}", is_silent=error.errno in UNREACHED)
 
     def _begin(self, work: Work) -> None:
         if self._problem is not None:
@@ -228,7 +220,7 @@ class Connection:
 
     def _takes_turn(self) -> bool:
         """Whether the caller has to write now."""
-        if self._is_writing or self._write_error is not None or not (self._asks or self._bodies):
+        if self._is_writing or self._is_deaf or not (self._asks or self._bodies):
             return False
         self._is_writing = True
         return True
@@ -246,11 +238,14 @@ class Connection:
                     return
             try:
                 is_whole = frame.write(self._socket, may_block=may_block)
-            except OSError as error:  # what the peer sent before it left is still to be read; the reader then ends all
+            except (BrokenPipeError, ConnectionResetError):  # what it sent before it left is still to be read
                 with self._lock:
-                    self._write_error, self._is_writing = error, False
+                    self._is_deaf, self._is_writing = True, False
                     self._close_if_unused()
-                return
+                return  # the reading thread finds the end, and ends all
+            except OSError as error:
+                self._broke(error)
+                continue
             if not is_whole:
                 self._leave(frame)
                 return
@@ -289,9 +284,9 @@ class Connection:
                 else:
                     self._take(tag, size_bytes)
         except EOFError:
-            self._ended(None)
+            self.end("connection closed by the peer")
         except OSError as error:
-            self._ended(error)
+            self._broke(error)
         except _Unasked as error:
             self.end(str(error))
         finally:
