@@ -289,6 +289,8 @@ class Connection:
             self._broke(error)
         except _Unasked as error:
             self.end(str(error))
+        except Exception as error:  # noqa: BLE001 - a thread that ends in silence would leave all waiting
+            self.end(f"{type(error).__name__}: {error}")
         finally:
             with self._lock:
                 self._is_reading = False
