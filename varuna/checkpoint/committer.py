@@ -89,6 +89,7 @@ class CheckpointCommitter:
         self._gathered: Gathered | None = None
         self._work: queue.Queue[Callable[[], None]] = queue.Queue()
         self._closed = threading.Event()
+        self._is_unneeded = threading.Event()  # what ``newest`` waits for
         self._changed = threading.Condition()  # guards the fields below
         self._committed_step = self._reached_step = committed_step  # differ where the newest turned out to be damaged
         self._proven: int | None = None  # step of the newest one that was read back or resumed from
@@ -107,13 +108,14 @@ class CheckpointCommitter:
             CheckpointError: none is intact, or the newest is of another job.
         """
         self.settle()
+        self._is_unneeded.clear()
         found = newest_intact(self.store)
         is_hidden, is_told = self._hides(found), False
-        while is_hidden and waits:
+        while is_hidden and waits and not self._is_unneeded.is_set():
             if not is_told:
                 self._warn(self._hidden())
                 is_told = True
-            self._closed.wait(SHOWN_AGAIN_S)
+            self._is_unneeded.wait(SHOWN_AGAIN_S)
             found = newest_intact(self.store)
             is_hidden = self._hides(found)
         if found is not None:
@@ -131,6 +133,10 @@ class CheckpointCommitter:
         if self._job.config is not None and (warning := keep_configuration(self.store, self._job.config)):
             self._warn(warning)
         return found
+
+    def stop_waiting(self) -> None:
+        """Let ``newest`` return what the store shows, since nobody needs more; any thread may call it."""
+        self._is_unneeded.set()
 
     def _hides(self, found: tuple[Manifest, list[str]] | None) -> bool:
         """Whether the store has lost sight of the newest checkpoint of this run: damage it would show."""

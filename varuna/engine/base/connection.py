@@ -30,8 +30,10 @@ from torch import Tensor
 from varuna.process.threads import start
 
 SILENT_S = 30.0
-"""A peer whose system has not confirmed what was sent to it for so long cannot be reached."""
-UNREACHED = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+"""A peer that has taken nothing of what was sent to it for so long cannot be reached, or is stopped."""
+UNREACHED = frozenset(
+    {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED, getattr(errno, "EHOSTDOWN", -1)}
+)
 OPERATION_BOUND_S = 100_000.0
 """Longer than any wait in the inbox (``wait_bounds``), which ends what is blocked here by abandoning the group."""
 
@@ -121,11 +123,18 @@ class Connection:
     would be another's, under the hands of who still uses it.
     """
 
-    def __init__(self, connected: socket.socket, peer: str, rank: int = -1) -> None:
-        """Take over a connected, blocking socket; ``peer`` names its other end in errors, ``rank`` in reports."""
+    def __init__(self, connected: socket.socket, peer: str, rank: int = -1, silent_s: float | None = None) -> None:
+        """Take over a connected, blocking socket.
+
+        Args:
+            connected: the socket.
+            peer: names its other end in errors.
+            rank: the same in reports.
+            silent_s: how long that may take nothing; None: as long as the system finds.
+        """
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENT_S))
+        if silent_s is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silent_s))
         self._socket, self._peer, self._rank = connected, peer, rank
         self._lock = threading.Lock()
         self._under_way: set[Work] = set()
@@ -175,13 +184,22 @@ class Connection:
             self._to_send.clear()
             self._asks.clear()
             self._bodies.clear()
-            with contextlib.suppress(OSError):  # the peer has ended it
-                self._socket.shutdown(socket.SHUT_RDWR)
+            self.hang_up()
             if self._unwritten is not None:
                 self._unwritten.put(None)
             self._close_if_unused()
         for work in ended:
             work.end(self._problem)
+
+    def hang_up(self) -> None:
+        """Let both ends find that the connection has ended, once nobody gives it anything any more.
+
+        It takes no lock: a garbage collector may call it on a thread that has it.
+        """
+        with contextlib.suppress(OSError):  # the peer has ended it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if not self._is_writing and not self._is_reading:
+            self._socket.close()
 
     def _broke(self, error: OSError) -> None:
         self.end(f"the connection broke: {error.strerror or error}", is_silent=error.errno in UNREACHED)
@@ -189,10 +207,10 @@ class Connection:
     def _begin(self, work: Work) -> None:
         if self._problem is not None:
             raise self._problem()
-        self._under_way.add(work)
         if not self._is_reading:
+            start(f"read-{self._peer}", self._read)  # it begins with the lock
             self._is_reading = True
-            start(f"read-{self._peer}", self._read)
+        self._under_way.add(work)
 
     def _done(self, work: Work) -> None:
         with self._lock:
@@ -258,15 +276,20 @@ class Connection:
         with self._lock:
             if self._problem is None:
                 if self._unwritten is None:
+                    try:
+                        start(f"write-{self._peer}", self._write_left)
+                    except RuntimeError:  # there may be no more threads
+                        self._is_writing, self._is_deaf = False, True
+                        raise
                     self._unwritten = queue.SimpleQueue()
-                    start(f"write-{self._peer}", self._write_left)
                 self._unwritten.put(frame)
                 return
             self._is_writing = False
             self._close_if_unused()
 
     def _write_left(self) -> None:
-        assert self._unwritten is not None
+        with self._lock:  # whoever started this thread has made the queue
+            assert self._unwritten is not None
         while (frame := self._unwritten.get()) is not None:
             self._write(frame, may_block=True)
             del frame  # it keeps a message
@@ -275,6 +298,8 @@ class Connection:
 
     def _read(self) -> None:
         header = bytearray(_HEADER.size)
+        with self._lock:  # whoever started this thread has noted it
+            pass
         try:
             while True:
                 self._fill(memoryview(header))

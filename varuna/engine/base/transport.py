@@ -3,6 +3,7 @@
 c10d's stores are typed here once, since torch's own annotations leave these calls out.
 """
 
+import os
 import time
 import weakref
 from collections import deque
@@ -45,6 +46,7 @@ class Group:
         interface_host: str,
         *,
         ranks: Sequence[int] | None = None,
+        silent_s: float | None = None,
     ) -> None:
         """Connect to all other members; blocks until they do the same.
 
@@ -55,6 +57,7 @@ class Group:
             size: number of members.
             interface_host: address of the private interface to bind to.
             ranks: of the generation, which the members are; the same numbers by default.
+            silent_s: how long a member may take nothing, where somebody can go on without it; None: for long.
 
         Raises:
             RuntimeError: a member did not come within the bound.
@@ -65,13 +68,19 @@ class Group:
         except Unreachable as error:
             raise Unreachable(str(error), known[error.peer]) from error
         self._connections = {
-            other: Connection(each, f"{name}, rank {known[rank]} with rank {known[other]}", known[other])
+            other: Connection(each, f"{name}, rank {known[rank]} with rank {known[other]}", known[other], silent_s)
             for other, each in connected.items()
         }
         self._rank = rank
         self.size = size
-        self.abandon = weakref.finalize(self, _abandon, tuple(self._connections.values()))
-        """ends all transfers, with an error for who waits; so does the end of the last reference to the group"""
+        # Where nobody abandons it. Not at the end of a forked process, whose sockets are this one's, too.
+        dropped = weakref.finalize(self, _hang_up, os.getpid(), tuple(self._connections.values()))
+        dropped.atexit = False
+
+    def abandon(self) -> None:
+        """End all transfers, with an error for who waits."""
+        for each in self._connections.values():
+            each.end()
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Work:
         """Start to send; ``buffer`` must not change until the transfer is done.
@@ -202,9 +211,9 @@ class _Shares(NamedTuple):
     """brings the rows"""
 
 
-def _abandon(connections: Iterable[Connection]) -> None:
-    for each in connections:
-        each.end()
+def _hang_up(process: int, connections: Iterable[Connection]) -> None:
+    for each in connections if os.getpid() == process else ():
+        each.hang_up()
 
 
 def _sum(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

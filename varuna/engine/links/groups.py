@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from varuna.engine.base.connection import SILENT_S
 from varuna.engine.base.transport import Group
 from varuna.engine.links.authentication import prove
 from varuna.engine.links.gpu_links import Direct
@@ -83,7 +84,15 @@ def form(
     own: list[Group] = []
 
     def group(name: str, rank: int, size: int, ranks: Sequence[int] | None = None) -> Group:
-        made = Group(store, f"g{generation}/{name}", rank, size, interface_host, ranks=ranks)
+        made = Group(
+            store,
+            f"g{generation}/{name}",
+            rank,
+            size,
+            interface_host,
+            ranks=ranks,
+            silent_s=SILENT_S if secret else None,
+        )
         own.append(made)
         if secret and size > 1:
             prove(made, secret=secret, name=f"g{generation}/{name}", rank=rank)

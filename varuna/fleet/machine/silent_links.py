@@ -29,7 +29,8 @@ def note_unreachable(transition: Transition, name: str, peer: int) -> None:
         return
     before = fleet.silences.get((node, other.node))
     if before is None or before.generation < fleet.generation:
-        silence = Silence(times=1 if before is None else before.times + 1, generation=fleet.generation)
+        times = 1 if before is None else before.times + 1
+        silence = Silence(worker=name, other=other.name, times=times, generation=fleet.generation)
         transition.update(silences={**fleet.silences, (node, other.node): silence})
 
 
@@ -58,7 +59,7 @@ def _who_leaves(fleet: Fleet) -> tuple[str, str] | None:
     pairs = [
         pair
         for pair, silence in fleet.silences.items()
-        if silence.generation == fleet.generation and all(_is_there(fleet, node) for node in pair)
+        if silence.generation == fleet.generation and _is_there(fleet, silence.worker, silence.other)
     ]
     ends = [end for pair in pairs for end in pair]
     accused = Counter(other for _, other in pairs)
@@ -72,9 +73,9 @@ def _who_leaves(fleet: Fleet) -> tuple[str, str] | None:
     return max(found, key=lambda each: (ends.count(each[0]), each), default=None)
 
 
-def _is_there(fleet: Fleet, node: str) -> bool:
-    """Whether a machine is heard, and has a worker that takes part."""
-    return any(fleet.is_joined(name) and is_near(fleet, fleet.workers[name]) for name in fleet.workers.on(node))
+def _is_there(fleet: Fleet, *names: str) -> bool:
+    """Whether workers take part and are heard: one that is dead is no matter of the network."""
+    return all(fleet.is_joined(name) and is_near(fleet, fleet.workers[name]) for name in names)
 
 
 def _is_needed(fleet: Fleet, node: str) -> bool:

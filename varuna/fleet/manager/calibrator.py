@@ -293,7 +293,7 @@ class Calibrator:
         if gap is not None and not self._explained:
             self._explained = True
             told.append(Notice(text=f"{gap}. Future plans take this into account"))
-        self._keep_networks(base)
+        self._keep_networks(base, plan)
         self.calibration = self._refined(base, plan)
         if self.calibration is not None:
             remember(self.calibration, self._run_dir / RUN_FILE)
@@ -337,9 +337,9 @@ class Calibrator:
         )
         return (best, weighing) if weighing.is_worth(fleet.config.min_measured_gain) else None
 
-    def _keep_networks(self, before: Calibration) -> None:
+    def _keep_networks(self, before: Calibration, plan: Plan) -> None:
         """Remember networks as they were thought to be before this run has measured any."""
-        for name in before.classes:
+        for name in (*before.classes, *plan.classes):
             known = before.of(name)
             self._networks.setdefault(name, {field: getattr(known, field) for field in _NETWORKS})
 

@@ -86,6 +86,11 @@ class CheckpointCoordinator:
         place = checkpoint_place(job.checkpoint_dir, manifest.step)
         return Checkpoint(place, manifest.step, manifest.micro_batch, self._keeper.sums_after(manifest))
 
+    def stop_waiting(self) -> None:
+        """Nobody needs the newest checkpoint any more: ``newest`` waits for no store; any thread may call it."""
+        if (keeper := self._keeper) is not None:
+            keeper.stop_waiting()
+
     def _taken(self, job: JobFacts) -> CheckpointCommitter:
         """Take the job's directory for this run."""
         known = self._known if self._known is not None and self._known.directory == job.checkpoint_dir else None

@@ -306,6 +306,7 @@ class Manager:
 
     def _close_store(self) -> None:
         """Give the directory free; a store that does not answer is not waited for any longer than a run's last save."""
+        self._keeper.stop_waiting()
         looks = any(isinstance(question, WhichCheckpoint) for question in self.fleet.asked)
         if not self._store.wait_for(self._keeper.close, self._hung_s if looks else _CLOSE_S):
             self._mailbox.warn(
@@ -352,6 +353,8 @@ class Manager:
 
     def _publish(self, event: RunEvent) -> None:
         """Disk first: nobody hears of a verdict or a generation that a crash could forget."""
+        if isinstance(event, GenerationStarted):
+            self._keeper.stop_waiting()  # it has its state
         if isinstance(event, GenerationStarted) and not event.record.generation:
             assert self.fleet.job is not None
             self._journal.keep_job(self.fleet.job, self.fleet.version, wire_digest())

@@ -41,8 +41,8 @@ def exposition(status: Mapping[str, Any]) -> str:
         _gauge("state", "1 for what the run does now.", _labelled("state", {s: float(s == phase) for s in STATES})),
         _gauge(
             "stands_still_seconds",
-            "For how long there has been no step, where that is unusual, and what the run waits for; else 0.",
-            _labelled("waits_for", {str(status.get("waits_for") or ""): float(status.get("still_s") or 0.0)}),
+            "For how long there has been no step, where that is unusual; else 0.",
+            _one(status.get("still_s") or 0.0),
         ),
         _gauge("step", "Newest committed step, from 0.", _one(status.get("step"))),
         _gauge("steps", "Steps of the whole run.", _one(status.get("steps") or None)),
@@ -100,11 +100,7 @@ def _one(value: Any) -> _Samples:
 
 def _labelled(label: str, values: Mapping[str, float]) -> _Samples:
     for value, number in sorted(values.items()):
-        yield f'{{{label}="{_escaped(value)}"}}', float(number)
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        yield f'{{{label}="{value}"}}', float(number)
 
 
 def _gauge(name: str, text: str, samples: _Samples) -> str:

@@ -39,8 +39,6 @@ class _Row(NamedTuple):
     time_s: float
     kind: str
     body: str
-    vote: str
-    """That committed it; empty: none did."""
     step: StepRecorded | None
     """Of which the log of steps gets a line."""
 
@@ -95,6 +93,7 @@ class Journal:
         self._again_s = float("-inf")
         """When rows that bind nothing are tried again: each attempt writes all that wait."""
         self._told: set[str] = set()
+        self._vote: Vote | None = None  # the newest that is not written; those before it nobody needs
         self._reserve = Reserve(run_dir / RESERVE)
         self._reserve.keep()
 
@@ -106,7 +105,8 @@ class Journal:
         """
         body = event.model_dump_json()
         step = event if self._steps is not None and isinstance(event, StepRecorded) else None
-        self._rows.append(_Row(time.time(), event.kind, body, "" if vote is None else vote.model_dump_json(), step))
+        self._rows.append(_Row(time.time(), event.kind, body, step))
+        self._vote = vote or self._vote
         self._waiting_bytes += len(body)
         self._leave_out()
         if isinstance(event, VerdictReached | GenerationStarted | Asked):
@@ -147,7 +147,7 @@ class Journal:
             return error
         steps = [(row.time_s, row.step) for row in self._rows if row.step is not None]
         self._rows.clear()
-        self._waiting_bytes = 0
+        self._waiting_bytes, self._vote = 0, None
         if self._left_out:
             self._say(f"{counted(self._left_out, 'row')} that had no place any more are missing in {self._path}")
             self._left_out = 0
@@ -162,8 +162,8 @@ class Journal:
             self._database.execute("BEGIN IMMEDIATE")
             rows = [(row.time_s, row.kind, row.body) for row in self._rows]
             self._database.executemany("INSERT INTO events (time, kind, body) VALUES (?, ?, ?)", rows)
-            if vote := next((row.vote for row in reversed(self._rows) if row.vote), ""):
-                self._keep("vote", vote)
+            if self._vote is not None:
+                self._keep("vote", self._vote.model_dump_json())
             insert()
             self._database.execute("COMMIT")
         except sqlite3.Error as error:

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
-    """One machine says that it cannot reach another one."""
+    """A worker of one machine says that it cannot reach one of another."""
 
+    worker: str
+    other: str
     times: int
     """Generations that broke by it, one after the other."""
     generation: int

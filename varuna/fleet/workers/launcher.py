@@ -42,6 +42,8 @@ class _Process:
         self.waiter: threading.Thread | None = None
         self.lock = threading.Lock()  # the process group's number is ours only until the process is reaped
         self.reaped = False
+        self.was_killed = False
+        """by this process: not by its system"""
 
     def kill(self) -> None:
         """SIGKILL to the whole process group, so that data loaders and the like go too."""
@@ -146,6 +148,7 @@ class Launcher:
         with self._lock:
             process = self._processes.get(name)
         if process is not None:
+            process.was_killed = True
             process.kill()
 
     def has_started(self, name: str) -> bool:
@@ -235,7 +238,7 @@ class Launcher:
         for reader in process.readers:
             reader.join(self._drain_s)
         log.close()
-        is_oom = code == -signal.SIGKILL and self._memory_kills.has_one()
+        is_oom = code == -signal.SIGKILL and not process.was_killed and self._memory_kills.has_one()
         self._on_exit(WorkerExited(process.name, code, process.stderr_tail.text(), is_oom))
 
 

@@ -1,5 +1,7 @@
 """Exchanges of a group: everybody's parts, in order, and asked for before anything is sent."""
 
+import gc
+import os
 import time
 from functools import partial
 
@@ -129,3 +131,20 @@ def test_a_sum_of_any_form_is_made_in_place() -> None:
     run_all([partial(group.all_reduce, value[1:]) for group, value in zip(groups, given, strict=True)])
     for member, value in enumerate(given):
         assert value.tolist() == [[1.0 + member] * 5, [3.0] * 5, [3.0] * 5]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_process_that_ends_cuts_nothing() -> None:
+    """It has this one's sockets; a script may fork, and its child end as any process does."""
+    groups = connected(2)
+    child = os.fork()
+    if not child:  # no test goes on here
+        try:
+            groups.clear()
+            gc.collect()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    work = groups[1].receive(torch.zeros(1), 0, 1)
+    groups[0].send(torch.ones(1), 1, 1).wait(20)
+    assert work.wait(20).item() == 1.0

@@ -12,6 +12,7 @@ from tests.unit.engine.ranks import Setup, close_sessions
 from tests.waiting import wait_for
 from varuna.core.messages import Assignment
 from varuna.core.plan import Plan
+from varuna.engine.base.transport import Group
 from varuna.engine.links.groups import Groups
 from varuna.engine.worker.forming import form_generation
 
@@ -41,8 +42,12 @@ def test_what_a_generation_held_goes_when_it_ends_and_not_once_python_looks_for_
 
 
 @pytest.mark.nightly
-def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_thread_that_made_them() -> None:
+def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_thread_that_made_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The thread that waits for it has looked before there were any."""
+    abandoned: list[Group] = []
+    monkeypatch.setattr(Group, "abandon", lambda group: abandoned.append(group))
     plan = Plan(stages=1, replicas=1, micro_batch=1, global_batch=8, starts=(0,), sections=1, stash_limits=(1,))
     unused = ["held", "told", "model", "initial", "left_out", "buffers", "combines", "device", "traffic"]
     made, rest = list[Groups](), dict[str, Any].fromkeys([*unused, "shard_optimizer", "bf16_reduction", "dtype"])
@@ -57,4 +62,5 @@ def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_
             at=lambda part: None,
             **rest,
         )
-    assert [groups.world.abandon.alive for groups in made] == [False]
+    [groups] = made
+    assert abandoned == [groups.world]

@@ -124,6 +124,14 @@ def test_a_machine_that_is_not_heard_is_another_matter() -> None:
     assert not [text for text in driver.told(Notice) if "nothing gets through" in text.text]
 
 
+def test_a_worker_that_is_dead_is_another_matter_though_its_machine_has_others() -> None:
+    driver = on_machines("aabb")
+    reports(driver, "w0", "w3")
+    driver.kill("w3")
+    goes_on(driver)
+    assert left(driver) == ["w3"]
+
+
 def test_nobody_is_put_out_by_what_another_rank_claims() -> None:
     """A liar leaves itself, and a rank that is not there is nobody."""
     driver = on_machines("abcd")

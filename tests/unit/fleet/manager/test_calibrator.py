@@ -231,25 +231,31 @@ def test_a_plan_that_is_not_better_in_between_begins_to_count_anew(tmp_path: Pat
         steps *= 2
 
 
-def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device_class", ["", "T4"])
+def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path, device_class: str) -> None:
     """Nothing crosses it in the plan that runs, so nothing measures that it is well again."""
+
+    def on(plan: Plan) -> Plan:
+        return plan.on_class(device_class) if device_class else plan
 
     def best(job: JobFacts, workers: int, micro_batch: int | None, known: Calibration | None) -> Plan:
         is_well = known is not None and known.across_vms.link.bytes_per_s > 1e6
-        return REPLICATED.model_copy(update={"step_s": 1e-3}) if is_well else ALONE
+        return on(REPLICATED.model_copy(update={"step_s": 1e-3}) if is_well else ALONE)
 
     heard = Calibrator(best, run_dir=tmp_path, cache=None)
     heard.plan(JOB, 2, 2)
     for worker in ("w0", "w1"):
-        heard.hear(replicated(), worker, beat(times()), 0.0)
+        heard.hear(replicated(on(REPLICATED)), worker, beat(times()), 0.0)
     assert heard.calibration is not None
     costs = heard.calibration.across_vms
     slow = costs.model_copy(update={"link": costs.link.model_copy(update={"bytes_per_s": 1e5})})
     began_s, tried_s = 100.0, []
     for generation in range(1, 4):
         heard.calibration = heard.calibration.model_copy(update={"across_vms": slow})  # as it was then
-        record = GenerationRecord(generation=generation, plan=ALONE, members=("w0", "w1"), cause="slow", first_step=0)
-        alone = replace(fleet(), history=(*replicated().history, *[record] * generation))
+        record = GenerationRecord(
+            generation=generation, plan=on(ALONE), members=("w0", "w1"), cause="slow", first_step=0
+        )
+        alone = replace(fleet(), history=(*replicated(on(REPLICATED)).history, *[record] * generation))
         for more_s in range(0, 5000, 100):
             told = heard.hear(alone, "w0", beat(times(1), generation), began_s + more_s)
             if asked(told) == ["a network that was slow is tried again"]:
