@@ -126,7 +126,7 @@ class Collator:
                     )
                 raise
             drew = draws.were_made
-        batch = self._columns.tensors(found, "what collate returns", collated=True)
+        batch = self._columns.without_idle_lists(self._columns.tensors(found, "what collate returns"))
         if not batch:
             raise DataError("collate= returns no tensors")
         there = sum(sample is not None for sample in samples)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import DataError
-from varuna.data.nest import root, spread
+from varuna.data.nest import in_list, root, spread
 from varuna.process.console import say_once
 
 _LABELS = "labels"
@@ -65,19 +65,19 @@ class Columns:
         """What ``forward`` takes, if that can be known."""
         return None if self._ask is None else self._ask()
 
-    def tensors(self, sample: object, what: str, *, collated: bool = False) -> dict[str, Tensor]:
+    def tensors(self, sample: object, what: str) -> dict[str, Tensor]:
         """A sample, or what ``collate`` made of several, as named tensors; those of a nest by their places in it.
+
+        A list of tensors is a nest also if they have equal shapes: those of other samples may not.
 
         Args:
             sample: a dict, tuple, dataclass, tensor, array, number or list.
             what: it is, for messages, such as ``dataset[3]``.
-            collated: it is what ``collate`` made: equal tensors in a list are one. As torch collates samples, a list
-                of tensors in each of them becomes a list.
 
         Raises:
             DataError: it has another form, or what ``forward`` takes cannot be a tensor.
         """
-        fields = spread(self._fields(sample, what), lambda value: _is_leaf(value, collated=collated))
+        fields = spread(self._fields(sample, what), _is_leaf)
         found = {key: tensor_of(value) for key, value in fields.items()}
         if all(value is not None for value in found.values()) and not _is_label_renamed(found):
             return {key: value for key, value in found.items() if value is not None}
@@ -99,6 +99,12 @@ class Columns:
         """Whether ``forward`` takes a key, or something of the user's may read it."""
         names = self.names
         return names is None or names.takes_any or names.read_apart or root(key) in names.named
+
+    def without_idle_lists(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Leave lists out that nobody takes: how many keys they have may depend on the samples."""
+        idle = [key for key in batch if in_list(key) and not self.is_needed(key)]
+        self.leave_out({root(key): None for key in idle})
+        return {key: value for key, value in batch.items() if key not in idle}
 
     def leave_out(self, keys: Iterable[str]) -> None:
         """Say, once, that columns are not used."""
@@ -157,11 +163,9 @@ class Columns:
         return dict(zip(taken, values, strict=True))
 
 
-def _is_leaf(value: object, *, collated: bool) -> bool:
+def _is_leaf(value: object) -> bool:
     """Return whether it is no nest: lists of numbers are one tensor, and if they are unequal, none."""
-    if isinstance(value, Mapping):
-        return False
-    return not _holds_tensors(value) or (collated and tensor_of(value) is not None)
+    return not isinstance(value, Mapping) and not _holds_tensors(value)
 
 
 def _holds_tensors(value: object) -> bool:

@@ -51,6 +51,12 @@ def root(place: str) -> str:
     return place if found is None else found[1]
 
 
+def in_list(place: str) -> bool:
+    """Whether it is in a list, at any depth."""
+    found = _NESTED.fullmatch(place)
+    return found is not None and any(number for _, number in _STEP.findall(found[2]))
+
+
 def nested(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The nest that a flat batch stands for: dicts, and lists in place of lists and tuples, as torch collates both."""
     whole: dict[str, Any] = {}

@@ -96,7 +96,7 @@ Seen = Sequence[tuple[int, Mapping[str, Tensor]]]
 
 def is_listed(seen: Seen) -> bool:
     """Return whether batches have the more keys the more samples they have."""
-    return len({len(batch) for _, batch in seen}) == len(seen)
+    return len({len(of_samples(batch)) for _, batch in seen}) == len(seen)
 
 
 _NUMBER = re.compile(r"\[(\d+)\]")

@@ -20,6 +20,7 @@ from varuna.checks.samples import check_mixed_samples, read_twice
 from varuna.core.errors import DataError
 from varuna.data.columns import InputNames
 from varuna.data.samples import SampleSource
+from varuna.data.sizes import SAMPLES, OpenSizes
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "away", "from", "it"]
 
@@ -122,6 +123,32 @@ def test_any_samples_may_be_collated_by_forwards_order() -> None:
         names=lambda: names,
     )
     assert {*source.micro_batch([0, 1]).tensors} == {"image", "labels"}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4)], ids=["equal", "unequal"])
+def test_a_list_of_tensors_stays_one_whatever_their_shapes_are(sizes: tuple[int, int]) -> None:
+    source = SampleSource(
+        [torch.ones(size) for size in sizes],
+        seed=0,
+        collate=lambda samples: {"x": samples, "lengths": [len(sample) for sample in samples]},
+    )
+    assert {*source.micro_batch([0, 1]).tensors} == {"x[0]", "x[1]", "lengths"} | ({SAMPLES} if 4 in sizes else set())
+
+
+def test_lists_that_nobody_takes_leave_the_samples_rows() -> None:
+    source = SampleSource(
+        [torch.rand(3) for _ in range(16)],
+        seed=0,
+        collate=lambda samples: {"x": torch.stack(samples), "before": samples},
+        names=lambda: InputNames("Net", ("x",), frozenset({"x"})),
+    )
+    assert {*source.micro_batch([0, 1]).tensors} == {"x"}
+    assert source.sizes() is None
+
+
+def test_a_list_is_known_also_where_its_tensors_have_as_many_rows_as_there_are_samples() -> None:
+    source = SampleSource([torch.rand(3, 8) for _ in range(16)], seed=0, collate=lambda samples: {"x": samples})
+    assert source.sizes(2) == OpenSizes((), (), samples=2)
 
 
 def test_a_collator_that_fails_on_text_is_told_which_columns_are(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -254,7 +254,7 @@ class OfLists(Detector):
     """As torchvision's detectors: lists of images and of targets; a dict of losses."""
 
     def forward(self, images: Any, targets: Any) -> dict[str, Tensor]:
-        found = self.body(torch.stack(list(images)))
+        found = self.body(torch.stack(images))
         box: Any
         kind: Any
         count = sum(len(target["labels"]) for target in targets)
@@ -269,12 +269,34 @@ class OfLists(Detector):
         return {"loss_box": box / count, "loss_kind": kind / count}
 
 
+class OfBareLists(OfLists):
+    def forward(self, images: Any, boxes: Any, labels: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        targets = [{"boxes": mine, "labels": its} for mine, its in zip(boxes, labels, strict=True)]
+        return super().forward(images, targets)
+
+
+class OfListedRows(Detector):
+    """Lists of tensors of equal shapes, numbers among them."""
+
+    def forward(self, images: Any, labels: Any) -> Tensor:
+        return F.cross_entropy(self.kind(self.body(torch.stack(images))), torch.stack(labels))
+
+
 def total(losses: dict[str, Tensor], batch: object) -> Tensor:
     return sum(losses.values(), torch.zeros(()))
 
 
 def listed(samples: list[Any]) -> Any:
     return tuple(zip(*samples, strict=True))
+
+
+def barely_listed(samples: list[Any]) -> Any:
+    images, targets = zip(*samples, strict=True)
+    return {"images": list(images), **{key: [target[key] for target in targets] for key in ("boxes", "labels")}}
+
+
+def rows_listed(samples: list[Any]) -> Any:
+    return {"images": [image for image, _ in samples], "labels": [target["labels"][0] for _, target in samples]}
 
 
 # -- samples that are not there, and nests --------------------------------------------------------------------
@@ -339,6 +361,8 @@ JOBS = {
     "graphs and nodes": Job(OfBoth, Samples(graph), joined_graphs),
     "boxes": Job(OfJoined, Samples(picture), joined_boxes, total),
     "lists": Job(OfLists, Samples(picture), listed, total, positional=True),
+    "bare lists": Job(OfBareLists, Samples(picture), barely_listed, total, micro_batch=2),
+    "lists of equal shapes": Job(OfListedRows, Samples(picture), rows_listed),
     "missing": Job(OfPoints, Samples(point), there, loss_of_points),
     "missing, two terms": Job(Penalised, Samples(point), there),
     "nests": Job(OfNests, Samples(nested), None, loss_of_nests),

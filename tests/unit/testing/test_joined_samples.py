@@ -12,16 +12,22 @@ import varuna
 from tests.depth import nightly, of_depth
 from tests.unit.testing.joined import (
     JOBS,
+    SIZE,
     OfGraphs,
     OfLists,
     Packed,
+    Samples,
     flattened,
+    picture,
     total,
 )
 from varuna.core.errors import FleetError, ModelError, UsageError, VarunaError
+from varuna.data import sample_index
 from varuna.testing import fail_at, run
 
 _REL = 2e-6
+LOOKED_AT = 16
+"""Samples, from which open sizes are found."""
 
 
 @pytest.mark.parametrize("name", of_depth(JOBS, {"packed", "graphs and nodes", "boxes", "missing, two terms"}))
@@ -129,6 +135,22 @@ def test_a_number_of_graphs_that_is_read_from_the_data_is_refused_and_a_size_is_
 
 def test_lists_of_which_two_alone_are_looked_at_train_as_a_plain_loop() -> None:
     job = replace(JOBS["lists"], micro_batch=8)
+    assert run(job.script).losses == pytest.approx(job.plainly(), rel=_REL, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["bare lists", "lists of equal shapes"])
+def test_lists_train_as_a_plain_loop_whatever_their_shapes_are(name: str) -> None:
+    job = JOBS[name]
+    assert run(job.script, workers=3, stages=3).losses == pytest.approx(job.plainly(), rel=_REL, abs=1e-7)
+
+
+def test_shapes_of_a_list_may_be_equal_later_that_were_not_in_the_samples_that_are_looked_at() -> None:
+    place = {sample_index(position, size=SIZE, seed=0): position for position in range(SIZE)}
+
+    def boxes(index: int, draws: torch.Generator) -> Any:
+        return picture(place[index] if place[index] < LOOKED_AT else 1, draws)
+
+    job = replace(JOBS["bare lists"], samples=Samples(boxes))
     assert run(job.script).losses == pytest.approx(job.plainly(), rel=_REL, abs=1e-7)
 
 

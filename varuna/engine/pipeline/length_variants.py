@@ -38,7 +38,7 @@ class Variants:
         self._known: dict[tuple[int, int], ToldBySamples] = {}
         self.several = bool(model.variants)
         """graphs"""
-        self._tell = self.several or model.sizes is not None
+        self._tell = bool(model.telling_keys)
 
     def note(self, step: int, micro_batch: int, batch: MicroBatch) -> None:
         """Note what is told of a micro-batch whose samples have been read.

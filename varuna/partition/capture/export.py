@@ -196,8 +196,8 @@ def _with_lists(
 def _attempt(
     module: nn.Module, fake: Mapping[str, Tensor], sizes: OpenSizes | None = None
 ) -> torch.export.ExportedProgram:
-    def attempt(batch: Any, *more: Any) -> torch.export.ExportedProgram:
-        dynamic = ({key: {0: batch} for key in fake} if sizes is None else _open_dims(fake, sizes, (batch, *more)),)
+    def attempt(*names: Any) -> torch.export.ExportedProgram:
+        dynamic = ({key: dict(enumerate(names)) for key in fake} if sizes is None else _open_dims(fake, sizes, names),)
         helped = kept_functions(), general_sizes(), general_lengths(), hashed_sizes(), _lines_of_functions()
         with without_fakes(), _all(helped):
             return normalised(torch.export.export(module, (dict(fake),), strict=False, dynamic_shapes=dynamic))

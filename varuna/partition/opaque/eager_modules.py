@@ -183,6 +183,8 @@ class Pieces:
 
     @property
     def _takes_any_number(self) -> bool:
+        if not self.has_rows:
+            return False
         sizes = [value.shape[0] for value in self._inputs.values()]
         return all(isinstance(size, torch.SymInt) and not size.node.expr.is_number for size in sizes)
 
