@@ -188,11 +188,7 @@ def tensor_of(value: object) -> Tensor | None:
         return _of_numbers(value)
     if not isinstance(value, list | tuple):
         return None
-    if not any(isinstance(each, Tensor | np.ndarray) for each in value):
-        return _of_numbers(value)
-    parts = [part for each in value if (part := tensor_of(each)) is not None]
-    alike = len({(part.shape, part.dtype) for part in parts}) == 1
-    return torch.stack(parts) if alike and len(parts) == len(value) else None
+    return None if _holds_tensors(value) else _of_numbers(value)
 
 
 def _of_array(value: np.ndarray[Any, Any]) -> Tensor | None:

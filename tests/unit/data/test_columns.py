@@ -125,6 +125,12 @@ def test_what_cannot_be_a_tensor_and_is_taken_is_named() -> None:
         columns().tensors({"x": "a text", "other": "b"}, "dataset[4]")
 
 
+@pytest.mark.parametrize("y", [X, torch.ones(3)], ids=["equal", "unequal"])
+def test_a_named_tuple_of_tensors_in_a_sample_is_refused_whatever_their_shapes_are(y: Tensor) -> None:
+    with pytest.raises(DataError, match=r"dataset\[4\]\['x'\] must be a dense tensor.*is a Pair"):
+        columns().tensors({"x": Pair(X, y)}, "dataset[4]")
+
+
 def test_columns_that_are_not_used_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     source = SampleSource(
         [{"x": X, "note": "a", "idx_of_this_test": [0] * n} for n in range(1, 4)],
