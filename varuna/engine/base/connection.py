@@ -20,6 +20,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +38,8 @@ UNREACHED = frozenset(
 OPERATION_BOUND_S = 100_000.0
 """Longer than any wait in the inbox (``wait_bounds``), which ends what is blocked here by abandoning the group."""
 
+_WRITES_S = 1.0
+"""Longest that a write may take to fail once the connection has ended."""
 _HEADER = struct.Struct("<qqB")
 """tag, size in bytes, kind"""
 _ASK, _BODY = 0, 1
@@ -248,7 +251,7 @@ class Connection:
         frame = begun
         while True:
             with self._lock:
-                if frame is None and self._problem is None:
+                if frame is None and self._problem is None and not self._is_deaf:
                     frame = self._asks.popleft() if self._asks else self._bodies.popleft() if self._bodies else None
                 if frame is None or self._problem is not None:
                     self._is_writing = False
@@ -309,8 +312,10 @@ class Connection:
                 else:
                     self._take(tag, size_bytes)
         except EOFError:
+            self._let_writing_end()
             self.end("connection closed by the peer")
         except OSError as error:
+            self._let_writing_end()
             self._broke(error)
         except _Unasked as error:
             self.end(str(error))
@@ -320,6 +325,16 @@ class Connection:
             with self._lock:
                 self._is_reading = False
                 self._close_if_unused()
+
+    def _let_writing_end(self) -> None:
+        """Let who writes find out whether its message is through: a peer may leave as soon as it has it."""
+        deadline_s = time.monotonic() + _WRITES_S
+        while time.monotonic() < deadline_s:
+            with self._lock:
+                self._is_deaf = True
+                if not self._is_writing:
+                    return
+            time.sleep(0.001)  # it ends at once: nothing can be written any more
 
     def _was_asked(self, tag: int, size_bytes: int) -> None:
         with self._lock:

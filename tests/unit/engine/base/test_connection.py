@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +203,36 @@ def test_what_a_peer_sent_before_it_left_arrives_though_nothing_can_be_written_t
     first.wait(20)
     assert torch.equal(room, given)
     connection.end()
+
+
+class SlowToReturn(socket.socket):
+    """Its writes come back late, as where other threads have the interpreter: what they wrote is there long before."""
+
+    def sendmsg(self, *args: Any) -> int:
+        written = super().sendmsg(*args)
+        time.sleep(0.1)
+        return written
+
+
+@pytest.mark.parametrize("size_bytes", [1, 30_000_000])
+def test_a_message_that_the_peer_has_is_through_though_it_leaves_at_once(size_bytes: int) -> None:
+    """As after a barrier: whoever has what it needs goes."""
+    near, far = pair()
+    one, other = Connection(SlowToReturn(fileno=near.detach()), "to b"), Connection(far, "to a")
+    small, room = torch.zeros(1), torch.zeros(size_bytes, dtype=torch.uint8)
+    arrives = other.receive(room, 1)
+    other.send(small, 2)
+    one.receive(small, 2).wait(20)  # what the other one asks for is known by now
+
+    def leave() -> None:
+        arrives.wait(20)
+        other.end()
+
+    leaves = threading.Thread(target=leave)
+    leaves.start()
+    one.send(values(size_bytes), 1).wait(20)
+    leaves.join(20)
+    one.end()
 
 
 def test_what_ended_a_connection_is_said_to_whoever_comes_later(ends: tuple[Connection, Connection]) -> None:
