@@ -24,7 +24,7 @@ from pathlib import Path
 from tests.scenarios.launch import json_log, processes_with
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig

@@ -30,7 +30,7 @@ from pathlib import Path
 from benchmarks.chaos import JOB, TOLERANCE, undisturbed
 from tests.scenarios.launch import json_log, processes_with
 from tests.scenarios.network import NAMESPACE, Network, why_not
-from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.run_folder.sample_ledger import audit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -270,7 +270,7 @@ class Storm:
 
     @contextlib.contextmanager
     def wrong_machine(self) -> Iterator[str]:
-        """A disk or a driver of one machine fails whoever reads there."""
+        """Let each read of a sample on one machine fail, as by a disk or a driver."""
         host, kind = self.choose.choice(MACHINES), self.choose.choice(("disk", "driver"))
         with self._told(host, kind):
             yield f"{kind} of {host}"

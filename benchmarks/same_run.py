@@ -22,7 +22,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.demo.example import dataset_size, example_folder
 from varuna.demo.reference import sample_order, train_reference
-from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig

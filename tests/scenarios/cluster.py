@@ -15,7 +15,7 @@ from tests.scenarios.launch import BOUND_S, JOB, environment, json_log, run
 from tests.scenarios.warm import Process
 from tests.waiting import wait_for
 from varuna.fleet.run_folder.connection_file import find
-from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.state.run_events import RunEvent
 
 CLI = [sys.executable, "-m", "varuna.cli.main"]

@@ -79,18 +79,17 @@ class Network:
             self._ip(host, f"route replace {SUBNET}.0/24 dev eth0 congctl {_USUAL}")
             self._ip(host, f"route replace local {address} dev eth0 table local src {address} congctl {_USUAL}")
             for where, device in ((host, "eth0"), ("", f"to-{host}")):
-                shaped = f"qdisc replace dev {device} root tbf rate {bits_per_s:.0f}bit {_SHAPED}"
                 self._ip(where, f"link set {device} gso_max_size {_UNCUT_BYTES}")
-                self._inside(where, ["tc", *shaped.split()])
+            self.narrow(host, bits_per_s)
 
     def narrow(self, host: str, bits_per_s: float) -> None:
-        """What one host sends and gets passes a line of so many bits a second."""
+        """Limit one host's line to ``bits_per_s``, in each direction."""
         for where, device in ((host, "eth0"), ("", f"to-{host}")):
             shaped = f"qdisc replace dev {device} root tbf rate {bits_per_s:.0f}bit {_SHAPED}"
             self._inside(where, ["tc", *shaped.split()])
 
     def widen(self, host: str) -> None:
-        """The line of a host is as wide as any."""
+        """Take the limit of a host's line away."""
         for where, device in ((host, "eth0"), ("", f"to-{host}")):
             self._inside(where, ["tc", "qdisc", "delete", "dev", device, "root"])
 
@@ -121,12 +120,12 @@ class Network:
         self._nft(at, f"add rule inet faults input ip saddr {self.addresses[source]} {lost}drop")
 
     def silence(self, one: str, other: str) -> None:
-        """Nothing gets through between two hosts any more; all else does. Each takes the other for a stranger."""
+        """Drop all that two hosts send to each other: each sends to a card that does not exist."""
         for host, peer in ((one, other), (other, one)):
             self._ip(host, f"neighbour replace {self.addresses[peer]} lladdr {_NOBODY} dev eth0 nud permanent")
 
     def unsilence(self, one: str, other: str) -> None:
-        """They know each other again."""
+        """Let two hosts reach each other again."""
         for host, peer in ((one, other), (other, one)):
             self._ip(host, f"neighbour delete {self.addresses[peer]} dev eth0")
 

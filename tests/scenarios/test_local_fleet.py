@@ -18,7 +18,7 @@ from tests.scenarios.launch import BOUND_S, processes_with
 from tests.unit.fleet.support import make_plan
 from tests.waiting import wait_for
 from varuna.core.errors import FleetError, UsageError
-from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
@@ -158,7 +158,7 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from tests.unit.fleet.support import make_plan
-from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.service.local_workers import LocalLaunch
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
@@ -184,7 +184,7 @@ def test_sigterm_ends_everything(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from tests.unit.fleet.support import make_plan
-from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.service.local_workers import LocalLaunch
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig

@@ -9,7 +9,7 @@ import pytest
 from tests.scenarios.cluster import Cluster, ended
 from tests.scenarios.launch import json_log, python
 from tests.waiting import wait_for
-from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.run_folder.sample_ledger import audit
 
 MICRO_BATCHES = 300

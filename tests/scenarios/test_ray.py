@@ -16,7 +16,7 @@ import pytest
 from tests.scenarios.launch import JOB, Done, environment, json_log, parent_of, processes_with, python, run
 from tests.scenarios.warm import Process
 from tests.waiting import wait_for
-from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.state.run_events import RunEvent
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")

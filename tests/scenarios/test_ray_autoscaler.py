@@ -12,7 +12,7 @@ import pytest
 
 from tests.scenarios.launch import JOB, json_log, processes_with, python
 from tests.waiting import wait_for
-from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.past_events import read_events
 
 if TYPE_CHECKING:
     from tests.scenarios.ray_autoscaling import AutoscalingCluster

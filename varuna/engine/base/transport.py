@@ -149,7 +149,7 @@ class Group:
     def exchange(self, values: Tensor, bound_s: float = OPERATION_BOUND_S) -> Tensor:
         """Cut ``values`` into as many equal parts as there are members; this member's part of everyone's, in order.
 
-        In host memory, as what ``gather`` takes.
+        In host memory.
 
         Raises:
             RuntimeError: as ``Work.wait``.
@@ -157,16 +157,6 @@ class Group:
         theirs = torch.empty_like(values)
         self._swap(values.chunk(self.size), theirs.chunk(self.size), _SWAP_TAG).wait(bound_s)
         return theirs
-
-    def gather(self, part: Tensor) -> Tensor:
-        """All members' flat parts, which are of one size, in order.
-
-        Raises:
-            RuntimeError: as ``Work.wait``.
-        """
-        whole = torch.empty(self.size * part.numel(), dtype=part.dtype)
-        self._swap([part] * self.size, whole.chunk(self.size), _SWAP_TAG).wait()
-        return whole
 
     def _swap(
         self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int, then: Callable[[], object] | None = None

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from varuna.core.errors import FleetError, UsageError
+from varuna.core.errors import FleetError
 from varuna.core.messages import Vote
 from varuna.core.model import JobFacts
 from varuna.core.units import counted
 from varuna.core.value import Value
-from varuna.fleet.run_folder.database import FILE, open_database, unreadable
+from varuna.fleet.run_folder.database import FILE, open_database
 from varuna.fleet.run_folder.reserve import Reserve
 from varuna.fleet.run_folder.step_log import StepLog
 from varuna.fleet.state.run_events import Asked, GenerationStarted, RunEnded, RunEvent, StepRecorded, VerdictReached
@@ -297,29 +297,6 @@ class Journal:
 def _is_full(error: sqlite3.Error) -> bool:
     """Whether a disk without room may be the reason; SQLite calls some cases of it an I/O error."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-
-
-def read_events(run_dir: Path) -> list[RunEvent]:
-    """All events that a run directory has seen, the oldest first; also while a manager writes.
-
-    Raises:
-        UsageError: there is no run, or it is another version's.
-    """
-    path = run_dir / FILE
-    if not path.is_file():
-        raise UsageError(f"there is no run in {run_dir}: {FILE} is missing. Pass the folder of a run.")
-    try:
-        database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0)
-        try:
-            return [_event.validate_json(body) for body in _bodies(database, 0)]
-        finally:
-            database.close()
-    except (sqlite3.Error, ValueError) as error:
-        raise UsageError(unreadable(path, error)) from error
-
-
-def _bodies(database: sqlite3.Connection, after: int) -> list[str]:
-    return [body for (body,) in database.execute("SELECT body FROM events WHERE id > ? ORDER BY id", (after,))]
 
 
 def _bodies_that_count(database: sqlite3.Connection, after: int, newest_steps: int) -> list[str]:

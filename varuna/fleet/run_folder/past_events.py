@@ -5,7 +5,7 @@ import math
 import re
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,17 +38,23 @@ def events_and_steps(run_dir: Path) -> Iterator[tuple[float, RunEvent | PastStep
     Raises:
         UsageError: there is no run, or it is another version's.
     """
-    try:
-        with closing(_opened(run_dir)) as database:
-            first = int(_fact(database, "first_event") or 0)
-            query = (
-                "SELECT time, kind, CASE kind WHEN 'step_recorded' THEN substr(body, 1, ?) ELSE body END "
-                "FROM events WHERE id > ? AND kind != 'audited' ORDER BY id"
-            )
-            for time_s, kind, body in database.execute(query, (_BEGINNING, first)):
-                yield time_s, _step(body, time_s) if kind == "step_recorded" else _event.validate_json(body)
-    except (sqlite3.Error, ValueError) as error:
-        raise UsageError(unreadable(run_dir / FILE, error)) from error
+    with _reading(run_dir) as database:
+        query = (
+            "SELECT time, kind, CASE kind WHEN 'step_recorded' THEN substr(body, 1, ?) ELSE body END "
+            "FROM events WHERE id > ? AND kind != 'audited' ORDER BY id"
+        )
+        for time_s, kind, body in database.execute(query, (_BEGINNING, _first(database))):
+            yield time_s, _step(body, time_s) if kind == "step_recorded" else _event.validate_json(body)
+
+
+def read_events(run_dir: Path) -> list[RunEvent]:
+    """All events that a run directory has seen, of earlier runs too, the oldest first.
+
+    Raises:
+        UsageError: there is no run, or it is another version's.
+    """
+    with _reading(run_dir) as database:
+        return [_event.validate_json(body) for (body,) in database.execute("SELECT body FROM events ORDER BY id")]
 
 
 class NewestEvents(NamedTuple):
@@ -66,25 +72,22 @@ def newest_events(run_dir: Path, steps: int) -> NewestEvents:
     Raises:
         UsageError: there is no run, or it is another version's.
     """
-    try:
-        with closing(_opened(run_dir)) as database:
-            first = int(_fact(database, "first_event") or 0)
-            newest = database.execute(
-                "SELECT id FROM events WHERE id > ? AND kind = 'step_recorded' ORDER BY id DESC LIMIT 1 OFFSET ?",
-                (first, steps),
-            ).fetchone()
-            older = newest[0] if newest is not None else first
-            left_out = database.execute(
-                "SELECT COUNT(*) FROM events WHERE id > ? AND id <= ? AND kind = 'step_recorded'", (first, older)
-            ).fetchone()[0]
-            rows = database.execute(
-                "SELECT body FROM events WHERE id > ? AND kind != 'audited' AND (kind != 'step_recorded' OR id > ?) "
-                "ORDER BY id",
-                (first, older),
-            )
-            return NewestEvents(tuple(_event.validate_json(body) for (body,) in rows), left_out)
-    except (sqlite3.Error, ValueError) as error:
-        raise UsageError(unreadable(run_dir / FILE, error)) from error
+    with _reading(run_dir) as database:
+        first = _first(database)
+        newest = database.execute(
+            "SELECT id FROM events WHERE id > ? AND kind = 'step_recorded' ORDER BY id DESC LIMIT 1 OFFSET ?",
+            (first, steps),
+        ).fetchone()
+        older = newest[0] if newest is not None else first
+        left_out = database.execute(
+            "SELECT COUNT(*) FROM events WHERE id > ? AND id <= ? AND kind = 'step_recorded'", (first, older)
+        ).fetchone()[0]
+        rows = database.execute(
+            "SELECT body FROM events WHERE id > ? AND kind != 'audited' AND (kind != 'step_recorded' OR id > ?) "
+            "ORDER BY id",
+            (first, older),
+        )
+        return NewestEvents(tuple(_event.validate_json(body) for (body,) in rows), left_out)
 
 
 def ending(run_dir: Path) -> RunEnded | None:
@@ -93,16 +96,13 @@ def ending(run_dir: Path) -> RunEnded | None:
     Raises:
         UsageError: there is no run, or it is another version's.
     """
-    try:
-        with closing(_opened(run_dir)) as database:
-            last = database.execute(
-                "SELECT kind, body FROM events WHERE id > ? AND kind IN "
-                "('run_ended', 'generation_started', 'step_recorded', 'worker_joined') ORDER BY id DESC LIMIT 1",
-                (int(_fact(database, "first_event") or 0),),
-            ).fetchone()
+    with _reading(run_dir) as database:
+        last = database.execute(
+            "SELECT kind, body FROM events WHERE id > ? AND kind IN "
+            "('run_ended', 'generation_started', 'step_recorded', 'worker_joined') ORDER BY id DESC LIMIT 1",
+            (_first(database),),
+        ).fetchone()
         return RunEnded.model_validate_json(last[1]) if last is not None and last[0] == "run_ended" else None
-    except (sqlite3.Error, ValueError) as error:
-        raise UsageError(unreadable(run_dir / FILE, error)) from error
 
 
 def kept_job(run_dir: Path) -> JobFacts | None:
@@ -111,19 +111,28 @@ def kept_job(run_dir: Path) -> JobFacts | None:
     Raises:
         UsageError: there is no run, or it is another version's.
     """
-    try:
-        with closing(_opened(run_dir)) as database:
-            body = _fact(database, "job")
+    with _reading(run_dir) as database:
+        body = _fact(database, "job")
         return None if body is None else JobFacts.model_validate_json(body)
-    except (sqlite3.Error, ValueError) as error:
-        raise UsageError(unreadable(run_dir / FILE, error)) from error
 
 
-def _opened(run_dir: Path) -> sqlite3.Connection:
+@contextmanager
+def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
+    """Read a run's journal; what is no journal is refused in words."""
     path = run_dir / FILE
     if not path.is_file():
         raise UsageError(f"there is no run in {run_dir}: {FILE} is missing. Pass the folder of a run.")
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0, check_same_thread=False)
+    place = f"{path.absolute().as_uri()}?mode=ro"
+    try:
+        with closing(sqlite3.connect(place, uri=True, timeout=10.0, check_same_thread=False)) as database:
+            yield database
+    except (sqlite3.Error, ValueError) as error:
+        raise UsageError(unreadable(path, error)) from error
+
+
+def _first(database: sqlite3.Connection) -> int:
+    """Number of the last event before the newest run."""
+    return int(_fact(database, "first_event") or 0)
 
 
 def _fact(database: sqlite3.Connection, name: str) -> str | None:

@@ -15,7 +15,8 @@ from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.loop import Manager
 from varuna.fleet.manager.mailbox import Mailbox, Pulses
 from varuna.fleet.page.status import describe
-from varuna.fleet.run_folder.journal import Journal, read_events
+from varuna.fleet.run_folder.journal import Journal
+from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import Event, FinishRequested, MessageReceived, StopRequested
 from varuna.fleet.state.phases import Idle

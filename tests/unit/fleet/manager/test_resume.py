@@ -11,7 +11,8 @@ from varuna.core.messages import Assign, Beat, Held, Hello, Hold, RaiseFlag, Sus
 from varuna.fleet.manager.reconcile import Reconciliation, node_of, reconcile
 from varuna.fleet.manager.resume import KnownCheckpoint, known_checkpoint, lost_workers, resume
 from varuna.fleet.net.protocol import WorkerSnapshot
-from varuna.fleet.run_folder.journal import Journal, Past, read_events
+from varuna.fleet.run_folder.journal import Journal, Past
+from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
