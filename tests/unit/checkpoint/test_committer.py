@@ -30,6 +30,21 @@ def keeper(place: str, warnings: list[str], **changes: int) -> CheckpointCommitt
     return CheckpointCommitter(job, new=False, overwrite=False, say=warnings.append, warn=warnings.append)
 
 
+def kept_twice(store: Store, place: str, warnings: list[str]) -> CheckpointCommitter:
+    """One that has committed steps 3 and 6, and read them back."""
+    keep_in_memory(store)
+    keep, plan = keeper(place, warnings), make_plan()
+    keep.begin(0, plan, first_step=0, rollback=True)
+    for step in (3, 6):
+        for shard in save_parts(store, step, plan):
+            keep.collect(shard)
+        assert keep.wait_for(step, 10)
+        assert keep.settle()
+    assert keep.verifier.wait(10)
+    assert keep.settle()
+    return keep
+
+
 def is_given_back(store: Store) -> bool:
     return b'"is_over":true' in store.get(sorted(entry.name for entry in store.entries("lease"))[-1])
 
@@ -171,18 +186,9 @@ class LaggingStore(HookedStore):
 def test_a_store_whose_listings_lag_gets_checkpoints(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("varuna.checkpoint.committer.SHOWN_AGAIN_S", 0.01)
     store = LaggingStore(open_store(place))
-    keep_in_memory(store)
     warnings: list[str] = []
-    keep, plan = keeper(place, warnings), make_plan()
-    keep.begin(0, plan, first_step=0, rollback=True)
-    for step in (3, 6):
-        for shard in save_parts(store, step, plan):
-            keep.collect(shard)
-        assert keep.wait_for(step, 10)
-        assert keep.settle()
+    keep = kept_twice(store, place, warnings)
     assert warnings == []
-    assert keep.verifier.wait(10)
-    assert keep.settle()
     found: list[int] = []
 
     def look() -> None:
@@ -225,17 +231,8 @@ def test_an_empty_folder_does_not_send_a_run_back(
 ) -> None:
     monkeypatch.setattr("varuna.checkpoint.committer.SHOWN_AGAIN_S", 0.01)
     store = HidingStore(open_store(place))
-    keep_in_memory(store)
     warnings: list[str] = []
-    keep, plan = keeper(place, warnings), make_plan()
-    keep.begin(0, plan, first_step=0, rollback=True)
-    for step in (3, 6):
-        for shard in save_parts(store, step, plan):
-            keep.collect(shard)
-        assert keep.wait_for(step, 10)
-    assert keep.settle()
-    assert keep.verifier.wait(10)
-    assert keep.settle()
+    keep = kept_twice(store, place, warnings)
     store.is_hidden = True
     if is_restarted:
         keep.close()

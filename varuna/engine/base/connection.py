@@ -65,9 +65,8 @@ def unreachable_of(error: BaseException | None) -> int | None:
 class Work:
     """A transfer in progress; keeps its buffer alive."""
 
-    def __init__(self, buffer: Tensor, tag: int, give_up: Callable[[str], None]) -> None:
+    def __init__(self, buffer: Tensor, give_up: Callable[[str], None]) -> None:
         self.buffer = buffer
-        self.tag = tag
         self.view = bytes_of(buffer)
         self._give_up = give_up
         self._pending = threading.Lock()  # wakes faster than an Event
@@ -155,7 +154,7 @@ class Connection:
 
     def send(self, buffer: Tensor, tag: int) -> Work:
         """Start to send; returns at once."""
-        work = Work(buffer, tag, self.end)
+        work = Work(buffer, self.end)
         with self._lock:
             self._begin(work)
             self._to_send[tag].append(work)
@@ -166,7 +165,7 @@ class Connection:
 
     def receive(self, buffer: Tensor, tag: int) -> Work:
         """Start to receive; returns at once."""
-        work = Work(buffer, tag, self.end)
+        work = Work(buffer, self.end)
         with self._lock:
             self._begin(work)
             self._to_receive[tag].append(work)

@@ -104,9 +104,9 @@ def record_votes(transition: Transition) -> None:
             _record(transition, transition.fleet.votes[step])
     fleet = transition.fleet
     if fleet.recorded_step > before:
-        due = [shard for shard in fleet.early_shards if shard.step <= fleet.recorded_step + 1]
-        transition.instructions.extend(map(Collect, due))
-        transition.update(early_shards=fleet.early_shards[len(due) :])
+        if due := [shard for shard in fleet.early_shards if shard.step <= fleet.recorded_step + 1]:
+            transition.instructions.extend(map(Collect, due))
+            transition.update(early_shards=fleet.early_shards[len(due) :])
         transition.update(votes={fleet.recorded_step: fleet.votes[fleet.recorded_step]})
         for name in fleet.live_members:
             if is_near(fleet, fleet.workers[name]):  # to whom nobody listens, messages would pile up

@@ -41,7 +41,7 @@ def note_error(transition: Transition, name: str, text: str, *, exit_code: int, 
     Args:
         transition: of the event.
         name: of the worker.
-        text: which error, of which worker.
+        text: which error, of which worker: ``worker w3 (rank 1, ...) failed: ...``.
         exit_code: of the run, if it ends.
         detail: what follows the text, such as a traceback.
     """
@@ -64,7 +64,7 @@ def note_error(transition: Transition, name: str, text: str, *, exit_code: int, 
         warning=True,
     )
     _rest(transition, name, device, device, text, may_be_code=True)
-    transition.lose(name, f"failed: {text}", kill=True)
+    transition.lose(name, text.removeprefix(f"worker {name} "), kill=True)
 
 
 def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:

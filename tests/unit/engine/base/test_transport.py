@@ -63,7 +63,7 @@ class _Waiting(Work):
     """Waits as told, and notes for how long it may."""
 
     def __init__(self, work: Work, bounds_s: list[float]) -> None:
-        super().__init__(work.buffer, work.tag, lambda problem: None)
+        super().__init__(work.buffer, lambda problem: None)
         self.inner, self.bounds_s = work, bounds_s
 
     def wait(self, bound_s: float = 0.0) -> Tensor:

@@ -347,7 +347,7 @@ def test_an_error_costs_its_worker_once_where_others_have_machines_of_their_own(
         driver.wait(driver.fleet.config.exit_grace_s + 1)
     assert not ends(driver)
     [lost] = driver.told(WorkerLost)
-    assert lost.cause.startswith("worker w1 failed: worker w1 (rank 1, generation 0) ")
+    assert lost.cause.startswith("worker w1 (rank 1, generation 0) ")
     first, rests = (event.text for event in driver.told(Notice) if event.warning)
     assert "Its machine may be to blame, so the run goes on without this worker" in first
     assert WRONG in first
