@@ -48,7 +48,8 @@ def _plan_ahead(transition: Transition, phase: Running) -> None:
         or not transition.fleet.formed
     ):
         return
-    if _steps_left(transition.fleet) < _LAST_STEPS or _is_rank_away(transition.fleet):
+    fleet = transition.fleet
+    if not _has_reason(fleet) or _steps_left(fleet) < _LAST_STEPS or _is_rank_away(fleet):
         return
     if transition.fleet.morph_asked:
         _answer_request(transition)
@@ -56,6 +57,11 @@ def _plan_ahead(transition: Transition, phase: Running) -> None:
         for consider in (_consider_slow, _consider_risk, _consider_newcomers):
             if transition.fleet.phase is phase:
                 consider(transition, phase)
+
+
+def _has_reason(fleet: Fleet) -> bool:
+    """Whether there may be something to gain; looks at no worker, for most ticks find nothing."""
+    return bool(fleet.morph_asked or fleet.slow or fleet.record.plan.speeds or fleet.at_risk or fleet.workers.newcomers)
 
 
 def _raise_flag(transition: Transition, flag: Flag) -> None:
