@@ -148,32 +148,38 @@ class Spans:
         read = self._inputs[stop] - self._inputs[start]
         return SAMPLES_AHEAD * read + self._being_read if read else 0.0
 
-    def first_kept(self, start: int, stop: int, depth: int, room_bytes: float) -> int:
-        """First section of a stage from which activations are kept by micro-batches in flight.
+    def first_kept(self, start: int, stop: int, depth: int, room_bytes: float, *, lowest: int) -> int:
+        """First section of a stage from which activations are kept by micro-batches in flight; ``stop``: nothing fits.
 
         Args:
             start: first section of the stage.
             stop: one past its last section.
             depth: n_k, more than 1.
-            room_bytes: for all that micro-batches in flight hold, beside activations and messages if nothing is kept.
+            room_bytes: for activations, messages, and what other micro-batches in flight hold beside their inputs.
+            lowest: the first section that may be kept.
         """
-        found = self._first_within(start, stop, room_bytes / (depth - 1))
-        if found == start:
-            return found
-        # What F needs beside an R is less if sections with large ones are not kept: then it is not their turn yet.
-        room_bytes += self.bare_peak(start, stop, depth, recomputes=True)
+        others = depth - 1
+        if lowest == start:
+            bare_peak = self.bare_peak(start, stop, depth, recomputes=True)  # no less than without an R
+            if bare_peak + others * self.held(start, start, stop) <= room_bytes:
+                return start
+        # Kept activations are there while sections before them run again: the peak may be more than with none kept.
         at_work = self.at_work(start, stop) + self.messages(start, stop, depth, Moment.BACKWARD)
-        for first in range(self._first_within(start, stop, (room_bytes - at_work) / (depth - 1)), found):
-            peak = sum(self.peak(start, stop, first, depth, recomputes=True))
-            if peak + (depth - 1) * self.held(start, first, stop) <= room_bytes:
+        for first in range(self._first_within(start, stop, (room_bytes - at_work) / others), stop):
+            if first >= lowest and self.flying(start, first, stop, depth) <= room_bytes:
                 return first
-        return found
+        return stop
 
     def _first_within(self, start: int, stop: int, room_bytes: float) -> int:
-        """The same for the room of one micro-batch in flight."""
+        """No section before this one may be the first that a micro-batch in flight keeps in that room."""
         if self.held(start, start, stop) <= room_bytes:
             return start
         return bisect_left(self._kept_from, self._activations[stop] - room_bytes, start + 1, stop)
+
+    def flying(self, start: int, first_kept: int, stop: int, depth: int) -> float:
+        """Bytes at the peak beside inputs that are in flight; arguments as of ``peak``."""
+        peak = sum(self.peak(start, stop, first_kept, depth, recomputes=True))
+        return peak + (depth - 1) * self.held(start, first_kept, stop)
 
     def held(self, start: int, first_kept: int, stop: int) -> float:
         """What a micro-batch in flight holds beside its input: kept activations, and what the first of them began with.
@@ -386,6 +392,6 @@ class Spans:
 
 
 def _keeping(activations: Sequence[float], incoming: Sequence[int]) -> list[float]:
-    """For each first kept section, activations before it, less what it takes; ascending, for a bisection."""
+    """For each first kept section, the most that it or one before spares, less what it takes; for a bisection."""
     kept = [before - taken for before, taken in zip(activations, incoming, strict=False)]
-    return list(accumulate(reversed(kept), min))[::-1]
+    return list(accumulate(kept, max))

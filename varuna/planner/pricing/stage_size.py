@@ -156,7 +156,7 @@ class Sizer:
         return crossing_time_s(self._profile, range(start, stop), moved=moved, depth=depth)
 
     def size(self, stage: int, start: int, stop: int, *, most: int | None = None) -> Size | None:
-        """Depth, at most ``most``, and kept sections; None if not even the least depth fits without keeping."""
+        """Depth, at most ``most``, and kept sections; None if not even the least depth fits."""
         wanted = self._wanted[stage]
         if most is not None and most < wanted:
             wanted = most
@@ -181,11 +181,14 @@ class Sizer:
         if each and self._stash_moves and places >= STASH_IN_TRANSIT:
             most_moved = self._most_moved(stage, start, stop, each)
         if places < wanted:
-            depth = min(wanted, max(places, places - STASH_IN_TRANSIT + most_moved))
+            if most_moved:
+                depth = min(wanted, max(places, places - STASH_IN_TRANSIT + most_moved))
+                while depth > places and self._least_flying(stage, start, stop, depth, most_moved, each) > free:
+                    depth -= 1  # the more there are, the more messages may leave at once
+            else:
+                depth = self._deepest(stage, start, stop, places, wanted, free, each)
             if depth < min(wanted, self._least[stage]):
                 return 0, stop, 0
-            peak = self._peak(stage, start, stop, depth)
-        free -= peak
         if most_moved:
             return self._fit_moving(stage, start, stop, depth, most_moved, free, each)
         return depth, self._first_kept(stage, start, stop, depth, free - depth * each), 0
@@ -201,26 +204,37 @@ class Sizer:
             places += 1  # the fewer they are, the fewer messages may leave at once
         return places
 
-    def _first_kept(self, stage: int, start: int, stop: int, depth: int, free: float) -> int:
-        """First section from which on activations fit."""
+    def _deepest(self, stage: int, start: int, stop: int, depth: int, wanted: int, free: float, each: float) -> int:
+        """Depth beyond ``depth``, the most if nothing is kept: without an R, a stage may need less than it keeps."""
+        for deeper in range(max(depth + 1, 2), wanted + 1):
+            if self._first_kept(stage, start, stop, deeper, free - deeper * each) == stop:
+                break
+            depth = deeper
+        return depth
+
+    def _first_kept(self, stage: int, start: int, stop: int, depth: int, room: float, lowest: int | None = None) -> int:
+        """First section from which on activations fit, from ``lowest`` on."""
         if not self._may_keep or stage == self._last or depth == 1:
             return stop
-        return self._spans.first_kept(start, stop, depth, free)
+        return self._spans.first_kept(start, stop, depth, room, lowest=start if lowest is None else lowest)
 
     def _fit_moving(
         self, stage: int, start: int, stop: int, depth: int, most_moved: int, free: float, each: float
     ) -> tuple[int, int, int]:
         """Where inputs may wait in host memory: activations are kept first, and inputs stay in what is left."""
-        moved = min(depth, most_moved)
-        moved = moved if moved > STASH_IN_TRANSIT else 0
+        moved = _worth_moving(min(depth, most_moved))
         free -= Size(depth, 0, moved).on_device * each
-        first_kept = self._first_kept(stage, start, stop, depth, free)
+        lowest = start + 1 if moved else start  # a stage without R has nothing that waits for it
+        first_kept = self._first_kept(stage, start, stop, depth, free, lowest)
         if moved:
-            first_kept = max(first_kept, start + 1)  # a stage without R has nothing that waits for it
-            free -= self._spans.held(start, first_kept, stop) * (depth - 1)
-            moved = max(0, moved - int(free // each))
-            moved = moved if moved > STASH_IN_TRANSIT else 0
+            free -= self._spans.flying(start, first_kept, stop, depth)
+            moved = _worth_moving(moved - int(free // each))
         return depth, first_kept, moved
+
+    def _least_flying(self, stage: int, start: int, stop: int, depth: int, most_moved: int, each: float) -> float:
+        """Bytes of that many micro-batches in flight if nothing is kept and the most inputs wait in host memory."""
+        size = Size(depth, 0, _worth_moving(min(depth, most_moved)))
+        return size.on_device * each + self._peak(stage, start, stop, depth)
 
     def _most_moved(self, stage: int, start: int, stop: int, each: float) -> int:
         """Number of a stage's inputs that host memory has room for."""
@@ -278,6 +292,11 @@ class Sizer:
     def host_bytes(self, start: int, stop: int) -> int:
         """What lasts of sections [start, stop) in host memory beside a device."""
         return self._spans.host_bytes(start, stop, self._copies)
+
+
+def _worth_moving(inputs: int) -> int:
+    """That many inputs, or none where those on their way would take more than is spared."""
+    return inputs if inputs > STASH_IN_TRANSIT else 0
 
 
 def entry_bytes(profile: Profile, span: range) -> int:

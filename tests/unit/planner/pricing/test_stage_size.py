@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -26,11 +27,16 @@ def sizer(
     tentative: bool = True,
     together: bool = False,
     splits: bool = False,
+    host_limit_bytes: int | None = None,
+    stash_moves: bool = False,
 ) -> Sizer:
     hardware = Hardware(name="test", reserved_bytes=reserved_bytes)
     calibration = calibrated(facts, hardware=hardware, optimizer=OptimizerCosts(together=together))
-    spans = Spans(profile(calibration, micro_batch), limit_bytes=limit_bytes, splits=splits)
-    return Sizer(spans, wanted=wanted, least=[1] * len(wanted), may_keep=may_keep, tentative=tentative)
+    spans = Spans(
+        profile(calibration, micro_batch), limit_bytes=limit_bytes, host_limit_bytes=host_limit_bytes, splits=splits
+    )
+    least = [1] * len(wanted)
+    return Sizer(spans, wanted=wanted, least=least, may_keep=may_keep, stash_moves=stash_moves, tentative=tentative)
 
 
 def test_a_stage_needs_state_stash_activations_and_messages() -> None:
@@ -201,12 +207,24 @@ def test_the_bytes_of_a_size_are_what_it_was_chosen_by(kept: int) -> None:
     assert sizes.detail(1, 1, 3, size).total == limit
 
 
-@given(st.data(), st.integers(1, 7), st.booleans())
-def test_what_a_size_was_promised_with_is_enough_for_it(data: st.DataObject, depth: int, splits: bool) -> None:
-    sizes_bytes = st.integers(0, 9)
-    names = ("activation_bytes", "boundary_bytes", "forward_bytes", "backward_bytes", "input_bytes", "queued_bytes")
-    drawn = [{name: data.draw(sizes_bytes) * MB for name in names} for _ in range(4)]
-    facts = model([section().model_copy(update=each) for each in drawn])
+NAMES = ("activation_bytes", "boundary_bytes", "forward_bytes", "backward_bytes", "input_bytes", "queued_bytes")
+IDLE = dict.fromkeys(NAMES, 0)
+
+
+def sections_of(sizes_bytes: Sequence[dict[str, int]]) -> ModelFacts:
+    return model([section().model_copy(update=each) for each in sizes_bytes])
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelFacts:
+    each = st.just(0) | st.integers(0, 9).map(lambda megabytes: megabytes * MB)
+    return sections_of([{name: draw(each) for name in NAMES} for _ in range(4)])
+
+
+@given(st.data(), models(), st.integers(1, 7), st.booleans())
+def test_what_a_size_was_promised_with_is_enough_for_it(
+    data: st.DataObject, facts: ModelFacts, depth: int, splits: bool
+) -> None:
     wanted = (depth + 1, depth, 1)
 
     def sized(limit_bytes: int) -> tuple[Size | None, Sizer]:
@@ -223,6 +241,83 @@ def test_what_a_size_was_promised_with_is_enough_for_it(data: st.DataObject, dep
     assert again is not None
     assert again.depth == size.depth
     assert sizes.detail(1, 1, 3, again).total <= needed
+
+
+@given(st.data(), models(), st.integers(1, 7), st.booleans())
+def test_what_a_size_was_promised_with_is_enough_where_inputs_move(
+    data: st.DataObject, facts: ModelFacts, depth: int, may_keep: bool
+) -> None:
+    wanted, first = (depth + 2, depth, 1), data.draw(st.integers(0, 1))
+    place = first, first, first + 2
+    limit = sizer(facts, wanted, tentative=False).detail(*place, Size(1, 0)).state + data.draw(st.integers(1, 200)) * MB
+    host_limit = data.draw(st.none() | st.integers(0, 60).map(lambda megabytes: megabytes * MB))
+    sizes = sizer(
+        facts,
+        wanted,
+        limit_bytes=limit,
+        host_limit_bytes=host_limit,
+        stash_moves=True,
+        may_keep=may_keep,
+        tentative=False,
+    )
+    size = sizes.size(*place)
+    if size is None:
+        return
+    needed = sizes.detail(*place, size)
+    assert needed.total <= limit
+    assert host_limit is None or needed.host <= host_limit
+    assert size.moved <= size.depth
+
+
+def test_no_more_inputs_move_than_are_in_flight_though_more_messages_then_leave() -> None:
+    facts = sections_of(
+        [
+            IDLE | {"backward_bytes": 5 * MB, "input_bytes": 9 * MB},
+            IDLE | {"backward_bytes": 8 * MB, "boundary_bytes": 3 * MB},
+            *(IDLE, IDLE),
+        ]
+    )
+    state = sizer(facts, (8, 7, 1), tentative=False).detail(0, 0, 2, Size(1, 0)).state
+    for limit, host_limit in product(range(60, 100, 4), range(30, 70, 2)):
+        sizes = sizer(
+            facts,
+            (8, 7, 1),
+            limit_bytes=state + limit * MB,
+            host_limit_bytes=host_limit * MB,
+            stash_moves=True,
+            tentative=False,
+        )
+        size = sizes.size(0, 0, 2)
+        if size is not None:
+            needed = sizes.detail(0, 0, 2, size)
+            assert needed.total <= state + limit * MB
+            assert needed.host <= host_limit * MB
+            assert size.moved <= size.depth
+
+
+def test_kept_activations_wait_while_those_before_them_run_again() -> None:
+    before = {"activation_bytes": 7 * MB, "input_bytes": 3 * MB}
+    before |= dict.fromkeys(("boundary_bytes", "forward_bytes", "backward_bytes"), 4 * MB)
+    kept = {"activation_bytes": 3 * MB, "boundary_bytes": 3 * MB, "input_bytes": 9 * MB}
+    facts = sections_of([IDLE | {"boundary_bytes": 8 * MB}, IDLE | before, IDLE | kept, IDLE])
+    bare, keeping = (sizer(facts, (5, 4, 1), tentative=False).detail(1, 1, 3, Size(4, kept)).total for kept in (0, 1))
+    sizes = sizer(facts, (5, 4, 1), limit_bytes=keeping - MB, tentative=False)
+    assert bare < keeping - MB
+    assert sizes.size(1, 1, 3) == Size(depth=4, kept=0)
+    assert sizer(facts, (5, 4, 1), limit_bytes=keeping, tentative=False).size(1, 1, 3) == Size(depth=4, kept=1)
+
+
+def test_a_stage_that_needs_less_without_an_r_keeps_rather_than_have_fewer_in_flight() -> None:
+    busy, sending = IDLE | {"forward_bytes": 2 * MB, "backward_bytes": 2 * MB}, IDLE | {"boundary_bytes": MB}
+    facts = sections_of((IDLE, busy, sending, IDLE))
+    bare, keeping = (sizer(facts, (3, 2, 1), tentative=False).detail(1, 1, 3, Size(2, kept)).total for kept in (0, 2))
+    assert bare == keeping + MB  # an R waits beside one message more than an F
+
+    def size(limit_bytes: int, *, may_keep: bool = True) -> Size | None:
+        return sizer(facts, (3, 2, 1), limit_bytes=limit_bytes, may_keep=may_keep, tentative=False).size(1, 1, 3)
+
+    assert size(keeping) == Size(depth=2, kept=2)
+    assert size(keeping, may_keep=False) == Size(depth=1, kept=0)
 
 
 def test_of_few_micro_batches_in_flight_few_have_messages() -> None:
