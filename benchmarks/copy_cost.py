@@ -1,4 +1,4 @@
-"""What it costs to copy each stage's state to another worker during every step: steps with copies over steps without.
+"""What it costs to copy each stage's state to another worker: steps with copies over steps without.
 
 Two worker processes of `varuna run` train GPT-2 in two stages (P = 2, D = 1), so that each keeps a copy of the other
 one's state. Within one run, blocks of steps with copies alternate with blocks without and with a second kind without,
@@ -6,6 +6,10 @@ whose ratio is the noise. Wall time is that of a step on the main rank; CPU time
 workers, which a busy machine disturbs less.
 
     python -m benchmarks.copy_cost [--width 512] [--micro-batches 48] [--blocks 8] [--steps 4] [--json]
+    python -m benchmarks.copy_cost --every-few --micro-batches 4 --steps 40
+
+Copies are made in every step, or every few steps (memory checkpoints), of which blocks must have several. There, means
+are compared, since most steps have none.
 """
 
 import argparse
@@ -49,9 +53,18 @@ def train(options: argparse.Namespace) -> None:
 
     import varuna
     from benchmarks.engine_overhead import Tokens
+    from varuna.engine.copies.memory_checkpoints import CheckpointCopies
     from varuna.schedule.copy_pace import CopyPace
 
-    mode = [MODES[0]]
+    mode, flags, made = [MODES[0]], CheckpointCopies.flags, [0]
+
+    def flags_in_mode(copies: CheckpointCopies) -> dict[str, float]:
+        said = flags(copies)
+        keeps = said["keep"] * (mode[0] == "with")
+        made[0] += bool(keeps)
+        return said | {"keep": keeps}
+
+    setattr(CheckpointCopies, "flags", flags_in_mode)  # noqa: B010 - the same
     setattr(CopyPace, "begins", lambda pace: mode[0] == "with")  # noqa: B010 - mypy takes no assignment to a method
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in MODES}
     trainer = varuna.Trainer(
@@ -71,7 +84,7 @@ def train(options: argparse.Namespace) -> None:
         if within == options.steps - 1:
             mode[0] = MODES[(block + 1) % len(MODES)]
         last = now
-    told = {"main": is_main, "state_bytes": size_bytes, "steps": found}
+    told = {"main": is_main, "state_bytes": size_bytes, "steps": found, "made": made[0]}
     (Path(options.folder) / f"{os.getpid()}.json").write_text(json.dumps(told))
 
 
@@ -79,6 +92,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run it, and compare medians."""
     with tempfile.TemporaryDirectory(prefix="varuna-copy-cost-") as folder:
         arguments = ["--folder", folder]
+        calibration = {} if options.every_few else {"VARUNA_CALIBRATION": "none"}  # nominal steps count as long ones
         for name in ("width", "micro_batches", "blocks", "steps"):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         subprocess.run(
@@ -87,16 +101,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 *(str(Path(__file__).resolve()), *arguments),
             ],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "VARUNA_CALIBRATION": "none", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **calibration, "OMP_NUM_THREADS": "1"},
             check=True,
             stdout=subprocess.DEVNULL,
         )
         workers = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
     main = next(worker for worker in workers if worker["main"])
-    wall_s = {mode: statistics.median(wall for wall, _ in main["steps"][mode]) for mode in MODES}
-    cpu_s = {
-        mode: sum(statistics.median(cpu for _, cpu in worker["steps"][mode]) for worker in workers) for mode in MODES
-    }
+    middle = statistics.fmean if options.every_few else statistics.median
+    wall_s = {mode: middle(wall for wall, _ in main["steps"][mode]) for mode in MODES}
+    cpu_s = {mode: sum(middle(cpu for _, cpu in worker["steps"][mode]) for worker in workers) for mode in MODES}
+    per_gb = (cpu_s["with"] - cpu_s["without"]) / (main["state_bytes"] / 1e9)
     return {
         "state_mb": round(main["state_bytes"] / 1e6),
         "micro_batches": options.micro_batches,
@@ -105,7 +119,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "step_without_over_without": round(wall_s["again without"] / wall_s["without"], 4),
         "cpu_with_over_without": round(cpu_s["with"] / cpu_s["without"], 4),
         "cpu_without_over_without": round(cpu_s["again without"] / cpu_s["without"], 4),
-        "cpu_s_per_gb": round((cpu_s["with"] - cpu_s["without"]) / (main["state_bytes"] / 1e9), 3),
+        **({"checkpoints": main["made"]} if options.every_few else {"cpu_s_per_gb": round(per_gb, 3)}),
     }
 
 
@@ -116,6 +130,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=48)
     parser.add_argument("--blocks", type=int, default=8, help="of each kind")
     parser.add_argument("--steps", type=int, default=4, help="in a block")
+    parser.add_argument("--every-few", action="store_true", help="memory checkpoints, in place of copies in each step")
     parser.add_argument("--folder", help="where a worker writes; not for people")
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
     options = parser.parse_args()
@@ -124,7 +139,7 @@ def main() -> None:
         return
     told = measure(options)
     if not options.json:
-        print(f"{told['state_mb']} MB of state are copied in each step of {told['step_s']} s")
+        print(f"{told['state_mb']} MB of state are copied, in steps of {told['step_s']} s")
     print(json.dumps(told))
 
 

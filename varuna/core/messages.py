@@ -94,6 +94,12 @@ class Assignment(Value):
     copy_from: int | None = Field(default=None, description="rank of whose the same this rank keeps copies, if any")
     checkpoint: str | None = Field(default=None, description="place of the checkpoint to restore, if any")
     fresh: bool = Field(default=False, description="start from the model's own initialisation")
+    from_memory: bool = Field(
+        default=False, description="from the memory checkpoint of ``next_step``, not from the newest state"
+    )
+    memory_steps: tuple[int, ...] = Field(
+        default=(), description="of memory checkpoints that members have among them and may need: no other is"
+    )
     losses_per_hour: float = Field(
         default=0.0, ge=0, description="of workers, as the plan was made for; 0: none was seen"
     )
@@ -103,6 +109,11 @@ class Assignment(Value):
     def is_spare(self) -> bool:
         """Whether this rank is outside of the pipeline grid."""
         return self.rank >= self.plan.workers
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it begins with the state that workers hold; else steps that they contain may run again."""
+        return not self.fresh and self.checkpoint is None and not self.from_memory
 
 
 # -- worker to manager -------------------------------------------------------------------------------
@@ -160,6 +171,14 @@ class Beat(Value):
     times: RankTimes | None = Field(default=None, description="what the steps since the last beat took")
 
 
+class HeldCheckpoint(Value):
+    """What a worker has of a memory checkpoint."""
+
+    generation: int = Field(ge=0, description="in which it was made")
+    step: int = Field(ge=0, description="steps that the state contains")
+    sections: tuple[int, ...]
+
+
 class Held(Value):
     """The worker stopped generation ``generation`` and says what it holds.
 
@@ -168,7 +187,7 @@ class Held(Value):
     that it knows, so that no committed step goes unrecorded; ``sums`` what it has of a step that was broken off,
     ``wrong_sums`` that a vote has shown those of all ranks, and copies of them, to be wrong; ``copies`` are sections of
     another rank that it keeps, whole and at the same step; ``makeable`` those whose copy is one step older, and which
-    it can bring to that step, if they are lost.
+    it can bring to that step, if they are lost; ``checkpoints`` what it has of older steps, its own and another rank's.
     """
 
     kind: Literal["held"] = "held"
@@ -181,6 +200,7 @@ class Held(Value):
     wrong_sums: bool = False
     copies: tuple[int, ...] = ()
     makeable: tuple[int, ...] = ()
+    checkpoints: tuple[HeldCheckpoint, ...] = Field(default=(), max_length=16)
 
 
 class Voted(Value):

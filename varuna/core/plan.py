@@ -19,7 +19,9 @@ class Copies(StrEnum):
     NONE = "none"
     """nobody asked for copies, or there is no other rank"""
     STATE = "state"
-    """its state, which no other rank holds, and its sums of gradients"""
+    """its state, which no other rank holds, in every step, and then its sums of gradients"""
+    CHECKPOINTS = "checkpoints"
+    """its state, which no other rank holds, every few steps: if a worker is lost, all go back to that step"""
     SUMS = "sums"
     """its sums of gradients: other replicas hold its state"""
     MEMORY = "memory"
@@ -30,7 +32,12 @@ class Copies(StrEnum):
     @property
     def are_made(self) -> bool:
         """Whether there are any."""
-        return self in (Copies.STATE, Copies.SUMS)
+        return self.are_of_state or self is Copies.SUMS
+
+    @property
+    def are_of_state(self) -> bool:
+        """Whether there are any of state."""
+        return self in (Copies.STATE, Copies.CHECKPOINTS)
 
 
 class Place(NamedTuple):

@@ -13,7 +13,7 @@ from pydantic import Field
 from varuna.core.sums import square_sum
 from varuna.core.value import Value
 
-FLAGS = ("stop", "regroup", "checkpoint", "compare", "lr", "measured", "written", "written_by")
+FLAGS = ("stop", "regroup", "checkpoint", "compare", "keep", "kept", "lr", "measured", "written", "written_by")
 
 
 class VoteLayout(Value):
@@ -55,6 +55,7 @@ class VoteLayout(Value):
     def flag(self, name: str) -> int:
         """Slot of a flag: positive raises it (``stop``, ``checkpoint``: any rank; the others, and ``lr``: one rank).
 
+        ``keep``: after this step a memory checkpoint is made; ``kept`` counts ranks of whose newest there is a copy.
         ``measured`` and ``written`` are sums of numbers that are the same on all ranks, and ``written_by`` is that of
         ``written`` times rank + 1, which tells one rank that differs.
         """
@@ -80,6 +81,8 @@ class VoteLayout(Value):
             regroup=vector[self.flag("regroup")] > 0,
             checkpoint=vector[self.flag("checkpoint")] > 0,
             compare=vector[self.flag("compare")] > 0,
+            keep=vector[self.flag("keep")] > 0,
+            kept=int(vector[self.flag("kept")]),
             lr=vector[self.flag("lr")],
         )
 
@@ -117,6 +120,8 @@ class StepTotals(Value):
     regroup: bool
     checkpoint: bool
     compare: bool = False
+    keep: bool = False
+    kept: int = 0
     lr: float
 
 

@@ -74,7 +74,7 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
 
 def _copied(plan: Mapping[str, Any]) -> bool:
     """Whether the state of each stage has a copy in another worker's memory."""
-    return plan.get("copies") == Copies.STATE.value
+    return plan.get("copies") in (Copies.STATE.value, Copies.CHECKPOINTS.value)
 
 
 def _events(folder: Path) -> tuple[NewestEvents, str]:

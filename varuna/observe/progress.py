@@ -51,9 +51,9 @@ def risk_line(row: GenerationRow, job: JobFacts | None) -> str:
     """What losing a worker would cost under this plan, if it costs more than the step in flight; else empty."""
     if row.plan.replicas > 1 or job is None:
         return ""
-    if job.rescues:
+    if job.rescues and row.copies is not Copies.CHECKPOINTS:
         back = "a copy of its state that is some seconds old (give the script checkpoints= to keep one)"
-    elif job.checkpoint_dir is not None:
+    elif job.checkpoint_dir is not None and not job.rescues:
         back = f"the newest checkpoint in {job.checkpoint_dir}"
     else:
         back = "step 0, because the script gives no checkpoints="
@@ -61,6 +61,11 @@ def risk_line(row: GenerationRow, job: JobFacts | None) -> str:
         return (
             "each section has a copy in another worker's memory: if a worker is lost, the step in flight runs again. "
             f"Just after the update of a short step, before there is a new copy, the run goes back to {back}"
+        )
+    if row.copies is Copies.CHECKPOINTS:
+        return (
+            "each worker's state is copied to another one's memory every few seconds: if a worker is lost, the steps "
+            f"since then run again; if the one with its copy is lost too, the run goes back to {back}"
         )
     return f"one copy of each section{_NO_COPIES[row.copies]}: if a worker is lost, the run goes back to {back}"
 

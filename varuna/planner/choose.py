@@ -130,6 +130,7 @@ def run_request(
         leaves_idle=is_seen,
         policy=policy,
         losses_per_hour=job.losses_per_hour,
+        saves=job.checkpoint_dir is not None,
         speeds=job.speeds if len(job.speeds) == workers else (),
         classes=classes,
         mixes=job.network.links == "host",  # from GPU to GPU, the sums of a stage go to one set of others

@@ -1,8 +1,9 @@
 """Whether a run keeps copies of what a stage has in the memory of another worker. Pure.
 
-Of its state, where each section has one holder, whose loss would send the run back to a checkpoint: a copy is made
-during every step, beside the computation, and the next step makes it worthless. Of its sums of gradients in any case:
-what a worker has added to them is nowhere else until the step's end.
+Of its state, where each section has one holder, whose loss would send the run back to a checkpoint. In long steps a
+copy is made in each, beside the computation, and the next step makes it worthless. In short ones all workers make a
+memory checkpoint every few steps, and go back to it. Of its sums of gradients in long steps in any case: what a worker
+has added to them is nowhere else until the step's end.
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,15 @@ from itertools import islice
 
 from varuna.core.plan import Copies, Plan
 from varuna.planner.asking.request import PlanRequest
-from varuna.planner.copy_costs import copied_rounds, largest_stage, waits_for_last_s
+from varuna.planner.copy_costs import copied_rounds, largest_stage, memory_checkpoint_s, waits_for_last_s
 from varuna.planner.goodput import expected
 from varuna.planner.pricing.profile import profile
 from varuna.schedule.copy_pace import LONGEST, state_copying_s
 
+LONG_STEP_S = 5.0
+"""From then on copies of state are made in every step, if that costs little; in shorter ones every few steps."""
+LATEST_S = 60.0
+"""A memory checkpoint that comes later to its keeper is not worth making: those in a store are about as old."""
 MOST_BUSY = 0.01
 """Of a step, that a copy may keep a link busy, while nothing is known of losses. It takes about as much of a core at
 each end."""
@@ -31,7 +36,18 @@ def with_copies(plan: Plan, request: PlanRequest, *, measured: bool) -> Plan:
     """
     if plan.workers == 1:
         return plan.model_copy(update={"copies": Copies.NONE})
-    copied = plan.model_copy(update={"copies": Copies.STATE if plan.replicas == 1 else Copies.SUMS})
+    first = _tried(plan, request, Copies.STATE if plan.replicas == 1 else Copies.SUMS, measured=measured)
+    if plan.replicas > 1:
+        return first
+    if first.copies is Copies.STATE and (plan.step_s >= LONG_STEP_S or waits_for_last_s(first, request)):
+        return first
+    often = _tried(plan, request, Copies.CHECKPOINTS, measured=measured)
+    return often if often.copies.are_made or not first.copies.are_made else first
+
+
+def _tried(plan: Plan, request: PlanRequest, copies: Copies, *, measured: bool) -> Plan:
+    """The plan with these copies, or with the reason why there are none."""
+    copied = plan.model_copy(update={"copies": copies})
     promised = _with_memory(copied, _kept_bytes(copied, request), request)
     if not _fits(promised, request):
         return plan.model_copy(update={"copies": Copies.MEMORY})
@@ -49,6 +65,9 @@ def _kept_bytes(plan: Plan, request: PlanRequest) -> list[int]:
     # Who keeps whose is decided with the seats.
     if plan.copies is Copies.SUMS:
         return [max(sums_bytes) + 2 * most_bytes] * len(spans)
+    if plan.copies is Copies.CHECKPOINTS:  # its own and another's, each twice until the next one is complete
+        own_bytes = [int(figures.state_bytes.over(span)) for span in spans]
+        return [2 * (own + max(own_bytes[:stage] + own_bytes[stage + 1 :])) for stage, own in enumerate(own_bytes)]
     states = 2 if waits_for_last_s(plan, request) else 1  # until the next one is complete
     pairs = zip(spans, sums_bytes, strict=True)
     whole_bytes = [states * int(figures.state_bytes.over(span)) + sums for span, sums in pairs]
@@ -82,8 +101,11 @@ def _with_memory(plan: Plan, kept_bytes: Sequence[int], request: PlanRequest) ->
 def are_worth_it(plan: Plan, request: PlanRequest) -> bool:
     """Whether the copies of a plan cost less than they save.
 
-    Without a rate of losses, they may keep a link busy for a small part of a step; with one they are weighed.
+    Without a rate of losses, they may keep a link busy for a small part of a step; with one they are weighed. Memory
+    checkpoints share a link with the training, and wait for it: without others in a store they are always worth it.
     """
+    if plan.copies is Copies.CHECKPOINTS and not (request.losses_per_hour and request.saves):
+        return memory_checkpoint_s(plan, request) <= LATEST_S
     link, largest = request.calibration.across_vms.link.bytes_per_s, largest_stage(plan, request)
     rounds = copied_rounds(plan, request)
     sends_bytes = largest.state_bytes if plan.copies is Copies.STATE else rounds.number * largest.sums_bytes

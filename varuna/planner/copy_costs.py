@@ -5,7 +5,17 @@ from typing import NamedTuple
 from varuna.core.plan import Copies, Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.profile import profile
-from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, copying_s, last_sums_s, state_copying_s, sums_pace
+from varuna.schedule.copy_pace import (
+    PROCESSOR_S_PER_BYTE,
+    checkpoint_every_s,
+    copying_s,
+    last_sums_s,
+    state_copying_s,
+    sums_pace,
+)
+
+SNAPSHOT_BYTES_PER_S = 5e9
+"""Rate at which state is copied aside, unless the calibration says so."""
 
 
 class Rounds(NamedTuple):
@@ -50,6 +60,11 @@ def copied_rounds(plan: Plan, request: PlanRequest) -> Rounds:
 def copies_take_s(plan: Plan, request: PlanRequest) -> float:
     """Seconds of a step that copies of state and sums take from a worker whose only processor trains."""
     largest = largest_stage(plan, request)
+    if plan.copies is Copies.CHECKPOINTS:
+        cost_s = largest.state_bytes / (request.calibration.snapshot_bytes_per_s or SNAPSHOT_BYTES_PER_S)
+        if not request.memory_apart:
+            cost_s += PROCESSOR_S_PER_BYTE * largest.state_bytes
+        return cost_s * plan.step_s / memory_checkpoints_every_s(plan, request)
     rounds = copied_rounds(plan, request).number
     beside_s = PROCESSOR_S_PER_BYTE * (largest.state_bytes + rounds * largest.sums_bytes)
     return beside_s + waits_for_last_s(plan, request)
@@ -61,6 +76,25 @@ def waits_for_last_s(plan: Plan, request: PlanRequest) -> float:
         return 0.0
     link = request.calibration.across_vms.link.bytes_per_s
     return last_sums_s(largest_stage(plan, request).sums_bytes, link, plan.step_s)
+
+
+def memory_checkpoint_s(plan: Plan, request: PlanRequest) -> float:
+    """Seconds until a memory checkpoint is complete, in what the messages of the training leave of a link."""
+    figures, link = profile(request.calibration, plan.micro_batch), request.calibration.across_vms.link.bytes_per_s
+    ends = [cut.sections_of(stage).start for _, cut in plan.cuts for stage in range(1, cut.stages)]
+    sent_bytes = len(plan.micro_batches_of(0)) * max((figures.boundary_bytes[end - 1] for end in ends), default=0)
+    left = 1 - sent_bytes / link / plan.step_s if plan.step_s else 1.0
+    return copying_s(largest_stage(plan, request).state_bytes, link * left) if left > 0 else float("inf")
+
+
+def memory_checkpoints_every_s(plan: Plan, request: PlanRequest) -> float:
+    """Seconds between memory checkpoints."""
+    size_bytes = largest_stage(plan, request).state_bytes
+    stall_s = size_bytes / (request.calibration.snapshot_bytes_per_s or SNAPSHOT_BYTES_PER_S)
+    every_s = checkpoint_every_s(
+        size_bytes, stall_s, on_device=request.memory_apart, losses_per_hour=request.losses_per_hour
+    )
+    return max(every_s, memory_checkpoint_s(plan, request), plan.step_s)
 
 
 def largest_stage(plan: Plan, request: PlanRequest) -> Largest:

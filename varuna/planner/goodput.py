@@ -10,7 +10,14 @@ from typing import NamedTuple
 from varuna.core.plan import Copies, Plan
 from varuna.core.saved import paying_every_s
 from varuna.planner.asking.request import PlanRequest
-from varuna.planner.copy_costs import copied_rounds, copies_take_s, waits_for_last_s
+from varuna.planner.copy_costs import (
+    SNAPSHOT_BYTES_PER_S,
+    copied_rounds,
+    copies_take_s,
+    memory_checkpoint_s,
+    memory_checkpoints_every_s,
+    waits_for_last_s,
+)
 from varuna.planner.pricing.profile import profile
 from varuna.schedule.copy_pace import state_copying_s
 
@@ -18,8 +25,6 @@ NOTICED_S = 6.0
 """Until a machine that vanished without a word counts as lost: a lease."""
 REGROUPED_S = 2.5
 """From then until the new groups are there; ``benchmarks.recovery`` shows less on one machine."""
-SNAPSHOT_BYTES_PER_S = 5e9
-"""Rate at which state is copied out for a checkpoint, unless the calibration says so."""
 
 
 class Expected(NamedTuple):
@@ -68,6 +73,8 @@ def _again_s(plan: Plan, request: PlanRequest, state_bytes: float, link: float) 
     if plan.replicas > 1:
         since_s = copied_rounds(plan, request).lost_s(step_s) if plan.copies is Copies.SUMS else step_s / 2
         return since_s / plan.replicas + flight_s
+    if plan.copies is Copies.CHECKPOINTS:
+        return memory_checkpoint_s(plan, request) + memory_checkpoints_every_s(plan, request) / 2
     undone_s = step_s / 2 + _checkpoint_age_s(plan, request, state_bytes)
     if plan.copies is not Copies.STATE:
         return undone_s

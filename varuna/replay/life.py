@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from varuna.core.messages import Assignment, Beat, WorkerPhase
+from varuna.core.messages import Assignment, Beat, HeldCheckpoint, WorkerPhase
 from varuna.core.sums import HeldSums
 from varuna.fleet.state.config import FleetConfig
 from varuna.replay.copied import StateCopies
@@ -38,6 +38,8 @@ class SimulatedWorker:
     """Sections of another worker, whose state it had a copy of then."""
     kept: frozenset[int] = frozenset()
     """Sections that it had before its generation: until the first update, others may still need their state."""
+    checkpoints: tuple[HeldCheckpoint, ...] = ()
+    """In its memory, of older steps."""
 
 
 @dataclass(slots=True)

@@ -51,8 +51,10 @@ class Moves:
         plan = assignment.plan
         for rank, worker in enumerate(workers):
             in_grid, sent = rank < plan.workers, frozenset(self.sources[rank])
-            worker.kept = sent | (worker.copied if in_grid and assignment.checkpoint is None else frozenset())
+            worker.kept = sent | (worker.copied if in_grid and assignment.goes_on else frozenset())
             worker.sums, worker.copied = None, frozenset()
+            if not assignment.goes_on:
+                worker.checkpoints = tuple(each for each in worker.checkpoints if each.step == assignment.next_step)
             worker.sections = frozenset(plan.sections_at(rank)) - self.targets[rank] if in_grid else frozenset()
             worker.next_step = assignment.next_step if in_grid or sent else None
 

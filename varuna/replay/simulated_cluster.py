@@ -22,7 +22,7 @@ from varuna.core.messages import (
     Voted,
 )
 from varuna.core.model import JobFacts
-from varuna.core.plan import Plan
+from varuna.core.plan import Copies, Plan
 from varuna.core.saved import SAVED_EVERY_S, paying_every_s
 from varuna.core.sums import HeldSums
 from varuna.core.vote import VoteLayout
@@ -47,6 +47,7 @@ from varuna.replay.copied import state_copies
 from varuna.replay.costs import MorphCosts
 from varuna.replay.held import held_sums
 from varuna.replay.job import state_bytes
+from varuna.replay.kept import KeptStates, keep_own
 from varuna.replay.life import Life, SimulatedWorker, beat_of, patient
 from varuna.replay.lost import Account, LostBy, Spell
 from varuna.replay.moving import Moves
@@ -80,6 +81,7 @@ class SimulatedCluster:
         self._nodes: dict[str, list[str]] = {}
         self._numbers = itertools.count()
         self._life, self._moves = Life(), Moves(job, link_bytes_per_s)
+        self._kept: KeptStates | None = None
         self._stored = Stored(broken_steps)
         self._saved_s = 0.0
         self._joined_s = float("-inf")
@@ -232,8 +234,14 @@ class SimulatedCluster:
         if worker.alive and generation == self._life.generation:
             worker.sums = self._sums(worker)
             sections = tuple(sorted(worker.sections | worker.copied | worker.kept))
-            step, sums = worker.next_step, worker.sums
-            self._say(worker.name, Held(generation=generation, next_step=step, sections=sections, sums=sums))
+            held = Held(
+                generation=generation,
+                next_step=worker.next_step,
+                sections=sections,
+                sums=worker.sums,
+                checkpoints=worker.checkpoints,
+            )
+            self._say(worker.name, held)
 
     def _sums(self, worker: SimulatedWorker) -> HeldSums | None:
         """What a worker has of a step that was broken off: of this generation, or of one before if it did not form."""
@@ -305,8 +313,18 @@ class SimulatedCluster:
         plan, self._life.formed = assignment.plan, True
         self._moves.seat([self._workers[name] for name in self._members(assignment)], assignment)
         self._grid = frozenset(self._members(assignment)[: plan.workers])
+        self._kept = None
         if self.fleet.history[generation].keepers and self._costs.copies:
-            self._life.copies = state_copies(plan, self._job, self._link_bytes_per_s)
+            if plan.copies is Copies.CHECKPOINTS:
+                self._kept = KeptStates(
+                    plan,
+                    self._job,
+                    link_bytes_per_s=self._link_bytes_per_s,
+                    snapshot_bytes_per_s=self._costs.snapshot_bytes_per_s,
+                    losses_per_hour=assignment.losses_per_hour,
+                )
+            else:
+                self._life.copies = state_copies(plan, self._job, self._link_bytes_per_s)
         self._beat(assignment)
         self._schedule(self.now_s + self._moves.rest_s, lambda: self._arrived(generation, assignment))
         self._begin_step(generation, assignment, assignment.next_step, 0.0)
@@ -362,7 +380,7 @@ class SimulatedCluster:
         vote = Vote(generation=generation, step=step, vector=(0.0,) * layout.size, wall_s=step_s)
         regroup = self._life.regroup
         self._say(grid[0], Voted(vote=vote))
-        pause_s = self._maybe_save(assignment, step + 1)
+        pause_s = self._maybe_save(assignment, step + 1) + self._maybe_keep(assignment, step + 1)
         if self._is_stuck(generation, assignment, forming=False):
             return
         if regroup:
@@ -372,6 +390,21 @@ class SimulatedCluster:
                 self._report(self._workers[name], generation)
         else:
             self._begin_step(generation, assignment, step + 1, pause_s)
+
+    def _maybe_keep(self, assignment: Assignment, step: int) -> float:
+        """Seconds that a memory checkpoint stops training, if one is due."""
+        kept, generation, plan = self._kept, assignment.generation, assignment.plan
+        workers = [self._workers[name] for name in self._members(assignment)[: plan.workers]]
+        if kept is None or not kept.begins(self.now_s):
+            return 0.0
+        keep_own(workers, plan, step, generation)
+
+        def end() -> None:
+            if generation == self._life.generation and not self._life.over and all(w.alive for w in workers):
+                kept.end(workers, plan, step, generation)
+
+        self._schedule(self.now_s + kept.stall_s + kept.takes_s, end)
+        return kept.stall_s
 
     def _maybe_save(self, assignment: Assignment, step: int) -> float:
         """Seconds that a checkpoint stops training, if one is due."""

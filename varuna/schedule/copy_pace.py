@@ -5,7 +5,10 @@ ready in time makes them less often. The engine makes them by these rules, the p
 them.
 """
 
+from math import inf
 from typing import NamedTuple
+
+from varuna.core.saved import young_s
 
 LINK_SHARE = 0.5
 """Of a link's time, at most, goes to copies."""
@@ -25,6 +28,8 @@ _LEAST_LAST_S = 0.05
 _SUMS_EVERY_S, _SUMS_SHARE = 5.0, 0.02
 """Seconds between copies of a step's sums of gradients, at least, and the share of time that making them may take."""
 LONGEST_PAUSE_S = 1.0
+CHECKPOINT_EVERY_S, CHECKPOINT_SHARE = 2.5, 0.01
+"""Seconds between memory checkpoints, at least, and the share of time that making them may take."""
 SHORT_S = 0.25
 """A copy may take so long, however short a step is."""
 _TOO_LATE, _MOST_SKIPPED = 3, 64
@@ -94,6 +99,25 @@ def sums_pace(left_s: float, size_bytes: int, round_s: float) -> SumsPace:
 def sums_pause_s(pace: SumsPace, round_s: float) -> float:
     """How long to wait after a round that took ``round_s``: links are not busy with copies all the time."""
     return max(round_s, pace.every_s - round_s)
+
+
+def checkpoint_every_s(size_bytes: float, stall_s: float, *, on_device: bool, losses_per_hour: float) -> float:
+    """Seconds between memory checkpoints: they cost a hundredth of the time, or less than what losses undo.
+
+    Args:
+        size_bytes: of the largest stage's state.
+        stall_s: for which training stops while it is copied aside.
+        on_device: processors, which send it and keep it, do not train.
+        losses_per_hour: that were seen; 0: none.
+    """
+    cost_s = stall_s + (0.0 if on_device else PROCESSOR_S_PER_BYTE * size_bytes)
+    pays_s = young_s(cost_s, 3600 / losses_per_hour) if losses_per_hour else inf
+    return max(CHECKPOINT_EVERY_S, min(cost_s / CHECKPOINT_SHARE, pays_s))
+
+
+def checkpoint_pause_s(part_s: float, share_s: float) -> float:
+    """How long to pause after a part of one that took ``part_s``, if ``share_s`` are meant for each part."""
+    return min(LONGEST_PAUSE_S, max(pause_s(part_s), share_s - part_s))
 
 
 class CopyPace:

@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import pytest
+
 from tests.unit.planner.models import GB, MB, model, section
 from varuna.calibration.format import Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
+from varuna.planner import copies as planner_copies
 from varuna.planner.choose import plan_run, run_request
-from varuna.planner.copies import with_copies
+from varuna.planner.copies import LONG_STEP_S, with_copies
 from varuna.planner.sweep import rank_depths
 
 STATE_BYTES = 300 * MB  # of a section: its parameters, and twice as much of the optimizer
@@ -24,6 +27,13 @@ def made(
     return plan_run(facts, workers=workers, stages=stages, memory_bytes=memory_bytes, copies=copies)
 
 
+@pytest.fixture
+def as_in_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State has a copy in every step, however short."""
+    monkeypatch.setattr(planner_copies, "LONG_STEP_S", 0.0)
+
+
+@pytest.mark.usefixtures("as_in_long_steps")
 def test_each_stage_has_a_copy_where_it_has_one_holder() -> None:
     plan = made()
     assert (plan.shape, plan.copies) == ("4x1", Copies.STATE)
@@ -66,6 +76,7 @@ def test_pipelines_of_other_depths_promise_the_memory_of_copies_too() -> None:
     assert more == [4 * SUM_BYTES + 2 * SUM_BYTES] * 3
 
 
+@pytest.mark.usefixtures("as_in_long_steps")
 def test_an_uneven_plan_promises_memory_for_the_largest_other_stage() -> None:
     plan, without = made(stages=3, workers=3), made(stages=3, workers=3, copies=False)
     most = max(len(plan.first_cut.sections_of(stage)) for stage in range(3)) * (STATE_BYTES + SUM_BYTES)
@@ -75,12 +86,14 @@ def test_an_uneven_plan_promises_memory_for_the_largest_other_stage() -> None:
     assert more == [2 * SUM_BYTES + (least if stage == largest else most) for stage in range(3)]
 
 
+@pytest.mark.usefixtures("as_in_long_steps")
 def test_there_is_no_copy_where_it_does_not_fit() -> None:
     needed = max(made(copies=False).memory_bytes)
     assert made(memory_bytes=needed).copies is Copies.MEMORY
     assert made(memory_bytes=needed + GB).copies is Copies.STATE
 
 
+@pytest.mark.usefixtures("as_in_long_steps")
 def test_copies_of_what_gpus_have_take_memory_of_hosts() -> None:
     plan, without = made(memory_apart=True), made(memory_apart=True, copies=False)
     assert plan.copies is Copies.STATE
@@ -92,22 +105,37 @@ def test_copies_of_what_gpus_have_take_memory_of_hosts() -> None:
     assert made(memory_apart=True, memory_bytes=max(without.memory_bytes)).copies is Copies.STATE
 
 
-def test_there_is_no_copy_where_it_would_take_too_much_of_a_measured_step() -> None:
+def over(bytes_per_s: float, global_batch: int = 64, *, memory_bytes: int | None = None) -> Plan:
+    """The plan of a measured job on a network of that speed."""
     facts = model([section()] * 4)
-    job = JobFacts(model=facts, global_batch=64, micro_batch=1, seed=0, steps=1)
-    measured = nominal_calibration(facts)
+    job = JobFacts(model=facts, global_batch=global_batch, micro_batch=1, seed=0, steps=1)
+    network = NetworkCosts(link=Link(latency_s=0, bytes_per_s=bytes_per_s), rings=(Ring(latency_s=0, bytes_per_s=1e9),))
+    known = nominal_calibration(facts).model_copy(update={"across_vms": network})
+    return plan_run(job, workers=4, stages=4, memory_bytes=memory_bytes, calibration=known, copies=True)
 
-    def over(bytes_per_s: float) -> Plan:
-        network = NetworkCosts(
-            link=Link(latency_s=0, bytes_per_s=bytes_per_s), rings=(Ring(latency_s=0, bytes_per_s=1e9),)
-        )
-        known = measured.model_copy(update={"across_vms": network})
-        return plan_run(job, workers=4, stages=4, calibration=known, copies=True)
 
-    step_s = over(1e12).step_s
+def test_in_long_steps_each_has_its_copy_unless_that_takes_too_much_of_it() -> None:
+    step_s = over(1e12, 2048).step_s
     just = STATE_BYTES / (step_s / 100)
-    assert over(1.2 * just).copies is Copies.STATE
-    assert over(0.5 * just).copies is Copies.TIME
+    assert step_s > LONG_STEP_S
+    assert over(1.2 * just, 2048).copies is Copies.STATE
+    assert over(0.5 * just, 2048).copies is Copies.CHECKPOINTS
+
+
+def test_in_short_steps_there_is_a_copy_every_few_unless_a_link_is_too_slow_for_it() -> None:
+    assert over(1e12).step_s < LONG_STEP_S
+    assert over(1e12).copies is Copies.CHECKPOINTS
+    assert over(100 * MB).copies is Copies.CHECKPOINTS
+    assert over(8 * MB).copies is Copies.TIME, "300 MB take longer than a minute in half of it"
+
+
+def test_a_memory_checkpoint_and_the_one_before_take_memory() -> None:
+    plan, without = over(1e12), max(made(copies=False).memory_bytes)
+    assert plan.copies is Copies.CHECKPOINTS
+    assert max(plan.memory_bytes) - without == 4 * STATE_BYTES
+    assert over(1e12, memory_bytes=without + 4 * STATE_BYTES + GB).copies is Copies.CHECKPOINTS
+    least = without + STATE_BYTES + 3 * SUM_BYTES
+    assert over(1e12, memory_bytes=least + 300 * MB).copies is Copies.STATE, "one copy has room, for what it is worth"
 
 
 def test_sums_have_no_copy_where_a_measured_step_is_over_before_it_could_be_ready() -> None:

@@ -8,9 +8,15 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import plan_run, run_request
-from varuna.planner.copy_costs import copied_rounds, copies_take_s, waits_for_last_s
+from varuna.planner.copy_costs import (
+    copied_rounds,
+    copies_take_s,
+    memory_checkpoint_s,
+    memory_checkpoints_every_s,
+    waits_for_last_s,
+)
 from varuna.planner.goodput import expected, loss_cost_s
-from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE
+from varuna.schedule.copy_pace import CHECKPOINT_EVERY_S, PROCESSOR_S_PER_BYTE
 
 FACTS = model([section()] * 8)
 NETWORK = NetworkCosts(link=Link(latency_s=0, bytes_per_s=0.5e9), rings=(Ring(latency_s=0, bytes_per_s=1e9),))
@@ -36,14 +42,26 @@ def made(stages: int, workers: int, global_batch: int = 4096) -> Plan:
     return plan_run(job(global_batch), workers=workers, stages=stages, calibration=KNOWN)
 
 
-def with_copies(plan: Plan) -> Plan:
-    return plan.model_copy(update={"copies": Copies.STATE})
+def with_copies(plan: Plan, copies: Copies = Copies.STATE) -> Plan:
+    return plan.model_copy(update={"copies": copies})
 
 
 def test_a_loss_costs_least_with_copies_and_most_with_one_holder_alone() -> None:
     single, double = made(8, 8), made(4, 8)
     request = asked(8)
     assert loss_cost_s(with_copies(single), request) < loss_cost_s(double, request) < loss_cost_s(single, request)
+
+
+def test_with_memory_checkpoints_a_loss_costs_what_came_since_the_newest() -> None:
+    fast = NetworkCosts(link=Link(latency_s=0, bytes_per_s=5e9), rings=NETWORK.rings)
+    request = run_request(job(), workers=8, calibration=calibrated(FACTS, across_vms=fast))
+    plan = made(8, 8, 64)
+    often = with_copies(plan, Copies.CHECKPOINTS)
+    every_s, takes_s = memory_checkpoints_every_s(often, request), memory_checkpoint_s(often, request)
+    saved_s = loss_cost_s(plan, request) - loss_cost_s(often, request)
+    assert every_s >= max(CHECKPOINT_EVERY_S, takes_s, plan.step_s)
+    assert saved_s == pytest.approx(60 / 2 - every_s / 2 - takes_s, rel=0.01)
+    assert copies_take_s(often, request) <= 0.01 * plan.step_s, "of a processor, where stages compute on one"
 
 
 def test_with_copies_the_length_of_a_step_hardly_matters_to_a_loss() -> None:
@@ -87,7 +105,7 @@ def test_without_losses_plans_are_what_they_were_and_with_many_copies_are_worth_
 
     quiet, stormy = plan(0.0), plan(20.0)
     assert quiet.same_work(stormy)
-    assert (quiet.copies, stormy.copies) == (Copies.TIME, Copies.STATE)
+    assert (quiet.copies, stormy.copies) == (Copies.CHECKPOINTS, Copies.STATE)
 
 
 def test_more_losses_never_make_a_plan_that_costs_more_of_them() -> None:

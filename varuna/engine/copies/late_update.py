@@ -65,7 +65,7 @@ def made_again(job: Job, plan: Plan, owner: int, left: WholeStep, vote: Vote) ->
 
 def needed(assignment: Assignment) -> frozenset[int]:
     """Sections of which a rank needs the state that it has, for itself or for others."""
-    if assignment.fresh or assignment.checkpoint is not None:
+    if not assignment.goes_on:
         return frozenset()
     mine = range(0) if assignment.is_spare else assignment.plan.sections_at(assignment.rank)
     come = {each.section for each in assignment.transfers if each.target_rank == assignment.rank}

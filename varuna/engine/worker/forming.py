@@ -195,7 +195,7 @@ def form_generation(
     loop: JSON = None
     if assignment.checkpoint is not None:
         loop = _stored_loop(assignment.checkpoint)
-    elif not assignment.fresh:
+    elif not assignment.fresh:  # what workers have, of the newest step or of a memory checkpoint
         loop = agree(groups.world, rank, assignment.members, told) if assignment.members > 1 else told.value
     return Formed(groups, states, True if known[0] else False if known[1] else None, loop)
 

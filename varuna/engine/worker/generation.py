@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited, Doing
 from varuna.engine.copies.following import StateReceiver, StateSender, received_later, sent_later
 from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
+from varuna.engine.copies.memory_checkpoints import CheckpointCopies, MemoryCheckpoints
 from varuna.engine.copies.sending import CopiedStage, CopySender
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Courier
@@ -34,9 +35,10 @@ from varuna.engine.stage.load_state import STATISTICS, SUMS, rest_of
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import Begun
 from varuna.engine.worker.forming import Formed, form_generation
-from varuna.engine.worker.loop_state import LoopState, Told, Turn
+from varuna.engine.worker.loop_state import LoopState, Told
 from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.watching.explaining import user_frame
+from varuna.schedule.copy_pace import checkpoint_every_s
 
 
 class Setting(NamedTuple):
@@ -74,6 +76,8 @@ class Generation:
     """of optimizer state that is still to come"""
     sender: CopySender | None
     """of copies to another rank"""
+    checkpoints: CheckpointCopies | None
+    """in memory, if they are made"""
 
     @property
     def plan(self) -> Plan:
@@ -140,6 +144,9 @@ class Generation:
         self.receiver.close()
         self.stage.still.close()
         self.sender = None  # it holds on to links
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+            self.checkpoints = None
         self.runtime.close()
         self.reducer.close()
         self.groups.abandon(exiting=exiting)
@@ -150,7 +157,7 @@ def form(
     assignment: Assignment,
     inbox: Inbox,
     held: dict[int, SectionState],
-    newest: Turn | None,
+    told: Told,
     combines: bool | None,
     doing: Callable[[int], Doing],
     give_up: Callable[[str], None],
@@ -162,7 +169,7 @@ def form(
         assignment: its part.
         inbox: of the generation.
         held: state that this worker has, for itself and others.
-        newest: the newest step in it.
+        told: the state of its training loop.
         combines: whether the job's steps call ``all_reduce_shared``; None: unknown here.
         doing: what this rank does, for the others: see ``base.peer_activity``.
         give_up: ends this rank.
@@ -175,7 +182,7 @@ def form(
     """
     courier = Courier(inbox, f"forming generation {assignment.generation}")
     made: list[Groups] = []
-    parts, told = [Awaited("the store of the generation")], Told.of(setting.loop, newest)
+    parts = [Awaited("the store of the generation")]
 
     def work() -> Formed:
         store, grid = setting.connect(assignment), range(assignment.plan.workers)
@@ -215,7 +222,7 @@ def form(
             raise
     if assignment.fresh:
         setting.loop.restart()
-    elif assignment.checkpoint is not None:
+    elif not assignment.goes_on:
         setting.loop.resume(formed.loop, assignment.next_step)
     else:
         setting.loop.take(formed.loop, assignment.next_step)
@@ -282,7 +289,13 @@ def send_rest(
 
 
 def open_generation(
-    setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, copy: KeptCopy
+    setting: Setting,
+    assignment: Assignment,
+    inbox: Inbox,
+    groups: Groups,
+    stage: Stage,
+    copy: KeptCopy,
+    memory: MemoryCheckpoints,
 ) -> Generation:
     """Open links, loader and reductions of a formed generation, and begin to copy its state to other ranks."""
     plan, rank = assignment.plan, assignment.rank
@@ -306,19 +319,50 @@ def open_generation(
         step=assignment.next_step,
         stage=stage.index,
     )
-    sender = _open_copies(setting, assignment, inbox, groups, stage, copy)
-    return Generation(assignment, inbox, groups, stage, reducer, runtime, receiver, sender)
+    states = partial(_states_of, setting, stage)
+    sender, checkpoints = None, None
+    if plan.copies is Copies.CHECKPOINTS:
+        sizes = [section.parameter_bytes + section.optimizer_bytes for section in setting.job.model.facts.sections]
+        checkpoints = CheckpointCopies(
+            memory,
+            groups.world,
+            generation=assignment.generation,
+            keeper=assignment.copy_to,
+            owner=assignment.copy_from,
+            ranks=plan.workers,
+            states=states,
+            copies=setting.job.traffic.saves,
+            every_s=lambda stall_s: checkpoint_every_s(
+                max(sum(sizes[section] for section in slot.sections) for slot in plan.slots),
+                stall_s,
+                on_device=setting.job.device.type != "cpu",
+                losses_per_hour=assignment.losses_per_hour,
+            ),
+            inbox=inbox,
+            rank=rank,
+            stage=stage.index,
+        )
+    else:
+        sender = _open_copies(setting, assignment, inbox, groups, stage, copy, states)
+    return Generation(assignment, inbox, groups, stage, reducer, runtime, receiver, sender, checkpoints)
+
+
+def _states_of(setting: Setting, stage: Stage) -> dict[int, SectionState]:
+    """State of all sections of a stage, as references; without what files have."""
+    found = {section: stage.state_of(section) for section in stage.sections}
+    return found if setting.left_out is None else {each: setting.left_out.of(found[each]) for each in found}
 
 
 def _open_copies(
-    setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, copy: KeptCopy
+    setting: Setting,
+    assignment: Assignment,
+    inbox: Inbox,
+    groups: Groups,
+    stage: Stage,
+    copy: KeptCopy,
+    states: Callable[[], dict[int, SectionState]],
 ) -> CopySender | None:
     """Send copies of this rank's state or sums, and keep another one's, if that was decided."""
-
-    def states() -> dict[int, SectionState]:
-        found = {section: stage.state_of(section) for section in stage.sections}
-        return found if setting.left_out is None else {each: setting.left_out.of(found[each]) for each in found}
-
     where = {"rank": assignment.rank, "stage": stage.index}
     has_state = assignment.plan.copies is Copies.STATE
     if assignment.copy_from is not None:

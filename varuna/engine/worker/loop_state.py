@@ -180,6 +180,12 @@ class Told(NamedTuple):
         """What this worker has."""
         return cls(loop.turns, loop.value(newest))
 
+    @classmethod
+    def kept(cls, next_step: int, kept: tuple[bool, JSON]) -> Self:
+        """What it has in the memory checkpoint of ``next_step``, if it has one."""
+        is_there, value = kept
+        return cls(next_step if is_there else -1, value)
+
 
 def agree(group: Group, rank: int, members: int, mine: Told) -> JSON:
     """The state of the member whose loop is farthest, and which knows of the newest step; blocks.
@@ -188,7 +194,7 @@ def agree(group: Group, rank: int, members: int, mine: Told) -> JSON:
         RuntimeError: a peer is gone.
     """
     text = json.dumps(mine.value).encode()
-    owed = len(cast(dict[str, Any], mine.value)["owed"])
+    owed = 0 if mine.value is None else len(cast(dict[str, Any], mine.value)["owed"])
     table = torch.zeros(members, 4, dtype=torch.int64)
     table[rank] = torch.tensor([mine.turns + owed, mine.turns, len(text), _digest(mine.value)])
     group.all_reduce(table)

@@ -39,7 +39,7 @@ from varuna.engine.worker.generation import (
     who,
 )
 from varuna.engine.worker.heartbeat import Heartbeat
-from varuna.engine.worker.loop_state import Committed, LoopState, Turn
+from varuna.engine.worker.loop_state import Committed, LoopState, Told, Turn
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import run_step
 from varuna.engine.worker.sums_saver import SumsSaver
@@ -271,13 +271,15 @@ class Session:
         try:
             if plan.is_cut:
                 self._cut_check()
-            held, newest = standing.in_hand(assignment)
-            formed = form(self._setting, assignment, inbox, held, newest, self._combines, heart.doing, heart.give_up)
+            held, told = standing.in_hand(assignment), Told.of(self._loop, standing.newest())
+            if assignment.from_memory:
+                told = Told.kept(assignment.next_step, standing.memory.loop(assignment.next_step))
+            formed = form(self._setting, assignment, inbox, held, told, self._combines, heart.doing, heart.give_up)
         except BaseException:
             inbox.abort(GenerationEnded(assignment.generation))
             raise
         self._combines = formed.combines
-        if assignment.fresh or assignment.checkpoint is not None:
+        if not assignment.goes_on:
             standing.forget_votes()
         if self._saver is not None:
             self._saver.inherit(assignment)
@@ -296,7 +298,7 @@ class Session:
         if self._saver is not None:
             self._saver.begin(stage, assignment)
         send_rest(assignment, formed.groups, standing.kept, stage.job.dtype, arrived)
-        generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, copy)
+        generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, copy, standing.memory)
         if self._saver is not None and stage.sums.outlast:
             save_state = partial(self._save, generation, in_step=True)
             SumsSaver(self._saver, stage, assignment, self._facts, self._outliving(plan), save_state)
@@ -364,7 +366,19 @@ class Session:
             self._is_sound = is_finite(totals)
         if generation.assignment.rank == 0:
             self._membership.voted(vote)
+        self._keep(generation, totals)
         return totals
+
+    def _keep(self, generation: Generation, totals: StepTotals) -> None:
+        """Make a memory checkpoint, if that was voted; where they are not made, older ones are worth nothing now."""
+        if generation.checkpoints is None:
+            self.standing.memory.keep_only(())
+            return
+        copied = generation.checkpoints.after(
+            totals, generation.stage.next_step, lambda: self._loop.saved(self.standing.newest())
+        )
+        if copied is not None:
+            generation.stage.copied = copied
 
     def _check(self, generation: Generation, step: int, totals: StepTotals, vector: Sequence[float]) -> None:
         stage, layout = generation.stage, layout_of(generation.stage)
@@ -379,6 +393,8 @@ class Session:
         flags["measured"] = self._loop.mark
         flags["written"] = 0.0 if self._loop.written is None else self._loop.written.mark
         flags["written_by"] = flags["written"] * (generation.assignment.rank + 1)
+        if generation.checkpoints is not None and step + 1 < self._facts.steps:
+            flags |= generation.checkpoints.flags()
         if generation.assignment.rank == 0:
             flags["compare"] = float(generation.comparison.is_due)
             flags["regroup"] = float(self.standing.asked("regroup"))

@@ -19,6 +19,7 @@ from varuna.engine.base.spans import span
 from varuna.engine.copies.following import sent_later
 from varuna.engine.copies.keeping import KeptCopy, WholeStep, has_room
 from varuna.engine.copies.late_update import can_be_made, made_again, needed
+from varuna.engine.copies.memory_checkpoints import MemoryCheckpoints
 from varuna.engine.links.groups import Groups
 from varuna.engine.pipeline.apply import apply_vote, layout_of
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
@@ -44,6 +45,7 @@ class WorkerState:
         self._votes: deque[Vote] = deque(maxlen=_VOTES_KEPT)
         self.generation = -1
         self.stage: Stage | None = None
+        self.memory = MemoryCheckpoints()
         self._copy = KeptCopy()  # of what another rank has
         self._made: dict[int, SectionState] = {}  # of what that rank had, and lost before it was copied
         self._serving: Groups | None = None
@@ -73,7 +75,7 @@ class WorkerState:
         """
         stage = self.stage
         if stage is None:
-            return dict(self._kept)
+            return self._copies()
         states = {section: stage.state_of(section) for section in (*stage.sharding.whole, *stage.sharding.up_to_date)}
         for each in stage.sums.seal():
             if each.section in states:
@@ -89,12 +91,14 @@ class WorkerState:
             state.scalars[COPIED_SUMS] = [list(span) for span in copied.held.copies[0].micro_batches]
         return states
 
-    def in_hand(self, assignment: Assignment) -> tuple[dict[int, SectionState], Turn | None]:
-        """The states of ``states``, with what else an assignment needs, and the newest step that they contain.
+    def in_hand(self, assignment: Assignment) -> dict[int, SectionState]:
+        """The states of ``states``, with what else an assignment needs, or those of a memory checkpoint.
 
         Raises:
             LinkError: what this rank has said that it can make of another one's state it cannot.
         """
+        if assignment.from_memory:
+            return self._apart(self.memory.states(assignment.next_step), assignment)
         left, stage = self._left(), self.stage
         if left is not None and stage is not None and not needed(assignment).isdisjoint(left.states):
             owner, copy, self._copy = self._copy.owner, self._copy, KeptCopy()  # not twice, whatever comes of it
@@ -102,7 +106,20 @@ class WorkerState:
             with self._span("make again", assignment.generation):
                 self._made = made_again(stage.job, stage.plan, owner, left, self._votes[-1])
             self._copy = copy
-        return self.states(), self.newest()
+        return self._apart(self.states(), assignment)
+
+    def _apart(self, states: dict[int, SectionState], assignment: Assignment) -> dict[int, SectionState]:
+        """The states, with copies of those that this rank will train where a memory checkpoint has them: that stays."""
+        own, come = () if self.stage is None or assignment.from_memory else self.stage.sections, assignment.transfers
+        trained = range(0) if assignment.is_spare else assignment.plan.sections_at(assignment.rank)
+        kept = self.memory.states(assignment.next_step).keys() - own
+        for section in kept.intersection(trained).difference(
+            m.section for m in come if m.target_rank == assignment.rank
+        ):
+            state = states[section]
+            copied = {name: value.clone() for name, value in state.tensors.items()}
+            states[section] = SectionState(section, copied, dict(state.scalars))
+        return states
 
     def _left(self) -> WholeStep | None:
         """What makes the state of the rank that was copied, if that is lost just after an update; None: nothing."""
@@ -144,11 +161,12 @@ class WorkerState:
         with self._lock:
             step, moves = self.next_step, [] if assignment is None else sent_later(assignment)
             whole = self._whole() if moves else {}
-            goes_on = assignment is not None and not assignment.fresh and assignment.checkpoint is None
+            goes_on = assignment is not None and assignment.goes_on
             self._kept = {**self._copy.seal(step), **self._made} if goes_on and stage is not None else {}
             self._made = {}
             self._kept |= {each.section: whole[each.section].at_host() for each in moves}  # a GPU has no room for both
             self._kept_step = step if self._kept else None
+            self.memory.keep_only(() if assignment is None else assignment.memory_steps)
             self.stage, self._copy = stage, copy or KeptCopy()
             self._at_rest = stage is None
             if self._at_rest and self._ended >= self.generation:  # it was ended in this moment, by who saw no rest
@@ -191,7 +209,9 @@ class WorkerState:
     def _copies(self) -> dict[int, SectionState]:
         """By section, state of the same step that is not this rank's to train, as references."""
         kept = self._kept if self._kept_step == self.next_step else {}
-        return kept | self._copy.seal(self.next_step) | self._made
+        own = () if self.stage is None else self.stage.sections
+        in_memory = {each: state for each, state in self.memory.states(self.next_step).items() if each not in own}
+        return in_memory | kept | self._copy.seal(self.next_step) | self._made
 
     # -- votes -----------------------------------------------------------------------------------------------
 
@@ -306,6 +326,7 @@ class WorkerState:
             wrong_sums=self.stage is not None and self.stage.sums.is_wrong,
             copies=copies,
             makeable=() if left is None else tuple(sorted(left.states)),
+            checkpoints=self.memory.held(),
         )
         with self._span("held", generation):
             self._membership.held(held)

@@ -75,7 +75,7 @@ class WorkerRecord:
         match message:
             case Assign(assignment=assignment):
                 self.generation, self.held, self.suspect = assignment.generation, None, None
-                if assignment.fresh or assignment.checkpoint is not None:
+                if not assignment.goes_on:
                     self.votes.clear()
                     self.saved = ()
             case Recorded(step=step):

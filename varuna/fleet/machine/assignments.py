@@ -39,7 +39,9 @@ def assignments(
                 copy_to=record.copied_to(rank),
                 copy_from=record.copied_from(rank),
                 checkpoint=record.checkpoint,
-                fresh=record.rollback and record.checkpoint is None,
+                fresh=record.rollback and record.checkpoint is None and not record.from_memory,
+                from_memory=record.from_memory,
+                memory_steps=record.memory_steps,
                 losses_per_hour=record.losses_per_hour,
             ),
         )

@@ -38,7 +38,7 @@ def note_held(transition: Transition, name: str, held: Held) -> None:
         transition.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
     sections = frozenset((*held.sections, *held.copies))
     makeable, lent = frozenset(held.makeable), frozenset(held.lent)
-    holding = Holding(held.next_step, sections, makeable, lent, held.sums, held.wrong_sums)
+    holding = Holding(held.next_step, sections, makeable, lent, held.sums, held.wrong_sums, held.checkpoints)
     transition.update_worker(name, holding=holding)
     if isinstance(fleet.phase, Running) and fleet.phase.stopped is None and fleet.is_joined(name):
         transition.update(phase=replace(fleet.phase, stopped=name))
@@ -317,7 +317,7 @@ def judge(transition: Transition, answered: Iterable[str]) -> tuple[Vote | None,
                 transition.notice(
                     f"the state of worker {name} at step {holding.next_step} differs from that of step {newest}"
                 )
-            transition.update_worker(name, holding=Holding())
+            transition.update_worker(name, holding=Holding(checkpoints=holding.checkpoints))
     return vote, tuple(laggards)
 
 

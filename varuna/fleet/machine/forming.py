@@ -15,6 +15,7 @@ from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.assignments import assignments
 from varuna.fleet.machine.choosing import plan_and_workers
 from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
+from varuna.fleet.machine.recall import in_memory, still_needed
 from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage, sums_moved
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, FinishWish, Obstacle, Rejected
@@ -30,16 +31,21 @@ from varuna.fleet.state.questions import (
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted
 from varuna.fleet.state.worker import Holding, Standing, states_of
 
-# A store that has not answered for so long may not answer soon.
-
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where the state of a generation comes from: its holders, a checkpoint, or neither."""
+    """Where the state of a generation comes from: workers that hold it, a checkpoint in a store, or neither."""
 
     next_step: int
-    from_holders: bool = False
+    holdings: placement.Holdings | None = None
+    in_memory: bool = False
+    """They hold it of an older step."""
     checkpoint: Checkpoint | None = None
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether steps that are done may have to run again."""
+        return self.holdings is None or self.in_memory
 
 
 def form(transition: Transition, phase: Idle) -> None:
@@ -155,7 +161,7 @@ def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> Non
     if phase.rejected is not None and phase.rejected.workers == live:
         _wait(transition, phase, Blocked(Obstacle.NO_PLAN, phase.rejected.text))
         return
-    origin = _restore(transition) if lost else _Origin(next_step=fleet.recorded_step + 1, from_holders=True)
+    origin = _restore(transition, live) if lost else _Origin(fleet.recorded_step + 1, holdings)
     if not fleet.history and origin.checkpoint and job.micro_batch is None:
         transition.update(micro_batch=origin.checkpoint.micro_batch)
     try:
@@ -166,15 +172,17 @@ def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> Non
         transition.ask_anew()  # until others are there, a newer checkpoint may be, too
         _wait(transition, phase, Blocked(Obstacle.NO_PLAN, str(error)))
         return
-    _start(transition, phase, plan, usable, origin, holdings if origin.from_holders else {})
+    _start(transition, phase, plan, usable, origin)
 
 
-def _restore(transition: Transition) -> _Origin:
-    """The newest checkpoint, or the beginning of the run.
+def _restore(transition: Transition, live: tuple[str, ...]) -> _Origin:
+    """The newest checkpoint, in memory or in the store, or the beginning of the run.
 
     Raises:
         UnansweredError: it is being looked for.
     """
+    if (found := in_memory(transition.fleet, live)) and found[0].step >= transition.fleet.saved_step:
+        return _Origin(found[0].step, found[0].holdings, in_memory=True)
     answer = transition.answer_to(_which_checkpoint(transition.fleet))
     assert isinstance(answer, FoundCheckpoint)
     checkpoint = answer.checkpoint
@@ -184,6 +192,12 @@ def _restore(transition: Transition) -> _Origin:
 def _tell_origin(transition: Transition, origin: _Origin) -> None:
     """Say where the run goes on, if not where it stopped."""
     fleet, checkpoint, next_step = transition.fleet, origin.checkpoint, origin.next_step
+    if origin.in_memory:
+        transition.notice(
+            f"the last holder of some state was lost; going back from step {fleet.recorded_step + 1} to step "
+            f"{next_step}, whose state other workers have in memory"
+        )
+        return
     where = "the beginning"
     if checkpoint is not None:
         where = f"the checkpoint of step {next_step} in {checkpoint.folder}"
@@ -211,16 +225,16 @@ def _start(
     plan: Plan,
     usable: tuple[str, ...],
     origin: _Origin,
-    holdings: placement.Holdings,
 ) -> None:
     """Give all workers a seat, write the generation down, then tell them.
 
     Those that are not in touch stay out of it, unless it takes them, or what they hold.
     """
     fleet, job = transition.fleet, _job(transition)
+    holdings = origin.holdings or {}
     weights = [section.parameter_bytes + section.optimizer_bytes for section in job.model.sections]
     # Old ranks first, so that among equals rank 0 keeps its worker; but before them who has more of a broken step.
-    broken = phase.in_flight > 0 and origin.from_holders
+    broken = phase.in_flight > 0 and not origin.goes_back
     ordered = sorted(
         usable,
         key=lambda name: (
@@ -231,7 +245,7 @@ def _start(
     )
     kept = fleet.record.grid if fleet.history and plan.same_work(fleet.record.plan) else ()
     holders = holders_of(plan, job.model.sections, shared=True) if job.memory.shard_optimizer else None
-    lent = {name: _holding(fleet, name).lent for name in holdings}
+    lent = {} if origin.in_memory else {name: _holding(fleet, name).lent for name in holdings}
     nodes = {name: worker.node for name, worker in fleet.workers.items()}
     zones = {name: fleet.zones.get(node, "") for name, node in nodes.items()}
     seated = placement.seat_by_speed(
@@ -252,7 +266,7 @@ def _start(
     placed = frozenset(seated)
     spares = [name for name in fleet.joined if name not in placed]
     there = {name: holdings[name] for name in holdings if name in placed or fleet.is_in_touch(name)}
-    if not origin.from_holders or not placement.uncovered(len(job.model.sections), there):
+    if origin.holdings is None or not placement.uncovered(len(job.model.sections), there):
         spares = [name for name in spares if fleet.is_in_touch(name)]
     members = (*seated, *spares)
     regions = [region_of_zone(zones[name]) for name in members] if any(zones.values()) else []
@@ -264,13 +278,14 @@ def _start(
             weights,
             lent=lent,
             holders=holders,
-            following=_following(job),
+            following=() if origin.in_memory else _following(job),
             regions=regions,
         )
-        if origin.from_holders
+        if origin.holdings is not None
         else ()
     )
-    rollback = not origin.from_holders
+    rollback = origin.goes_back
+    needed = () if origin.holdings is None else still_needed(in_memory(fleet, members))
     if rollback:
         _tell_origin(transition, origin)
     stored = origin.checkpoint.sums if origin.checkpoint is not None else None
@@ -295,6 +310,8 @@ def _start(
         rollback=rollback,
         losses_per_hour=fleet.loss_rate.planned_per_hour,
         checkpoint=origin.checkpoint.folder if origin.checkpoint else None,
+        from_memory=origin.in_memory,
+        memory_steps=needed,
     )
     _keep_micro_batch(transition, plan)
     lose_aside(transition)

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from varuna.core.messages import Beat, Hold
 from varuna.fleet.machine.placement import uncovered
+from varuna.fleet.machine.recall import in_memory
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Ending
 from varuna.fleet.state.fleet import Fleet, Look
@@ -311,9 +312,10 @@ def _wait_patience_s(fleet: Fleet, phase: Running) -> float:
 
 
 def return_patience_s(fleet: Fleet) -> float:
-    """Seconds that doing the steps again would take that no checkpoint has, within bounds."""
+    """Seconds that doing the steps again would take that no checkpoint has, also none in memory, within bounds."""
     step_s = max(fleet.step_every_s, fleet.step_wall_s)
-    again_s = max(0, fleet.recorded_step + 1 - fleet.saved_step) * step_s
+    kept_step = max([fleet.saved_step, *(each.step for each in in_memory(fleet, fleet.joined))])
+    again_s = max(0, fleet.recorded_step + 1 - kept_step) * step_s
     return max(fleet.config.lease_s, min(fleet.config.return_s, again_s))
 
 

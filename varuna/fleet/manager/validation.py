@@ -6,8 +6,7 @@ Bugs, mixed-up processes and hostile ones look the same from here; the worker is
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
-from varuna.core.plan import Copies
+from varuna.core.messages import Beat, FromWorker, Held, HeldCheckpoint, Saved, Vote, Voted
 from varuna.core.saved import SavedShard
 from varuna.core.sharded_optimizer import held_by, holders_of
 from varuna.core.sums import HeldSums, SectionSum, TakenSum, is_within, spans_of, union, without
@@ -86,12 +85,17 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> Objection | None:
             return why
     if why := _out_of_line(fleet, worker, held.votes):
         return why
+    for each in held.checkpoints:
+        if not _was_made(fleet, worker, each):
+            return Objection(
+                f"it claims to have a memory checkpoint of step {each.step} from generation {each.generation}, which "
+                "it cannot have"
+            )
     if held.next_step is None:
         claims = held.sections or held.lent or held.copies or held.makeable
         return Objection("it holds sections without a step") if claims else None
     known = max([fleet.recorded_step, *fleet.votes, *(vote.step for vote in held.votes)])
-    first = fleet.record.first_step if fleet.history else 0
-    if held.next_step > max(known + 1, first):
+    if held.next_step > max(known + 1, _furthest_step(fleet)):
         return Objection(f"it claims to hold step {held.next_step}, but step {known + 1} is not committed")
     if not _was_given(fleet, worker, held):
         named = ", ".join(str(section) for section in (*held.sections, *held.lent)[:8])
@@ -101,6 +105,18 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> Objection | None:
             named = ", ".join(str(section) for section in copies[:8])
             return Objection(f"it claims to keep copies of sections {named}, which nobody has sent it")
     return objection_to_sums(fleet, worker, held.next_step, held.sums) if held.sums is not None else None
+
+
+def _furthest_step(fleet: Fleet) -> int:
+    """The step that members may have: of the newest generation, or, until that has formed, where those before were."""
+    if not fleet.history:
+        return 0
+    found = fleet.record.first_step
+    for record in reversed(fleet.history):
+        if record.recovery_seconds is not None:
+            break
+        found = max(found, record.first_step + (record.steps_redone if record.rollback else 0))
+    return found
 
 
 def objection_to_sums(fleet: Fleet, worker: str, next_step: int, sums: HeldSums) -> Objection | None:
@@ -183,12 +199,25 @@ def _was_copied(fleet: Fleet, worker: str, next_step: int, copies: tuple[int, ..
     for record in reversed(fleet.history):
         if not record.has_seat(worker):
             continue
-        source, has_state = record.copied_from(record.ranks[worker]), record.plan.copies is Copies.STATE
+        source, has_state = record.copied_from(record.ranks[worker]), record.plan.copies.are_of_state
         copied = tuple(record.plan.sections_at(source)) if has_state and source is not None else ()
         had.update(copied, record.plan.sections_at(record.ranks[worker]))
         if copies == copied or (is_first and had.issuperset(copies)):
             return True
     return False
+
+
+def _was_made(fleet: Fleet, worker: str, held: HeldCheckpoint) -> bool:
+    """Whether a memory checkpoint can be of a seat that the worker had, and of the one whose copies that keeps."""
+    if held.generation >= len(fleet.history):
+        return False
+    record = fleet.history[held.generation]
+    if not record.has_seat(worker):
+        return False
+    rank = record.ranks[worker]
+    owner = record.copied_from(rank)
+    can_be = {*record.plan.sections_at(rank), *(() if owner is None else record.plan.sections_at(owner))}
+    return held.step >= record.first_step and can_be.issuperset(held.sections)
 
 
 def _about_shard(fleet: Fleet, worker: str, shard: SavedShard) -> Objection | None:

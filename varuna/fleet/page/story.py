@@ -110,5 +110,5 @@ def _morph(record: GenerationRecord, old: Plan) -> str:
     else:
         kept = ""
     moved = f", {counted(record.moved_sections, 'section')} moved" if record.moved_sections else ""
-    back = ", from a checkpoint" if record.rollback else ""
+    back = f", from a {'memory ' * record.from_memory}checkpoint" if record.rollback else ""
     return f"Morph: {record.cause}. Plan {change}{after}{back}; {redone} redone{kept}{moved}."

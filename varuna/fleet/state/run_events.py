@@ -31,8 +31,12 @@ class GenerationRecord(Value):
     )
     moved_sections: int = Field(default=0, description="section states copied between workers")
     losses_per_hour: float = Field(default=0.0, description="that the plan was made for, as seen; 0: nothing was")
-    rollback: bool = Field(default=False, description="state came from a checkpoint or from the initialisation")
+    rollback: bool = Field(
+        default=False, description="state came from a checkpoint, in a store or in memory, or from the beginning"
+    )
     checkpoint: str | None = None
+    from_memory: bool = Field(default=False, description="of a rollback: to a memory checkpoint, and to no other")
+    memory_steps: tuple[int, ...] = Field(default=(), description="of memory checkpoints that it may go back to")
     recovery_seconds: float | None = Field(default=None, description="from the loss to the first recorded step")
 
     @cached_property

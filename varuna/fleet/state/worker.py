@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from varuna.core.devices import DeviceFacts
-from varuna.core.messages import Beat
+from varuna.core.messages import Beat, HeldCheckpoint
 from varuna.core.sums import HeldSums
 from varuna.fleet.state.stutter import NO_EVIDENCE, StutterEvidence
 
@@ -62,6 +62,8 @@ class Holding:
     """Of a step that was broken off."""
     wrong_sums: bool = False
     """A vote has shown that those of all ranks, and copies of them, are not what they should be."""
+    checkpoints: tuple[HeldCheckpoint, ...] = ()
+    """Of older steps, in its memory."""
 
 
 def states_of(holdings: Mapping[str, Holding]) -> dict[str, frozenset[int]]:

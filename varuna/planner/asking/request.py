@@ -47,6 +47,7 @@ class PlanRequest(Value):
     losses_per_hour: float = Field(
         default=0.0, ge=0, description="of workers, without notice; 0: nothing is known, and the fastest step is best"
     )
+    saves: bool = Field(default=True, description="checkpoints are written where losses of workers do not reach them")
     wanted: int = Field(default=1, ge=1, description="how many depths to rank exactly")
 
     @model_validator(mode="after")

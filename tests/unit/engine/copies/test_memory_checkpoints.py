@@ -1,0 +1,178 @@
+"""A memory checkpoint is everywhere or not needed: what came of it to others, what is dropped, and when."""
+
+import pytest
+import torch
+
+from tests.unit.engine.ranks import connected
+from tests.waiting import wait_for
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.core.vote import StepTotals
+from varuna.engine.base.inbox import GenerationEnded, Inbox
+from varuna.engine.copies import memory_checkpoints, wire
+from varuna.engine.copies.memory_checkpoints import CheckpointCopies, MemoryCheckpoints
+from varuna.engine.device.host_copies import CPU_COPIES
+
+RANKS, WIDTH = 2, 1000
+
+
+class Ranks:
+    """Two ranks, each with one section, that keep each other's memory checkpoints; a test casts their votes."""
+
+    def __init__(self, *, every_s: float = 0.0) -> None:
+        self.groups, self.inboxes = connected(RANKS), [Inbox() for _ in range(RANKS)]
+        self.values = [torch.zeros(WIDTH) for _ in range(RANKS)]
+        self.memories = [MemoryCheckpoints() for _ in range(RANKS)]
+        self.copies = [self._copies(rank, every_s) for rank in range(RANKS)]
+
+    def _copies(self, rank: int, every_s: float) -> CheckpointCopies:
+        other, value = 1 - rank, self.values[rank]
+        return CheckpointCopies(
+            self.memories[rank],
+            self.groups[rank],
+            generation=3,
+            keeper=other,
+            owner=other,
+            ranks=RANKS,
+            states=lambda: {rank: SectionState(rank, {"parameters/w": value, "n": torch.tensor(7)}, {"scale": rank})},
+            copies=CPU_COPIES,
+            every_s=lambda stall_s: every_s,
+            inbox=self.inboxes[rank],
+            rank=rank,
+            stage=rank,
+        )
+
+    def step(self, step: int, *ranks: int) -> StepTotals:
+        """Cast a vote, and let some ranks apply the step and do what it decides; all, if none are named."""
+        said = [copies.flags() for copies in self.copies]
+        totals = StepTotals(
+            loss=0.0,
+            weight=1.0,
+            grad_norm=0.0,
+            metrics={},
+            stop=False,
+            regroup=False,
+            checkpoint=False,
+            keep=said[0]["keep"] > 0,
+            kept=int(sum(each["kept"] for each in said)),
+            lr=0.0,
+        )
+        for rank in ranks or range(RANKS):
+            self.learn(rank, step, totals)
+        return totals
+
+    def learn(self, rank: int, step: int, totals: StepTotals) -> None:
+        self.values[rank].fill_(float(step))
+        self.copies[rank].after(totals, step, lambda: {"turns": step})
+
+    def are_there(self) -> bool:
+        return all(copies.flags()["kept"] for copies in self.copies)
+
+    def steps(self, rank: int, section: int) -> list[int]:
+        return [each.step for each in self.memories[rank].held() if section in each.sections]
+
+    def close(self) -> None:
+        for copies, inbox in zip(self.copies, self.inboxes, strict=True):
+            inbox.abort(GenerationEnded(3))
+            copies.close()
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def test_the_one_before_is_dropped_once_all_know_that_the_next_is_everywhere(ranks: Ranks) -> None:
+    assert ranks.step(1).keep, "the first at once"
+    wait_for(ranks.are_there, 10)
+    assert ranks.step(2).kept == RANKS
+    wait_for(ranks.are_there, 10)
+    assert ranks.steps(0, 1) == ranks.steps(1, 0) == [1, 2], "the newer one is everywhere, which nobody has heard"
+    totals = ranks.step(3, 0)
+    assert ranks.steps(0, 1)[0] == 2
+    wait_for(lambda: 3 in ranks.steps(1, 0), 10)  # rank 0 has sent its next one already
+    ranks.learn(1, 3, totals)
+    wait_for(ranks.are_there, 10)
+    assert ranks.steps(1, 0) == ranks.steps(0, 1) == [2, 3], "and rank 1, which hears of it later, does not drop that"
+    ranks.close()
+
+
+def test_it_is_the_state_of_its_step_whatever_is_trained_since(ranks: Ranks) -> None:
+    ranks.step(5)
+    wait_for(ranks.are_there, 10)
+    for value in ranks.values:
+        value.fill_(-1.0)
+    for memory in ranks.memories:
+        found = memory.states(5)
+        assert {section: set(state.tensors["parameters/w"].tolist()) for section, state in found.items()} == {
+            0: {5.0},
+            1: {5.0},
+        }
+        assert [(state.tensors["n"].item(), state.scalars["scale"]) for _, state in sorted(found.items())] == [
+            (7, 0),
+            (7, 1),
+        ]
+        assert memory.loop(5) == (True, {"turns": 5})
+        assert memory.loop(4) == (False, None)
+    ranks.close()
+
+
+def test_one_at_a_time_and_no_more_often_than_they_pay() -> None:
+    ranks = Ranks(every_s=1000.0)
+    assert [ranks.step(step).keep for step in range(1, 4)] == [True, False, False]
+    wait_for(ranks.are_there, 10)
+    assert not ranks.step(4).keep
+    assert ranks.steps(0, 1) == [1]
+    ranks.close()
+
+
+def test_a_keeper_without_room_keeps_what_it_has(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.step(1)
+    wait_for(ranks.are_there, 10)
+    ranks.step(2)
+    wait_for(ranks.are_there, 10)
+    monkeypatch.setattr(memory_checkpoints, "has_room", lambda size_bytes: False)
+    ranks.memories[1].keep_only(())  # and with it the memory that would be used again
+    ranks.step(3)
+    wait_for(lambda: "has no room" in capsys.readouterr().err, 10)
+    assert ranks.step(4).kept < RANKS
+    assert 2 in ranks.steps(0, 0), "what all had before stays"
+    ranks.close()
+
+
+def test_one_that_never_comes_is_given_up_for_a_newer(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of it may still be on its way, and is thrown away."""
+    ranks.step(1)
+    wait_for(ranks.are_there, 10)
+    monkeypatch.setattr(wire, "SMALL_PART_BYTES", 1024)
+    pauses: list[float] = []
+
+    def stuck(part_s: float, share_s: float) -> float:
+        pauses.append(part_s)
+        return 0.2
+
+    monkeypatch.setattr(memory_checkpoints, "checkpoint_pause_s", stuck)
+    ranks.step(2)
+    wait_for(lambda: len(pauses) > 1, 10)
+    monkeypatch.setattr(memory_checkpoints, "checkpoint_pause_s", lambda part_s, share_s: 0.0)
+    assert ranks.step(3).keep, "nothing is waited for, since they may be made at any time"
+    wait_for(ranks.are_there, 10)
+    ranks.step(4)
+    assert ranks.steps(0, 1)[0] == 3
+    found = ranks.memories[1].states(3)
+    assert set(found[0].tensors["parameters/w"].tolist()) == {3.0}
+    ranks.close()
+
+
+def test_what_the_run_may_go_back_to_outlives_the_generation(ranks: Ranks) -> None:
+    for step in (1, 2, 3):
+        ranks.step(step)
+        wait_for(ranks.are_there, 10)
+    ranks.close()
+    memory = ranks.memories[0]
+    assert [each.step for each in memory.held()] == [2, 3]
+    memory.keep_only((2,))
+    assert [(each.generation, each.step, each.sections) for each in memory.held()] == [(3, 2, (0, 1))]
+    memory.keep_only(())
+    assert memory.held() == ()
