@@ -55,7 +55,8 @@ class VoteLayout(Value):
     def flag(self, name: str) -> int:
         """Slot of a flag: positive raises it (``stop``, ``checkpoint``: any rank; the others, and ``lr``: one rank).
 
-        ``keep``: after this step a memory checkpoint is made; ``kept`` counts ranks of whose newest there is a copy.
+        ``kept`` counts ranks of whose newest memory checkpoint there is a copy. ``keep``: after this step another is
+        made, if there are copies of all ranks' (1), or whatever became of the newest (2).
         ``measured`` and ``written`` are sums of numbers that are the same on all ranks, and ``written_by`` is that of
         ``written`` times rank + 1, which tells one rank that differs.
         """
@@ -81,7 +82,7 @@ class VoteLayout(Value):
             regroup=vector[self.flag("regroup")] > 0,
             checkpoint=vector[self.flag("checkpoint")] > 0,
             compare=vector[self.flag("compare")] > 0,
-            keep=vector[self.flag("keep")] > 0,
+            keep=int(vector[self.flag("keep")]),
             kept=int(vector[self.flag("kept")]),
             lr=vector[self.flag("lr")],
         )
@@ -120,7 +121,7 @@ class StepTotals(Value):
     regroup: bool
     checkpoint: bool
     compare: bool = False
-    keep: bool = False
+    keep: int = 0
     kept: int = 0
     lr: float
 

@@ -28,8 +28,8 @@ _LEAST_LAST_S = 0.05
 _SUMS_EVERY_S, _SUMS_SHARE = 5.0, 0.02
 """Seconds between copies of a step's sums of gradients, at least, and the share of time that making them may take."""
 LONGEST_PAUSE_S = 1.0
-CHECKPOINT_EVERY_S, CHECKPOINT_SHARE = 2.5, 0.01
-"""Seconds between memory checkpoints, at least, and the share of time that making them may take."""
+CHECKPOINT_S, CHECKPOINT_SHARE = 2e-3, 0.01
+"""What a memory checkpoint takes, however small the state is, and the share of time that making them may take."""
 SHORT_S = 0.25
 """A copy may take so long, however short a step is."""
 _TOO_LATE, _MOST_SKIPPED = 3, 64
@@ -110,9 +110,9 @@ def checkpoint_every_s(size_bytes: float, stall_s: float, *, on_device: bool, lo
         on_device: processors, which send it and keep it, do not train.
         losses_per_hour: that were seen; 0: none.
     """
-    cost_s = stall_s + (0.0 if on_device else PROCESSOR_S_PER_BYTE * size_bytes)
+    cost_s = CHECKPOINT_S + stall_s + (0.0 if on_device else PROCESSOR_S_PER_BYTE * size_bytes)
     pays_s = young_s(cost_s, 3600 / losses_per_hour) if losses_per_hour else inf
-    return max(CHECKPOINT_EVERY_S, min(cost_s / CHECKPOINT_SHARE, pays_s))
+    return min(cost_s / CHECKPOINT_SHARE, pays_s)
 
 
 def checkpoint_pause_s(part_s: float, share_s: float) -> float:

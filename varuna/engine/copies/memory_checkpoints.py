@@ -251,7 +251,7 @@ class CheckpointCopies:
         self._changed = threading.Condition()
         self._made: Made | None = None  # the newest
         self._there: int | None = None  # the step of which the keeper has it
-        self._everywhere, self._made_s, self._stall_s = True, float("-inf"), 0.0
+        self._everywhere, self._made_s, self._stall_s = True, float("-inf"), float("inf")
         self._warned = False
         if keeper is not None:
             line = wire.Line(group, keeper)
@@ -266,22 +266,21 @@ class CheckpointCopies:
         """What this rank says in a vote; ``keep`` counts on rank 0."""
         with self._changed:
             is_there = self._made is not None and self._there == self._made.step
-        since_s = time.monotonic() - self._made_s
-        every_s = self._every_s()
-        is_due = since_s >= (every_s if self._everywhere else _PATIENCE * every_s)
-        return {"kept": float(is_there), "keep": float(is_due and self._where["rank"] == 0)}
+        since_s, every_s = time.monotonic() - self._made_s, self._every_s()
+        due = (since_s >= every_s) + (since_s >= _PATIENCE * every_s)
+        return {"kept": float(is_there), "keep": float(due) if self._where["rank"] == 0 else 0.0}
 
     def after(self, totals: StepTotals, next_step: int, loop: Callable[[], JSON]) -> Ready | None:
         """Do what a vote has decided, after its update; returns when the state may change again, if it is copied."""
         if self._made is not None and not self._everywhere and totals.kept == self._ranks:
             self._everywhere = True
             self._memory.note_everywhere(self._generation, self._made.step)
-        if not totals.keep:
+        if totals.keep < (1 if self._everywhere else 2):
             return None
         self._made_s, self._everywhere = time.monotonic(), False
         with span("keep", **self._where, step=next_step):
             made = self._memory.make(self._generation, next_step, self._states(), self._copies, loop())
-        self._stall_s = time.monotonic() - self._made_s
+        self._stall_s = min(self._stall_s, time.monotonic() - self._made_s)  # the first one makes room, too
         if made is None:
             self._warn_of_room(f"rank {self._where['rank']} has no room in memory for a checkpoint of its state")
             return None
@@ -296,7 +295,7 @@ class CheckpointCopies:
             self._changed.notify_all()
 
     def _every_s(self) -> float:
-        return self._pace(self._stall_s)
+        return self._pace(0.0 if self._made is None else self._stall_s)
 
     def _warn_of_room(self, what: str) -> None:
         if not self._warned:

@@ -52,7 +52,7 @@ class Ranks:
             stop=False,
             regroup=False,
             checkpoint=False,
-            keep=said[0]["keep"] > 0,
+            keep=int(said[0]["keep"]),
             kept=int(sum(each["kept"] for each in said)),
             lr=0.0,
         )
@@ -118,7 +118,7 @@ def test_it_is_the_state_of_its_step_whatever_is_trained_since(ranks: Ranks) -> 
 
 def test_one_at_a_time_and_no_more_often_than_they_pay() -> None:
     ranks = Ranks(every_s=1000.0)
-    assert [ranks.step(step).keep for step in range(1, 4)] == [True, False, False]
+    assert [ranks.step(step).keep for step in range(1, 4)] == [2, 0, 0], "the first at once"
     wait_for(ranks.are_there, 10)
     assert not ranks.step(4).keep
     assert ranks.steps(0, 1) == [1]
