@@ -106,9 +106,13 @@ class MemoryCheckpoints:
             if memory is None:
                 return None
             checkpoint = self._of(generation, step)
-            checkpoint.own, checkpoint.loop = _Part(layouts, memory, is_whole=True), loop
+            checkpoint.own, checkpoint.loop = _Part(layouts, memory, is_whole=False), loop
         copied = copies.down(list(_pairs(layouts, states, memory)))
         return Made(step, as_bytes(layouts), Body.of_memory([memory]), copied)
+
+    def complete_own(self, generation: int, step: int) -> bool:
+        """The copy of what was made has left the device; False if nobody needs it any more."""
+        return self._complete(generation, step, lambda each: each.own)
 
     def begin_others(self, generation: int, step: int, layouts: Sequence[SectionLayout]) -> Body | None:
         """Room for another worker's part; None if there is none."""
@@ -121,10 +125,14 @@ class MemoryCheckpoints:
 
     def complete_others(self, generation: int, step: int) -> bool:
         """All of it has come; False if nobody needs it any more."""
+        return self._complete(generation, step, lambda each: each.others)
+
+    def _complete(self, generation: int, step: int, of: Callable[[_Checkpoint], _Part | None]) -> bool:
         with self._lock:
             for each in self._known:
-                if (each.generation, each.step) == (generation, step) and each.others is not None:
-                    each.others.is_whole = True
+                part = of(each)
+                if (each.generation, each.step) == (generation, step) and part is not None:
+                    part.is_whole = True
                     return True
             return False
 
@@ -279,15 +287,23 @@ class CheckpointCopies:
             return None
         self._made_s, self._everywhere = time.monotonic(), False
         with span("keep", **self._where, step=next_step):
-            made = self._memory.make(self._generation, next_step, self._states(), self._copies, loop())
+            made = self._make(next_step, loop())
         self._stall_s = min(self._stall_s, time.monotonic() - self._made_s)  # the first one makes room, too
-        if made is None:
-            self._warn_of_room(f"rank {self._where['rank']} has no room in memory for a checkpoint of its state")
-            return None
         with self._changed:
-            self._made = made
+            self._made = made  # if there is none, this rank says no more of the one before that it is there
             self._changed.notify_all()
-        return made.copied
+        return None if made is None else made.copied
+
+    def _make(self, step: int, loop: JSON) -> Made | None:
+        rank = self._where["rank"]
+        try:
+            made = self._memory.make(self._generation, step, self._states(), self._copies, loop)
+        except CheckpointError as error:
+            self._warn_once(f"the state of rank {rank} has no copy in memory: {error}")
+            return None
+        if made is None:
+            self._warn_once(f"rank {rank} has no room in memory for a checkpoint of its state")
+        return made
 
     def close(self) -> None:
         """The generation is over: nothing is sent any more."""
@@ -297,12 +313,12 @@ class CheckpointCopies:
     def _every_s(self) -> float:
         return self._pace(0.0 if self._made is None else self._stall_s)
 
-    def _warn_of_room(self, what: str) -> None:
+    def _warn_once(self, what: str) -> None:
         if not self._warned:
             self._warned = True
             warn(
-                f"{what}: the loss of a worker may send the run back to a saved state. "
-                "Use fewer workers per machine, or more machines."
+                f"{what}: the loss of a worker may send the run back to a saved state. If memory is short, use fewer "
+                "workers per machine, or more machines."
             )
 
     # -- to the keeper ---------------------------------------------------------------------------------------
@@ -313,6 +329,7 @@ class CheckpointCopies:
             while (made := self._wait_beyond(sent)) is not None:
                 sent = made.step
                 made.copied.wait()
+                self._memory.complete_own(self._generation, made.step)
                 with span("send-kept", **self._where, step=made.step):
                     if self._send(line, made):
                         with self._changed:
@@ -333,7 +350,7 @@ class CheckpointCopies:
             line, wire.CopyKind.STATE, made.step, made.header, made.body.size_bytes, wire.SMALL_PART_BYTES
         )
         if opening is None:
-            self._warn_of_room(
+            self._warn_once(
                 f"rank {line.peer} has no room for a copy of rank {self._where['rank']}'s state of "
                 f"{format_bytes(made.body.size_bytes)}"
             )

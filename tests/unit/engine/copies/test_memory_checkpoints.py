@@ -1,5 +1,7 @@
 """A memory checkpoint is everywhere or not needed: what came of it to others, what is dropped, and when."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -139,6 +141,38 @@ def test_a_keeper_without_room_keeps_what_it_has(
     assert ranks.step(4).kept < RANKS
     assert 2 in ranks.steps(0, 0), "what all had before stays"
     ranks.close()
+
+
+def test_a_rank_without_room_for_its_own_says_no_more_that_all_is_there(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the others would drop the one before, of which alone there is all state."""
+    ranks.step(1)
+    wait_for(ranks.are_there, 10)
+    room = ranks.memories[0]._room
+
+    def none_for_own(*arguments: Any, own: bool) -> torch.Tensor | None:
+        return None if own else room(*arguments, own=own)
+
+    monkeypatch.setattr(ranks.memories[0], "_room", none_for_own)
+    ranks.step(2)
+    wait_for(lambda: 2 in ranks.steps(0, 1) and 2 in ranks.steps(1, 1), 10)
+    assert max(ranks.step(step).kept for step in (3, 4)) < RANKS
+    assert all(1 in ranks.steps(rank, section) for rank in range(RANKS) for section in range(RANKS))
+    ranks.close()
+
+
+def test_what_is_still_being_copied_from_a_device_is_not_there(ranks: Ranks) -> None:
+    """Its memory may be as it was."""
+    ranks.close()
+    wait_for(lambda: all(inbox.ended for inbox in ranks.inboxes), 10)
+    memory, state = MemoryCheckpoints(), SectionState(0, {"parameters/w": torch.ones(3)})
+    assert memory.make(3, 5, {0: state}, CPU_COPIES, None) is not None
+    assert memory.held() == ()
+    assert memory.states(5) == {}
+    assert memory.complete_own(3, 5)
+    assert [each.step for each in memory.held()] == [5]
+    assert not memory.complete_own(3, 6)
 
 
 def test_one_that_never_comes_is_given_up_for_a_newer(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
