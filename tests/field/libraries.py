@@ -24,7 +24,7 @@ def load() -> None:
     torch.set_num_threads(1)
     # If a process's first backward is of fake tensors, as at capture, a build for CUDA starts threads for GPUs though
     # there are none, and no process that is forked then can run a backward.
-    torch.ones(1, requires_grad=True).sum().backward()
+    torch.autograd.backward(torch.ones(1, requires_grad=True).sum())
     logging.getLogger("torch").setLevel(logging.ERROR)
     if has_all():
         sys.path.append(str(FOLDER))
