@@ -20,6 +20,7 @@ from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_byte
 from varuna.core.messages import Assignment, Transfer
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
+from varuna.engine.copies.memory_checkpoints import MemoryCheckpoints
 from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.cross_stage import StageExchange
 from varuna.engine.stage.stage import Stage
@@ -65,6 +66,23 @@ def saves(precision: Precision) -> Figures:
     states = [stage.state_of(section, owned_only=True) for section in stage.sections]
     copied = sum(value.nbytes for state in states for value in state.tensors.values())
     return {"copied": copied, "reserved": reserved, "pinned": counted().peak_pinned_bytes}
+
+
+def keeps(precision: Precision) -> Figures:
+    """Memory checkpoints of five steps, of which the newest and the one before it are kept."""
+    stage, memory = _stage(Setup(Wide, device="cuda:0", precision=precision)), MemoryCheckpoints()
+    _update(stage)
+    before, states = counted().pageable_reads, {section: stage.state_of(section) for section in stage.sections}
+    for step in range(1, 6):
+        made = memory.make(0, step, states, stage.job.traffic.saves, None)
+        assert made is not None
+        made.copied.wait()
+        memory.complete_own(0, step)
+        if step > 1:
+            memory.note_everywhere(0, step - 1)
+    copied = sum(value.nbytes for state in states.values() for value in state.tensors.values())
+    found = counted()
+    return {"copied": copied, "pinned": found.peak_pinned_bytes, "pageable reads": found.pageable_reads - before}
 
 
 def offload(precision: Precision) -> Figures:
@@ -141,7 +159,13 @@ def measured(*case: str, **settings: str) -> Figures:
     return cast(Figures, json.loads(done.stdout.splitlines()[-1])) | {"said": done.stderr}
 
 
-CASES: dict[str, Callable[..., Figures]] = {"saves": saves, "offload": offload, "moves": moves, "segments": segments}
+CASES: dict[str, Callable[..., Figures]] = {
+    "saves": saves,
+    "keeps": keeps,
+    "offload": offload,
+    "moves": moves,
+    "segments": segments,
+}
 
 if __name__ == "__main__":
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is an empty library here

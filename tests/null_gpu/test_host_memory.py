@@ -16,6 +16,13 @@ def test_a_checkpoint_pins_what_it_copies(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_memory_checkpoints_pin_the_newest_and_the_one_before(precision: str) -> None:
+    found = measured("keeps", precision)
+    assert 2 * found["copied"] <= found["pinned"] <= 2 * MOST * found["copied"]
+    assert found["pageable reads"] == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_offloaded_state_is_pinned_once_and_given_back(precision: str) -> None:
     found = measured("offload", precision)
     assert found["held"] <= found["pinned"] <= MOST * found["held"]
