@@ -37,11 +37,11 @@ def with_copies(plan: Plan, request: PlanRequest, *, measured: bool) -> Plan:
     if plan.workers == 1:
         return plan.model_copy(update={"copies": Copies.NONE})
     first = _tried(plan, request, Copies.STATE if plan.replicas == 1 else Copies.SUMS, measured=measured)
-    if plan.replicas > 1:
+    if plan.replicas > 1 or not measured:  # nothing says that steps are short
         return first
     if first.copies is Copies.STATE and (plan.step_s >= LONG_STEP_S or waits_for_last_s(first, request)):
         return first
-    often = _tried(plan, request, Copies.CHECKPOINTS, measured=measured)
+    often = _tried(plan, request, Copies.CHECKPOINTS, measured=True)
     return often if often.copies.are_made or not first.copies.are_made else first
 
 

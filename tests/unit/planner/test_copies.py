@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import pytest
-
 from tests.unit.planner.models import GB, MB, model, section
 from varuna.calibration.format import Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
-from varuna.planner import copies as planner_copies
 from varuna.planner.choose import plan_run, run_request
 from varuna.planner.copies import LONG_STEP_S, with_copies
 from varuna.planner.sweep import rank_depths
@@ -27,13 +24,6 @@ def made(
     return plan_run(facts, workers=workers, stages=stages, memory_bytes=memory_bytes, copies=copies)
 
 
-@pytest.fixture
-def as_in_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """State has a copy in every step, however short."""
-    monkeypatch.setattr(planner_copies, "LONG_STEP_S", 0.0)
-
-
-@pytest.mark.usefixtures("as_in_long_steps")
 def test_each_stage_has_a_copy_where_it_has_one_holder() -> None:
     plan = made()
     assert (plan.shape, plan.copies) == ("4x1", Copies.STATE)
@@ -76,7 +66,6 @@ def test_pipelines_of_other_depths_promise_the_memory_of_copies_too() -> None:
     assert more == [4 * SUM_BYTES + 2 * SUM_BYTES] * 3
 
 
-@pytest.mark.usefixtures("as_in_long_steps")
 def test_an_uneven_plan_promises_memory_for_the_largest_other_stage() -> None:
     plan, without = made(stages=3, workers=3), made(stages=3, workers=3, copies=False)
     most = max(len(plan.first_cut.sections_of(stage)) for stage in range(3)) * (STATE_BYTES + SUM_BYTES)
@@ -86,14 +75,12 @@ def test_an_uneven_plan_promises_memory_for_the_largest_other_stage() -> None:
     assert more == [2 * SUM_BYTES + (least if stage == largest else most) for stage in range(3)]
 
 
-@pytest.mark.usefixtures("as_in_long_steps")
 def test_there_is_no_copy_where_it_does_not_fit() -> None:
     needed = max(made(copies=False).memory_bytes)
     assert made(memory_bytes=needed).copies is Copies.MEMORY
     assert made(memory_bytes=needed + GB).copies is Copies.STATE
 
 
-@pytest.mark.usefixtures("as_in_long_steps")
 def test_copies_of_what_gpus_have_take_memory_of_hosts() -> None:
     plan, without = made(memory_apart=True), made(memory_apart=True, copies=False)
     assert plan.copies is Copies.STATE

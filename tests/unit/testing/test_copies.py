@@ -15,8 +15,6 @@ from varuna.schedule.copy_pace import SumsPace
 from varuna.testing import RunResult
 from varuna.testing.faults import Fault, Phase
 
-pytestmark = pytest.mark.usefixtures("as_in_long_steps")
-
 STEPS, MICRO_BATCHES = 3, by_depth(16, 32)
 
 

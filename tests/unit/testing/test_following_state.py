@@ -16,8 +16,6 @@ from varuna.engine.copies import keeping
 from varuna.testing import Fault, fail_at, notice_at, run
 from varuna.testing.faults import Phase
 
-pytestmark = pytest.mark.usefixtures("as_in_long_steps")
-
 STEPS, MICRO_BATCHES, STEP = by_depth((5, 8, 2), (8, 12, 2))
 
 

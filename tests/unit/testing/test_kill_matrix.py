@@ -22,8 +22,6 @@ from varuna.schedule.copy_pace import SumsPace
 from varuna.testing import RunResult
 from varuna.testing.faults import Fault, Phase
 
-pytestmark = pytest.mark.usefixtures("as_in_long_steps")
-
 STEPS, STEP, MICRO_BATCHES, STAGES, REPLICAS = by_depth((3, 1, 8, 2, 2), (3, 1, 18, 3, 3))
 WORKERS = STAGES * REPLICAS
 SHAPES = {1: 1, 2: 2} | dict.fromkeys(range(STAGES, WORKERS + 1), STAGES)

@@ -23,8 +23,6 @@ from varuna.job import start
 from varuna.schedule.copy_pace import SumsPace
 from varuna.testing import Fault, notice_at, run
 
-pytestmark = pytest.mark.usefixtures("as_in_long_steps")
-
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:

@@ -18,8 +18,6 @@ from varuna.engine.worker import worker_state
 from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault, Phase
 
-pytestmark = pytest.mark.usefixtures("as_in_long_steps")
-
 STEPS, MICRO_BATCHES = 3, 12
 
 
