@@ -211,6 +211,11 @@ class Plan(Value):
             raise ValueError(f"{self.replicas} speeds, more than 0 and at most 1, fastest first, are not {self.speeds}")
         return self
 
+    @property
+    def holders(self) -> int:
+        """How many workers have the state of each section, of the newest step or of a memory checkpoint."""
+        return self.replicas + (self.copies is Copies.CHECKPOINTS)
+
     # -- who is where ----------------------------------------------------------------------------------------------
 
     @property

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from varuna.core.plan import Copies, Plan
+from varuna.core.plan import Plan
 from varuna.core.value import Value
 
 ITEM_BYTES = {
@@ -125,8 +125,7 @@ def paying_every_s(stall_s: float, losses_per_hour: float, plan: Plan, usual_s: 
         plan: that runs.
         usual_s: with one replica, while no loss was seen; with more, nothing says that they pay then.
     """
-    holders = plan.replicas + (plan.copies is Copies.CHECKPOINTS)
     if losses_per_hour:
-        between_s = 3600 / losses_per_hour * plan.workers ** (min(holders, _COUNTED) - 1)
+        between_s = 3600 / losses_per_hour * plan.workers ** (min(plan.holders, _COUNTED) - 1)
         return max(min(usual_s, _LEAST_S), young_s(stall_s, between_s))
-    return max(usual_s, _STALLS * stall_s) if holders == 1 else inf
+    return max(usual_s, _STALLS * stall_s) if plan.holders == 1 else inf

@@ -122,6 +122,10 @@ class Body:
         """
         copies.down(self._overlaps(first, part), after).wait()
 
+    def leave(self, memory: Tensor, copies: HostCopies) -> Ready:
+        """Begin to copy all bytes, as they are now, into host memory; they may change once the result is done."""
+        return copies.down(self._overlaps(0, memory))
+
     def write(self, first: int, part: Tensor) -> None:
         """Inverse of ``read``."""
         for mine, other in self._overlaps(first, part):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.section_state import DTYPES, JSON, SectionState
+from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.core.errors import CheckpointError
 from varuna.core.messages import HeldCheckpoint
 from varuna.core.units import format_bytes
@@ -107,7 +107,7 @@ class MemoryCheckpoints:
                 return None
             checkpoint = self._of(generation, step)
             checkpoint.own, checkpoint.loop = _Part(layouts, memory, is_whole=False), loop
-        copied = copies.down(list(_pairs(layouts, states, memory)))
+        copied = Body.of_states(layouts, states).leave(memory, copies)
         return Made(step, as_bytes(layouts), Body.of_memory([memory]), copied)
 
     def complete_own(self, generation: int, step: int) -> bool:
@@ -203,21 +203,6 @@ class MemoryCheckpoints:
         self._known = kept
 
 
-def _pairs(
-    layouts: Sequence[SectionLayout], states: Mapping[int, SectionState], memory: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor of the states, and where it goes."""
-    pairs, start = [], 0
-    for layout in layouts:
-        for entry in layout.entries:
-            value = states[layout.section].tensors[entry.name].detach().resolve_conj().resolve_neg()
-            first = start + entry.first
-            target = memory[first : first + value.nbytes].view(DTYPES[entry.dtype]).view(value.shape)
-            pairs.append((value, target))
-        start += layout.size_bytes
-    return pairs
-
-
 class CheckpointCopies:
     """Makes the memory checkpoints of one rank in one generation, sends them to a keeper, and keeps another rank's."""
 
@@ -274,9 +259,11 @@ class CheckpointCopies:
         """What this rank says in a vote; ``keep`` counts on rank 0."""
         with self._changed:
             is_there = self._made is not None and self._there == self._made.step
+        return {"kept": float(is_there), "keep": float(self._due()) if self._where["rank"] == 0 else 0.0}
+
+    def _due(self) -> int:
         since_s, every_s = time.monotonic() - self._made_s, self._every_s()
-        due = (since_s >= every_s) + (since_s >= _PATIENCE * every_s)
-        return {"kept": float(is_there), "keep": float(due) if self._where["rank"] == 0 else 0.0}
+        return (since_s >= every_s) + (since_s >= _PATIENCE * every_s)
 
     def after(self, totals: StepTotals, next_step: int, loop: Callable[[], JSON]) -> Ready | None:
         """Do what a vote has decided, after its update; returns when the state may change again, if it is copied."""

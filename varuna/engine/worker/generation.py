@@ -319,32 +319,40 @@ def open_generation(
         step=assignment.next_step,
         stage=stage.index,
     )
-    states = partial(_states_of, setting, stage)
     sender, checkpoints = None, None
     if plan.copies is Copies.CHECKPOINTS:
-        sizes = [section.parameter_bytes + section.optimizer_bytes for section in setting.job.model.facts.sections]
-        checkpoints = CheckpointCopies(
-            memory,
-            groups.world,
-            generation=assignment.generation,
-            keeper=assignment.copy_to,
-            owner=assignment.copy_from,
-            ranks=plan.workers,
-            states=states,
-            copies=setting.job.traffic.saves,
-            every_s=lambda stall_s: checkpoint_every_s(
-                max(sum(sizes[section] for section in slot.sections) for slot in plan.slots),
-                stall_s,
-                on_device=setting.job.device.type != "cpu",
-                losses_per_hour=assignment.losses_per_hour,
-            ),
-            inbox=inbox,
-            rank=rank,
-            stage=stage.index,
-        )
+        checkpoints = _open_checkpoints(setting, assignment, inbox, groups, stage, memory)
     else:
-        sender = _open_copies(setting, assignment, inbox, groups, stage, copy, states)
+        sender = _open_copies(setting, assignment, inbox, groups, stage, copy)
     return Generation(assignment, inbox, groups, stage, reducer, runtime, receiver, sender, checkpoints)
+
+
+def _open_checkpoints(
+    setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, memory: MemoryCheckpoints
+) -> CheckpointCopies:
+    """Make memory checkpoints, and keep another rank's."""
+    sizes = [section.parameter_bytes + section.optimizer_bytes for section in setting.job.model.facts.sections]
+    plan = assignment.plan
+    largest_bytes = max(sum(sizes[section] for section in slot.sections) for slot in plan.slots)
+    return CheckpointCopies(
+        memory,
+        groups.world,
+        generation=assignment.generation,
+        keeper=assignment.copy_to,
+        owner=assignment.copy_from,
+        ranks=plan.workers,
+        states=partial(_states_of, setting, stage),
+        copies=setting.job.traffic.saves,
+        every_s=lambda stall_s: checkpoint_every_s(
+            largest_bytes,
+            stall_s,
+            on_device=setting.job.device.type != "cpu",
+            losses_per_hour=assignment.losses_per_hour,
+        ),
+        inbox=inbox,
+        rank=assignment.rank,
+        stage=stage.index,
+    )
 
 
 def _states_of(setting: Setting, stage: Stage) -> dict[int, SectionState]:
@@ -354,15 +362,10 @@ def _states_of(setting: Setting, stage: Stage) -> dict[int, SectionState]:
 
 
 def _open_copies(
-    setting: Setting,
-    assignment: Assignment,
-    inbox: Inbox,
-    groups: Groups,
-    stage: Stage,
-    copy: KeptCopy,
-    states: Callable[[], dict[int, SectionState]],
+    setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, copy: KeptCopy
 ) -> CopySender | None:
     """Send copies of this rank's state or sums, and keep another one's, if that was decided."""
+    states = partial(_states_of, setting, stage)
     where = {"rank": assignment.rank, "stage": stage.index}
     has_state = assignment.plan.copies is Copies.STATE
     if assignment.copy_from is not None:

@@ -15,7 +15,7 @@ from varuna.checkpoint.io.writer import BackgroundWriter
 from varuna.checkpoint.pieces import SMALLEST_PART_BYTES
 from varuna.core.errors import CheckpointError, StoreError
 from varuna.core.messages import Assignment
-from varuna.core.plan import Copies, Plan
+from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard, paying_every_s
 from varuna.engine.device.host_copies import DONE, Ready
 from varuna.engine.stage.stage import Stage
@@ -127,8 +127,7 @@ class Snapshotter:
         self._warn(reason)
 
     def _paying_s(self, plan: Plan) -> float:
-        is_held = plan.replicas > 1 or plan.copies is Copies.CHECKPOINTS
-        if self._alone_s is None or self._writer.is_saving or (self.is_rescue and is_held):
+        if self._alone_s is None or self._writer.is_saving or (self.is_rescue and plan.holders > 1):
             return float("inf")
         every_s = paying_every_s(self._stall_s, self._losses_per_hour, plan, self._alone_s)
         return max(every_s, _WRITES * self._write_s)

@@ -110,12 +110,11 @@ class WorkerState:
 
     def _apart(self, states: dict[int, SectionState], assignment: Assignment) -> dict[int, SectionState]:
         """The states, with copies of those that this rank will train where a memory checkpoint has them: that stays."""
-        own, come = () if self.stage is None or assignment.from_memory else self.stage.sections, assignment.transfers
+        own = () if self.stage is None or assignment.from_memory else self.stage.sections
         trained = range(0) if assignment.is_spare else assignment.plan.sections_at(assignment.rank)
+        come = {each.section for each in assignment.transfers if each.target_rank == assignment.rank}
         kept = self.memory.states(assignment.next_step).keys() - own
-        for section in kept.intersection(trained).difference(
-            m.section for m in come if m.target_rank == assignment.rank
-        ):
+        for section in kept.intersection(trained) - come:
             state = states[section]
             copied = {name: value.clone() for name, value in state.tensors.items()}
             states[section] = SectionState(section, copied, dict(state.scalars))
