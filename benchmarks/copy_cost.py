@@ -1,4 +1,4 @@
-"""What it costs to copy each stage's state to another worker: steps with copies over steps without.
+"""Measures the cost of copies of each stage's state on another worker: steps with copies over steps without.
 
 Two worker processes of `varuna run` train GPT-2 in two stages (P = 2, D = 1), so that each keeps a copy of the other
 one's state. Within one run, blocks of steps with copies alternate with blocks without and with a second kind without,

@@ -216,7 +216,7 @@ class SlowToReturn(socket.socket):
 
 @pytest.mark.parametrize("size_bytes", [1, 30_000_000])
 def test_a_message_that_the_peer_has_is_through_though_it_leaves_at_once(size_bytes: int) -> None:
-    """As after a barrier: whoever has what it needs goes."""
+    """A rank that has received everything may close its connections, as after a barrier."""
     near, far = pair()
     one, other = Connection(SlowToReturn(fileno=near.detach()), "to b"), Connection(far, "to a")
     small, room = torch.zeros(1), torch.zeros(size_bytes, dtype=torch.uint8)

@@ -88,7 +88,7 @@ def test_the_one_before_is_dropped_once_all_know_that_the_next_is_everywhere(ran
     wait_for(ranks.are_there, 10)
     assert ranks.step(2).kept == RANKS
     wait_for(ranks.are_there, 10)
-    assert ranks.steps(0, 1) == ranks.steps(1, 0) == [1, 2], "the newer one is everywhere, which nobody has heard"
+    assert ranks.steps(0, 1) == ranks.steps(1, 0) == [1, 2], "the newer one is everywhere, but no rank knows it yet"
     totals = ranks.step(3, 0)
     assert ranks.steps(0, 1)[0] == 2
     wait_for(lambda: 3 in ranks.steps(1, 0), 10)  # rank 0 has sent its next one already

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tests.depth import by_depth
-from tests.unit.fleet.machine.test_storms import Act, storm
+from tests.unit.fleet.machine.test_storms import storm, usual
 from tests.unit.fleet.simulated_fleet import SECTIONS, SimulatedFleet, SimulatedWorker, stormy
 from tests.unit.fleet.support import Driver, make_job, make_plan
 from varuna.core.messages import Assignment, Held, HeldCheckpoint
@@ -23,7 +23,7 @@ from varuna.fleet.state.worker import Holding, changed
 
 
 def keeping(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-    """As many stages as workers."""
+    """Return a plan with as many stages as workers, and with memory checkpoints."""
     return kept_often(make_plan(job, workers, micro_batch))
 
 
@@ -42,7 +42,7 @@ def kept_often(plan: Plan) -> Plan:
 
 @pytest.fixture
 def driver() -> Driver:
-    """4x1 over eight sections, in the middle of step 9; nobody replaces the lost."""
+    """A run of 4x1 over eight sections, in the middle of step 9; lost workers are not replaced."""
     driver = Driver(FleetConfig(workers=4, replace=False), plan=keeping, job=make_job(sections=8, steps=100))
     driver.gather()
     driver.voted(*range(9))
@@ -82,7 +82,7 @@ def test_all_go_back_to_the_newest_step_that_is_whole(driver: Driver) -> None:
 
 
 def test_an_older_one_stays_while_more_of_it_may_be_lost(driver: Driver) -> None:
-    """Of step 7, w2's copy of w0's state has not come: w0 alone has that."""
+    """w2 has not received its copy of w0's state of step 7, so only w0 has that state."""
     driver.kill("w1")
     answer(driver, "w0", 4, 7)
     both = {4: (0, 1, 4, 5), 7: (4, 5)}
@@ -94,7 +94,7 @@ def test_an_older_one_stays_while_more_of_it_may_be_lost(driver: Driver) -> None
 
 
 def test_a_step_that_a_rollback_took_back_is_not_that_step_though_it_was_done_again(driver: Driver) -> None:
-    """Whoever was away meanwhile may still have it as it was."""
+    """A worker that was away during the rollback may still hold the step as it was before."""
     driver.kill("w1")
     for worker in ("w0", "w2", "w3"):
         answer(driver, worker, 4)
@@ -146,7 +146,7 @@ def test_a_worker_is_believed_only_what_its_seat_can_have(
 
 @dataclass
 class Kept:
-    """What a worker truly has of a memory checkpoint."""
+    """A worker's true part of a memory checkpoint."""
 
     timeline: int
     own: set[int]
@@ -297,6 +297,7 @@ class KeepingFleet(SimulatedFleet):
             held = tuple(
                 HeldCheckpoint(generation=made, step=step, sections=tuple(sorted(each.sections)))
                 for (made, step), each in self.kept.get(worker.name, {}).items()
+                if each.sections
             )
             message = worker.outbox[0]
             worker.outbox[0] = message.model_copy(update={"checkpoints": held})
@@ -316,18 +317,7 @@ def test_whoever_dies_the_run_goes_back_to_what_is_whole_and_true() -> None:
         for _ in range(3):
             fleet.round()
         deaths = choose.choice([0.3, 1])
-        weights: dict[Act, float] = {
-            fleet.deliver: 20,
-            fleet.obey: 20,
-            fleet.learn: 30,
-            fleet.fetch: 10,
-            fleet.send: 60,
-            fleet.vote_and_tick: 10,
-            fleet.hello: 3,
-            fleet.die: deaths,
-            fleet.freeze: deaths / 5,
-            fleet.notice: deaths / 2,
-        }
+        weights = usual(fleet, deaths, votes=10, learns=30) | {fleet.send: 60, fleet.notice: deaths / 2}
         storm(fleet, choose, weights, 500)
         recalled += fleet.recalled
     assert recalled > seeds / 4

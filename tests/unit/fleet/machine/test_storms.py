@@ -22,6 +22,20 @@ MICRO_BATCH = 2
 Act = Callable[[SimulatedWorker], None]
 
 
+def usual(fleet: SimulatedFleet, deaths: float, *, votes: float, learns: float = 20) -> dict[Act, float]:
+    """Weights of the acts that every storm has; ``deaths``: of dying."""
+    return {
+        fleet.deliver: 20,
+        fleet.obey: 20,
+        fleet.learn: learns,
+        fleet.fetch: 10,
+        fleet.vote_and_tick: votes,
+        fleet.hello: 3,
+        fleet.die: deaths,
+        fleet.freeze: deaths / 5,
+    }
+
+
 def storm(fleet: SimulatedFleet, choose: random.Random, weights: dict[Act, float], acts: int) -> None:
     """Let things happen in any order; the run never ends by itself, and left alone it gets on."""
     for _ in range(acts):
@@ -271,18 +285,7 @@ def test_whoever_dies_each_micro_batch_counts_once() -> None:
         for _ in range(3):
             fleet.round()
         deaths = choose.choice([0.3, 1])
-        weights: dict[Act, float] = {
-            fleet.deliver: 20,
-            fleet.obey: 20,
-            fleet.learn: 20,
-            fleet.fetch: 10,
-            fleet.add: 60,
-            fleet.send: 40,
-            fleet.vote_and_tick: 2,
-            fleet.hello: 3,
-            fleet.die: deaths,
-            fleet.freeze: deaths / 5,
-        }
+        weights = usual(fleet, deaths, votes=2) | {fleet.add: 60, fleet.send: 40}
         storm(fleet, choose, weights, 500)
         kept, copied = kept + fleet.kept, copied + fleet.copied
     assert kept > 2 * seeds
