@@ -21,6 +21,7 @@ from varuna.engine.aside.evaluate import evaluate
 from varuna.engine.aside.generate import generate
 from varuna.engine.aside.predict import predict
 from varuna.engine.graphs.compiled import compiler_of
+from varuna.engine.stage.job import Frozen
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.export import export_model, spread_model
 from varuna.engine.worker.loop_state import Kept
@@ -71,6 +72,7 @@ class Trainer:
         ema: float | None = None,
         ema_from: EmaFrom = "first step",
         on_nan: OnNan = "stop",
+        frozen: Frozen | None = None,
         before_step: Callable[[NamedParameters], None] | None = None,
         after_step: AfterStep | None = None,
         cut: int | Sequence[str] | None = None,
@@ -118,6 +120,7 @@ class Trainer:
                 ``AveragedModel`` does, or those from the ``"start"``, as timm's ``ModelEmaV3`` does.
             on_nan: ``"stop"`` ends the run before a loss or gradient that is not finite is applied; ``"continue"`` does
                 not look.
+            frozen: ``fn(name, step)``: whether a step leaves a trained parameter as it is, as if it had no gradient.
             before_step: receives the (name, parameter) list with reduced, clipped gradients before the optimizer.
             after_step: ``fn(parameters, buffers)``, or with ``step``, changes dicts of both in place after each step.
             cut: where the model may be cut: number of cut-points, or names of modules, as in ``named_modules()``, to
@@ -165,6 +168,7 @@ class Trainer:
             ema=ema,
             ema_from=ema_from,
             on_nan=on_nan,
+            frozen=frozen,
             before_step=before_step,
             after_step=after_step,
             cut=cut,

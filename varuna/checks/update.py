@@ -18,6 +18,7 @@ from varuna.checkpoint.io.section_state import JSON, from_bytes, to_bytes
 from varuna.core.errors import UsageError, VarunaError
 from varuna.data.randomness import SeededTurn, derive_key, seeded
 from varuna.engine.stage.cross_stage import Exchange, LocalExchange, installed
+from varuna.engine.stage.job import Frozen
 from varuna.engine.stage.load_state import optimizer_state_of, state_in
 from varuna.engine.stage.optimizer import (
     NamedParameters,
@@ -70,6 +71,7 @@ class UpdateCheck:
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """on which the update runs"""
+    frozen: Frozen | None = None
 
     def of_moves(self) -> None:
         """Check that what the update needs of earlier steps is moved and saved.
@@ -229,8 +231,9 @@ class _Stage:
 
     def apply(self, step: int, gradients: Values) -> None:
         """Make a step."""
+        frozen = self._check.frozen
         for name, parameter in self.named:
-            parameter.grad = gradients[name]
+            parameter.grad = None if frozen is not None and frozen(name, step) else gradients[name]
         with SeededTurn(self._check.seed, "update", step):
             call_before_step(self._before_step, self.named)
             self._optimizer.update(lambda written: None)

@@ -21,6 +21,7 @@ from varuna.data.order import sample_index
 from varuna.data.randomness import reseeded, states_kept
 from varuna.data.readers import InThread, Readers
 from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, is_listed, lists_in, open_sizes
+from varuna.data.told import told
 
 __all__ = ["MicroBatch", "SampleSource", "verify_digests"]
 
@@ -73,10 +74,12 @@ class SampleSource:
         """
         _check_dataset(dataset)
         self.size: int | None = len(dataset) if hasattr(dataset, "__len__") else None
+        self._in_epochs: int | None = self.size or getattr(dataset, "order_length", None)
+        """positions of an epoch"""
         self._shuffles, self._step_at, self._ask_for_step = shuffles, step_at, wants_step
         if self.size == 0:
             raise DataError(f"the dataset ({type(dataset).__name__}) is empty: len(dataset) is 0. Check its source.")
-        self._dataset = dataset
+        self._dataset, self._told = dataset, told(dataset)
         self._seed = seed
         self._columns = Columns(names)
         self._processes = processes
@@ -112,6 +115,11 @@ class SampleSource:
         if self.size is None:
             where += " (a dataset without __len__ must serve every position)"
         with _noted(where), reseeded(self._seed, "sample", epoch, index):
+            for each in self._told:
+                if self._in_epochs:
+                    each.tell("set_epoch", position // self._in_epochs)
+                if self._step_at is not None:
+                    each.tell("set_step", self._step_at(position))
             return index, self._dataset[index]
 
     def _read_all(self, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[Any, ...]]:

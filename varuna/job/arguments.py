@@ -23,6 +23,8 @@ _FUNCTIONS: Mapping[str, str] = {
     "metrics": "a function of the output and the batch that returns a dict of sums, such as {'right': right.sum()}",
     "weight": "a function of the batch, such as lambda batch: batch['mask'].sum()",
     "collate": "a function from a list of samples to a dict of tensors",
+    "frozen": "a function of a parameter's name and the step, such as "
+    "lambda name, step: name.startswith('backbone.') and step < 1000",
     "before_step": "a function of the (name, parameter) list",
     "after_step": "a function of two dicts by name, of parameters and of buffers, and, if it wants it, of the step",
 }
@@ -34,6 +36,7 @@ _GIVEN: Mapping[str, tuple[str, ...]] = {
     "metrics": ("output", "batch"),
     "weight": ("batch",),
     "collate": ("list of samples",),
+    "frozen": ("name", "step"),
     "before_step": ("list of (name, parameter)",),
     "after_step": ("parameters", "buffers"),
 }

@@ -12,6 +12,7 @@ from varuna.job.handed_over.watching import (
     BEFORE_STEP,
     COLLATE,
     DATASET,
+    FROZEN,
     LOSS,
     METRICS,
     MODEL,
@@ -26,7 +27,7 @@ from varuna.job.spec import JobSpec
 def functions_of(spec: JobSpec, schedule: LRScheduler | None = None) -> Iterator[tuple[Role, Any]]:
     """Functions and objects whose code runs in training, but for those that build what the script has built."""
     yield from ((LOSS, spec.loss.function), (METRICS, spec.metrics))
-    yield from ((BEFORE_STEP, spec.before_step), (AFTER_STEP, spec.after_step))
+    yield from ((FROZEN, spec.frozen), (BEFORE_STEP, spec.before_step), (AFTER_STEP, spec.after_step))
     yield from ((COLLATE, spec.collate.function), (WEIGHT, spec.loss.weight), (DATASET, spec.dataset))
     if not isinstance(spec.model, GivenModel):
         yield MODEL, spec.model

@@ -17,6 +17,7 @@ from varuna.core.precision import PRECISIONS, Precision
 from varuna.data.columns import STEP
 from varuna.data.samples import SampleSource
 from varuna.engine.graphs.compiled import Compiler
+from varuna.engine.stage.job import Frozen
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.stage.precision import DTYPES, cast
 from varuna.engine.worker.loop_state import Kept, Stateful
@@ -79,6 +80,7 @@ class JobSpec:
     ema: float | None = None
     ema_from: EmaFrom = "first step"
     on_nan: OnNan = "stop"
+    frozen: Frozen | None = None
     before_step: Callable[[NamedParameters], None] | None = None
     after_step: AfterStep | None = None
     cut: int | Sequence[str] | None = None
@@ -94,7 +96,7 @@ class JobSpec:
     """nobody trains parameters that are no part of the model: the script's optimizer is built"""
 
     def __post_init__(self) -> None:
-        for name in ("model", "optimizer", "lr_scheduler", "metrics", "before_step", "after_step"):
+        for name in ("model", "optimizer", "lr_scheduler", "metrics", "frozen", "before_step", "after_step"):
             check_function(name, getattr(self, name))
         self._check_numbers()
         self._check_cut()
@@ -211,6 +213,7 @@ class JobSpec:
             self.built.marks,
             self.seed,
             self.device,
+            self.frozen,
         )
 
     @cached_property

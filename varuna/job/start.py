@@ -191,6 +191,7 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
         seed=spec.seed,
         clip_grad_norm=spec.clip_grad_norm,
         stops_at_nan=spec.on_nan == "stop",
+        frozen=spec.frozen,
         before_step=spec.before_step,
         marks=spec.built.marks,
         after_step=spec.after_step,

@@ -71,6 +71,7 @@ def train_plainly(
     built = job.optimizer(list(model.named_parameters()))
     optimizers = built if isinstance(built, list) else [built]
     scheduler = job.scheduler(optimizers[0]) if job.scheduler else None
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
     pairs = [(p, c) for p, c in zip(model.parameters(), computing.parameters(), strict=True) if p.requires_grad]
     found, at_once = Trained(), job.global_batch if whole_batch else job.micro_batch
     for step in range(steps):
@@ -93,12 +94,15 @@ def train_plainly(
             sums = [_added(total, copy.grad) for total, (_, copy) in zip(sums, pairs, strict=True)]
             lost, weights = lost + float(loss.detach()) * weight, weights + weight
         means = [None if each is None else each / weights / factor for each in sums]
+        means = [None if _is_frozen(job, name, step) else each for name, each in zip(names, means, strict=True)]
         norm = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(each) for each in means if each is not None])
         )
         for (parameter, _), gradient in zip(pairs, means, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), math.inf if job.clip is None else job.clip, norm)
+        if job.before_step is not None:
+            job.before_step(list(model.named_parameters()))
         overflows = scale is not None and not torch.isfinite(norm)
         if overflows:
             found.skipped.append(step)
@@ -114,6 +118,10 @@ def train_plainly(
     found.parameters = {name: value.detach() for name, value in model.named_parameters()}
     found.buffers = dict(model.named_buffers())
     return found
+
+
+def _is_frozen(job: "Setup", name: str, step: int) -> bool:
+    return job.frozen is not None and job.frozen(name, step)
 
 
 def _batch(job: "Setup", positions: range) -> dict[str, Tensor]:

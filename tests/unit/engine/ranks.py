@@ -80,6 +80,7 @@ class Setup:
     scheduler: Any = None
     weight: Any = None
     metrics: Any = None
+    frozen: Any = None
     before_step: Any = None
     after_step: Any = None
     policy: str = "varuna"
@@ -163,6 +164,7 @@ class Setup:
             scheduler=self.scheduler,
             seed=self.seed,
             clip_grad_norm=self.clip,
+            frozen=self.frozen,
             before_step=self.before_step,
             after_step=self.after_step,
             buffers={name: cast(value.clone().to(device), self.recipe.dtype) for name, value in self._buffers.items()},

@@ -237,22 +237,84 @@ def group_added_when_unfreezing(way: Way) -> None:
     way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
 
 
-def group_that_begins_later(way: Way) -> None:
+def group_frozen_until_it_begins(way: Way) -> None:
+    if isinstance(way, PlainLoop):
+        group_added_when_unfreezing(way)
+        return
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.SGD(
-        [
-            {"params": [*model.middle.parameters(), *model.head.parameters()], "lr": 0.2},
-            {"params": list(model.backbone.parameters()), "lr": 0.0},
-        ],
-        lr=0.2,
-    )
+    groups = [
+        {"params": [*model.middle.parameters(), *model.head.parameters()], "lr": 0.2},
+        {"params": list(model.backbone.parameters()), "lr": 0.01},
+    ]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+
+    def frozen(name: str, step: int) -> bool:
+        return name.startswith("backbone.") and step < 2
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, frozen=frozen)
+
+
+def layers_unfrozen_in_the_loop(way: Way, *, by_option: bool = False) -> None:
+    """The backbone begins later, and the layer in the middle ends earlier."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def frozen(name: str, step: int) -> bool:
+        return step < 2 if name.startswith("backbone.") else name.startswith("middle.") and step > 2
 
     def before(step: int) -> None:
-        if step == 2:
-            optimizer.param_groups[1]["lr"] = 0.01
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen(name, step))
 
-    way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+    ways: dict[str, Any] = {"frozen": frozen} if by_option else {"before": before}
+    way.train(model, Points(), optimizer, loss=cross_entropy, clip_grad_norm=0.3, **ways)
+
+
+def layers_frozen_by_step(way: Way) -> None:
+    layers_unfrozen_in_the_loop(way, by_option=not isinstance(way, PlainLoop))
+
+
+def layers_drawn_for_each_step(way: Way) -> None:
+    """LISA: the head, and one layer that the step draws."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def frozen(name: str, step: int) -> bool:
+        drawn = random.Random(step).choice(["backbone.0", "backbone.3", "middle.1"])
+        return not name.startswith((drawn, "head"))
+
+    def before(step: int) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen(name, step))
+
+    ways: dict[str, Any] = {"before": before} if isinstance(way, PlainLoop) else {"frozen": frozen}
+    way.train(model, Points(), optimizer, loss=cross_entropy, **ways)
+
+
+def gradients_replaced_before_the_update(way: Way) -> None:
+    model, _ = built()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def before_step(named: Any) -> None:
+        for _, parameter in named:
+            parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before_step=before_step)
+
+
+def small_gradients_dropped_before_the_update(way: Way) -> None:
+    model, _ = built()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def before_step(named: Any) -> None:
+        for _, parameter in named:
+            if parameter.grad.norm() < 0.1:
+                parameter.grad = None
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before_step=before_step)
 
 
 def optimizer_state_cleared(way: Way) -> None:
@@ -1040,6 +1102,74 @@ def samples_with_texts(way: Way) -> None:
     way.train(model, Named(), optimizer, loss=cross_entropy)
 
 
+class InEpochs(Points):
+    """Samples that are drawn anew in each pass."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 2 * BATCH
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index + 100 * self.epoch)
+
+
+def epoch_of_the_dataset_set_in_the_loop(way: Way) -> None:
+    model, optimizer = built()
+    dataset = InEpochs()
+
+    def before(step: int) -> None:
+        if step % 2 == 0:
+            dataset.set_epoch(step // 2)
+
+    way.train(model, dataset, optimizer, loss=cross_entropy, before=before)
+
+
+def epoch_told_by_readers(way: Way) -> None:
+    if isinstance(way, PlainLoop):
+        epoch_of_the_dataset_set_in_the_loop(way)
+    else:
+        model, optimizer = built()
+        way.train(model, InEpochs(), optimizer, loss=cross_entropy)
+
+
+class Harder(Points):
+    """A curriculum."""
+
+    level = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__((1 + self.level) * index)
+
+
+class HarderBySteps(Harder):
+    """The same, told by those who read."""
+
+    def set_step(self, step: int) -> None:
+        self.level = step // 2
+
+
+def level_of_the_dataset_rises(way: Way) -> None:
+    model, optimizer = built()
+    dataset = Harder()
+
+    def before(step: int) -> None:
+        dataset.level = step // 2
+
+    way.train(model, dataset, optimizer, loss=cross_entropy, before=before)
+
+
+def level_told_by_readers(way: Way) -> None:
+    if isinstance(way, PlainLoop):
+        level_of_the_dataset_rises(way)
+    else:
+        model, optimizer = built()
+        way.train(model, HarderBySteps(), optimizer, loss=cross_entropy)
+
+
 class OfNumpy(Points):
     """Double precision, as numpy makes it."""
 
@@ -1074,9 +1204,19 @@ SITUATIONS = [
         "`add_param_group` when layers unfreeze",
         group_added_when_unfreezing,
         "Lightning-AI/pytorch-lightning#514",
-        r"groups cannot be added in the loop.*\"lr\": 0.0",
-        group_that_begins_later,
+        r"groups cannot be added in the loop.*frozen=",
+        group_frozen_until_it_begins,
     ),
+    Situation(
+        "unfreezing or freezing, `requires_grad_()` in the loop",
+        layers_unfrozen_in_the_loop,
+        "facebookresearch/detectron2#2486",
+        r"changed requires_grad of backbone\.0\.weight.*frozen=lambda name, step",
+        layers_frozen_by_step,
+    ),
+    Situation("a layer drawn for each step (LISA)", layers_drawn_for_each_step, "OptimalScale/LMFlow#726"),
+    Situation("`p.grad = ...` in `before_step=`", gradients_replaced_before_the_update, ""),
+    Situation("`p.grad = None` in some steps, in `before_step=`", small_gradients_dropped_before_the_update, ""),
     Situation(
         "clearing the optimizer's state in the loop",
         optimizer_state_cleared,
@@ -1285,6 +1425,20 @@ SITUATIONS = [
         dice_within_micro_batches,
     ),
     # data
+    Situation(
+        "`dataset.set_epoch(n)` in the loop",
+        epoch_of_the_dataset_set_in_the_loop,
+        "huggingface/datasets#6673",
+        r"called set_epoch\(\) of the dataset \(situations\.py:\d+\).*Leave it out",
+        epoch_told_by_readers,
+    ),
+    Situation(
+        "`dataset.level = ...`, a curriculum in the loop",
+        level_of_the_dataset_rises,
+        "pytorch/pytorch#97326",
+        r"changed dataset\.level, which dataset reads.*set_step\(step\)",
+        level_told_by_readers,
+    ),
     Situation("`TensorDataset`", tensor_dataset, ""),
     Situation(
         "a `DataLoader` as dataset",

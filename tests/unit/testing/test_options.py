@@ -68,6 +68,19 @@ def frozen() -> nn.Module:
     return model
 
 
+def alternating(name: str, step: int) -> bool:
+    """Every layer is left as it is in some steps, the tied embeddings in the first."""
+    return (step + name.count("0") + 2 * name.count("1") + len(name.split(".")[0])) % 2 == 0
+
+
+def replaced(named: list[tuple[str, nn.Parameter]]) -> None:
+    """Parameters and gradients are other tensors than before, or there are none; embeddings are tied."""
+    for name, parameter in named:
+        parameter.data = 0.999 * parameter.data
+        if parameter.grad is not None:
+            parameter.grad = None if "1" in name and parameter.grad.norm() < 0.05 else parameter.grad.clamp(-0.01, 0.01)
+
+
 EXPERTS: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -109,6 +122,7 @@ class Case(NamedTuple):
     plain: Mapping[str, Any] = {}
     """how the plain loop works, see ``train_plainly``"""
     draws: bool = False
+    steps: int = STEPS
 
 
 def of(**given: Any) -> Callable[..., Setup]:
@@ -137,9 +151,12 @@ CASES = {
         plain={"whole_batch": False, "weigh": targets},
     ),
     "complex": Case(of(build=Spectral)),
+    "frozen by step": Case(of(frozen=alternating)),
+    "tensors replaced": Case(of(before_step=replaced), steps=max(3, STEPS)),
     "terms": Case(of(build=test_terms.Detection, dataset=Sentences(), clip=None), near=2e-6, wide=1e-6),
 }
 NIGHTLY = {
+    "frozen by step, other models": Case(of(build=tiny_gpt2, dataset=Tokens(), frozen=alternating)),
     "fused": Case(of(optimizer=fused)),
     "two optimizers": Case(of(optimizer=muon_and_adamw)),
     "global norm": Case(of(optimizer=over(SharedLamb), clip=None), wide=1e-6),
@@ -215,24 +232,24 @@ def differing(job: Setup, expected: Mapping[str, Tensor]) -> list[str]:
 )
 def test_any_plan_trains_as_a_plain_loop_and_the_depth_changes_no_bit(case: Case) -> None:
     job = case.job()
-    alone = job.on_pipelines(1, steps=STEPS)
+    alone = job.on_pipelines(1, steps=case.steps)
     values = {**job.parameters(), **job.buffers()}
     if not case.draws:
-        plain = train_plainly(job, STEPS, **case.plain)
+        plain = train_plainly(job, case.steps, **case.plain)
         assert worst(alone, plain.curve) < case.near
         updated = job.buffers()
         for name in updated:
             torch.testing.assert_close(updated[name], plain.buffers[name], rtol=1e-5, atol=1e-6)
     for depth in DEEPER:
-        assert job.on_pipelines(depth, steps=STEPS) == alone, depth
+        assert job.on_pipelines(depth, steps=case.steps) == alone, depth
         assert not differing(job, values), depth
     first, *others = WIDER
-    wide = job.on_pipelines(*first, steps=STEPS)
+    wide = job.on_pipelines(*first, steps=case.steps)
     assert worst(wide, alone) < case.wide
     values = {**job.parameters(), **job.buffers()}
     shares = shares_of(job)
     for depths in others:
-        found = job.on_pipelines(*depths, steps=STEPS)
+        found = job.on_pipelines(*depths, steps=case.steps)
         if shares_of(job) == shares:
             assert found == wide, depths
             assert not differing(job, values), depths
@@ -240,7 +257,7 @@ def test_any_plan_trains_as_a_plain_loop_and_the_depth_changes_no_bit(case: Case
             assert len(set(depths)) > 1, depths
             assert worst(found, wide) < case.wide, depths
     for more in MORE:
-        assert worst(job.on_pipelines(*more, steps=STEPS), alone) < case.wide, more
+        assert worst(job.on_pipelines(*more, steps=case.steps), alone) < case.wide, more
 
 
 class Placed(NamedTuple):
@@ -260,6 +277,7 @@ PLACED = {
     "share": Placed(SHARE, {"optimizer": grouped, "scheduler": warm, "clip": 0.5}, (2, 3)),
     "share bf16 sums": Placed(SHARE, {"rounds": True, "clip": 0.5}, (1, 3)),
     "both bf16": Placed(BOTH, {"precision": "bf16"}, (1, 3)),
+    "both bf16, frozen by step": Placed(BOTH, {"precision": "bf16", "frozen": alternating}, (2, 3)),
 }
 PLACED_NIGHTLY = [
     *(Placed(OFFLOAD, {"optimizer": optimizer, "scheduler": warm, "clip": 0.5}, grid) for optimizer, grid in (
@@ -272,6 +290,9 @@ PLACED_NIGHTLY = [
         (OFFLOAD, (2, 2)), (SHARE, (1, 4)), (BOTH, (1, 4)),
     )),
     Placed(BOTH, {"optimizer": grouped, "scheduler": warm}, (2, 3)),
+    Placed(OFFLOAD, {"frozen": alternating, "before_step": replaced}, (2, 2)),
+    Placed(SHARE, {"frozen": alternating, "before_step": replaced}, (2, 3)),
+    Placed(OFFLOAD, {**OVERFLOWS, "frozen": alternating}, (2, 1)),
 ]  # fmt: skip
 
 

@@ -39,10 +39,15 @@ class Bucket:
             view = torch.view_as_complex(view.view(*leaf.shape, 2)) if leaf.is_complex() else view.view(leaf.shape)
             self.views[name] = view
             if leaf.dtype is view.dtype:
-                leaf.grad = view
                 self._in_place.append((leaf, view))
             else:
                 self._cast.append((leaf, view))
+        self.receive()
+
+    def receive(self) -> None:
+        """Let backwards add to these sums, whatever the user's code has put in place of gradients since."""
+        for leaf, view in self._in_place:
+            leaf.grad = view
 
     def collect(self) -> None:
         """Add what a backward left in leaves of another dtype; others add up in place."""
@@ -62,12 +67,15 @@ class Bucket:
             yield
         finally:
             self._drops = False
-            for leaf, view in self._in_place:
-                leaf.grad = view
+            self.receive()
 
 
 def squared_norms(
-    buckets: Mapping[int, Bucket], tied: Sequence[TiedParameter], totals: Mapping[str, Tensor]
+    buckets: Mapping[int, Bucket],
+    tied: Sequence[TiedParameter],
+    totals: Mapping[str, Tensor],
+    *,
+    but: frozenset[str] = frozenset(),
 ) -> dict[int, float]:
     """Squared L2 norm by section, float64; the device is waited for once.
 
@@ -75,18 +83,21 @@ def squared_norms(
         buckets: by section, reduced.
         tied: parameters whose gradients are summed over sections; they count at their owner only.
         totals: those sums.
+        but: parameters that do not count.
     """
-    norms = [_of_section(section, bucket, tied, totals) for section, bucket in buckets.items()]
+    norms = [_of_section(section, bucket, tied, totals, but) for section, bucket in buckets.items()]
     return dict(zip(buckets, torch.stack(norms).tolist(), strict=True)) if norms else {}
 
 
-def _of_section(section: int, bucket: Bucket, tied: Sequence[TiedParameter], totals: Mapping[str, Tensor]) -> Tensor:
-    names = {p.name for p in tied}
-    if names.isdisjoint(bucket.names):
+def _of_section(
+    section: int, bucket: Bucket, tied: Sequence[TiedParameter], totals: Mapping[str, Tensor], but: frozenset[str]
+) -> Tensor:
+    apart = {p.name for p in tied} | but
+    if apart.isdisjoint(bucket.names):
         return _squared(bucket.flat)
     none = torch.zeros((), dtype=torch.float64, device=bucket.flat.device)
-    own = sum((_squared(bucket.views[name]) for name in bucket.names if name not in names), none)
-    return own + sum((_squared(totals[p.name]) for p in tied if p.owner == section), none)
+    own = sum((_squared(bucket.views[name]) for name in bucket.names if name not in apart), none)
+    return own + sum((_squared(totals[p.name]) for p in tied if p.owner == section and p.name not in but), none)
 
 
 def _squared(values: Tensor) -> Tensor:

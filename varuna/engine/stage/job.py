@@ -15,6 +15,9 @@ from varuna.partition.after_step import AfterStep
 from varuna.partition.model import PartitionedModel
 from varuna.partition.parameter_marks import ParameterMarks
 
+Frozen = Callable[[str, int], bool]
+"""``fn(name, step)``: whether the step leaves a parameter of the model as it is"""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -45,6 +48,8 @@ class Job:
     """attributes of parameters that the user's functions see"""
     after_step: AfterStep | None = None
     """runs after each step; ``model.following`` says on what"""
+    frozen: Frozen | None = None
+    """trained parameters that have no gradient in a step"""
     stops_at_nan: bool = True
     """a step whose loss or gradients are not finite is not applied, and ends the run"""
 

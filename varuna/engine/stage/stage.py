@@ -120,6 +120,7 @@ class Stage:
         known = load_state.optimizer_state_of(states, self.sharding.whole)
         self.optimizer = optimizer_of(job, graphs, updated, known, next_step, self._gradients, steering)
         self._show(self._gradients)
+        self._homes = {name: value.detach() for name, value in self.parameters.items()}
         foreign = {p.name for p in self.tied if p.owner not in self.sections}
         named = (*self.parameters.items(), *self.optimizer.parameters.items())
         self.owned = frozenset(id(value) for name, value in named if name not in foreign)
@@ -303,7 +304,7 @@ class Stage:
 
     def squared_norms(self) -> dict[int, float]:
         """Squared L2 norm of each section's reduced gradients, float64; a tied parameter counts at its owner only."""
-        norms = squared_norms(self.buckets, self.tied, self.totals.known)
+        norms = squared_norms(self.buckets, self.tied, self.totals.known, but=self._frozen)
         return {section: norm / self.gradient_scale**2 for section, norm in norms.items()}
 
     def apply(self, step: int, scale: float, exchange: Exchange | None = None, *, overflowed: bool = False) -> None:
@@ -356,6 +357,7 @@ class Stage:
         if self._undo is not None:
             self._undo()
             self._undo = None
+            self._put_back()
             self._compute.refresh(self.parameters)
 
     def _update(self, scale: float) -> None:
@@ -367,11 +369,38 @@ class Stage:
             bucket.flat.mul_(scale)
         self._show(self.totals.views)
         self._halves.show()
+        frozen = self._frozen
+        for name in frozen:
+            self.parameters[name].grad = None
         is_torchs = self.job.before_step is None and self.optimizer.is_torchs
         with nullcontext() if is_torchs else SeededTurn(self.job.seed, "update", self.next_step):
             call_before_step(self.job.before_step, self.named_parameters())
             with self.sharding.without_exchange():
-                self.optimizer.update(self._compute.refresh)
+                self.optimizer.update(self._compute.refresh, frozen)
+        if frozen or not is_torchs:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """Undo assignments of the user's code, ``p.data = ...`` and ``p.grad = ...``, and keep the values.
+
+        Sections and links have views of the former, and backwards add to the latter.
+        """
+        for name, home in self._homes.items():
+            parameter = self.parameters[name]
+            if parameter.data_ptr() != home.data_ptr():
+                home.copy_(parameter.detach())
+                parameter.data = home
+        self._show(self._gradients)
+        for bucket in self.buckets.values():
+            bucket.receive()
+
+    @property
+    def _frozen(self) -> frozenset[str]:
+        """Names of parameters that the user does not train in this step."""
+        frozen = self.job.frozen
+        if frozen is None:
+            return frozenset()
+        return frozenset(name for name, _ in self.named_parameters() if frozen(name, self.next_step))
 
     def _show(self, gradients: Mapping[str, Tensor]) -> None:
         """Gradients where the user's code looks for them; not where a parameter is a copy, or in another memory."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from varuna.data.told import SETTERS
 from varuna.partition.watching.own_code import OWN
 from varuna.process.scripts import LIBRARIES
 
@@ -100,7 +101,7 @@ class Reads:
                     inspect.unwrap(getattr(forward, "__func__", forward)), each, f"{name}.{path}" if path else name
                 )
         elif not isinstance(subject, _CODE):
-            for method in ("__call__", "__getitem__", "__getitems__", "__len__", "index_at"):
+            for method in ("__call__", "__getitem__", "__getitems__", "__len__", "index_at", *SETTERS):
                 function = inspect.getattr_static(type(subject), method, None)
                 if isinstance(function, types.FunctionType):
                     self._code(inspect.unwrap(function), subject, name)

@@ -127,7 +127,8 @@ class ScriptOptions:
             raise UsageError(
                 f"the script's optimizer has {len(groups)} parameter groups, and had {len(self._listed)} when "
                 "trainer.steps(n) began: groups cannot be added in the loop. Give the optimizer all groups from the "
-                'beginning, those that come later with "lr": 0.0, and write their "lr" in the loop when they begin.'
+                "beginning, and pass frozen=, a function of a parameter's name and the step that is True until it "
+                "begins."
             )
         for number, (group, before) in enumerate(zip(groups, self._listed, strict=True)):
             if len(group["params"]) != len(before) or not all(map(operator.is_, group["params"], before)):

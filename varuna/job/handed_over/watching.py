@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from varuna.core.errors import UsageError
+from varuna.data.told import SETTERS, with_setters
 from varuna.engine.stage.parameter_groups import Writes
 from varuna.job.handed_over.code_reads import MISSING, ReadPlace, Reads, is_library, written_at
 from varuna.job.handed_over.marks import PLAIN, mark, shown
@@ -61,10 +62,9 @@ _INSTEAD = {
         "and export with, ema=."
     ),
     "requires_grad": (
-        "and which parameters are trained is decided before step 0. Train in two runs: trainer.export(path) after the "
-        "first, and in the second load it into the model (or pass weights=path), with requires_grad as it is from then "
-        'on. Or give parameters that begin later a group of their own whose "lr" is 0.0 until then: options that the '
-        "loop writes are taken over."
+        "and which parameters can be trained is decided before step 0. Leave requires_grad True for all that are "
+        "trained in some step, and in the optimizer, and pass frozen=, a function that says which of them a step "
+        "leaves as they are: frozen=lambda name, step: name.startswith('backbone.') and step < 1000."
     ),
 }
 _DONE = {
@@ -88,8 +88,8 @@ class Role(NamedTuple):
 _CAPTURED = f"It was captured before step 0, with the value of then. {_BY_STEP}"
 _AHEAD = (
     "Samples are read ahead, by other threads or processes, and again by other workers. Let a sample depend on its "
-    "place in the run: a dataset without __len__ is asked for dataset[position], and position // global_batch is the "
-    f"step. {_GUIDE}"
+    "place in the run: a method set_step(step) or set_epoch(epoch) of the dataset is called by those who read, before "
+    f"a sample of another step or pass. {_GUIDE}"
 )
 _BUILDS = "It is called again whenever workers come or go. Let it depend on values that do not change."
 LOSS, METRICS = Role("loss=", True, _CAPTURED), Role("metrics=", True, _CAPTURED)
@@ -97,6 +97,9 @@ FORWARD = Role("forward()", True, _CAPTURED)
 _KEPT = (
     "A worker that joins and a resumed run would begin with another value. Keep it in a dict that state= names: "
     'state={"schedule": schedule}, and schedule["value"] = ... in the loop.'
+)
+FROZEN = Role(
+    "frozen=", False, "It must be the same on all workers, and when a step is repeated: let it follow from step."
 )
 BEFORE_STEP, AFTER_STEP = Role("before_step=", False, _KEPT), Role("after_step=", False, _KEPT)
 COLLATE, WEIGHT, DATASET = (
@@ -143,6 +146,15 @@ _ON_THE_WORKERS = (
 
 def _refuse_state(*_: object, **__: object) -> NoReturn:
     raise UsageError(f"the script asked for the state of the optimizer{_place('', _script_frame())}. {_ON_THE_WORKERS}")
+
+
+def _refuse_setter(name: str, *_: object, **__: object) -> NoReturn:
+    raise UsageError(
+        f"the script called {name}() of the dataset{_place('', _script_frame())}. Samples are read ahead, by other "
+        f"threads or processes: Varuna calls {name}() itself, just before it reads a sample, with the "
+        f"{'pass over the dataset' if name == 'set_epoch' else 'step'} that the sample belongs to. Leave it out of the "
+        "loop over trainer.steps(n)."
+    )
 
 
 class _StateAway(defaultdict[Any, Any]):
@@ -203,13 +215,29 @@ class HandedOver:
         if self.options is not None:
             self.options.look()
         self._look_at_optimizer()
+        for own, name in self._setters:
+            own[name] = functools.partial(_refuse_setter, name)
         self._begun = True
 
     def end(self) -> None:
         """Watch no more: the script's model has the trained values, or is not used any more."""
         self._begun = False
+        for own, name in self._setters:
+            own.pop(name, None)
         if self.watch is not None:
             self.watch.end()
+
+    @functools.cached_property
+    def _setters(self) -> list[tuple[dict[str, Any], str]]:
+        """Attributes of the dataset, and methods that tell it where the run is, which readers call by its class."""
+        return [
+            (vars(dataset), name)
+            for role, each in self._functions
+            if role is DATASET
+            for dataset in with_setters(each)
+            for name in SETTERS
+            if hasattr(type(dataset), name) and hasattr(dataset, "__dict__") and name not in vars(dataset)
+        ]
 
     @contextmanager
     def script(self, options: Any = None) -> Iterator[None]:
