@@ -22,7 +22,7 @@ from varuna.engine.aside.generate import generate
 from varuna.engine.aside.predict import predict
 from varuna.engine.graphs.compiled import compiler_of
 from varuna.engine.stage.job import Frozen
-from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.engine.stage.optimizer import BeforeStep, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.export import export_model, spread_model
 from varuna.engine.worker.loop_state import Kept
 from varuna.engine.worker.session import Session
@@ -73,7 +73,7 @@ class Trainer:
         ema_from: EmaFrom = "first step",
         on_nan: OnNan = "stop",
         frozen: Frozen | None = None,
-        before_step: Callable[[NamedParameters], None] | None = None,
+        before_step: BeforeStep | None = None,
         after_step: AfterStep | None = None,
         cut: int | Sequence[str] | None = None,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
@@ -121,7 +121,8 @@ class Trainer:
             on_nan: ``"stop"`` ends the run before a loss or gradient that is not finite is applied; ``"continue"`` does
                 not look.
             frozen: ``fn(name, step)``: whether a step leaves a trained parameter as it is, as if it had no gradient.
-            before_step: receives the (name, parameter) list with reduced, clipped gradients before the optimizer.
+            before_step: ``fn(named)``, or ``fn(named, step)``: gets the (name, parameter) list with reduced, clipped
+                gradients, before the optimizer.
             after_step: ``fn(parameters, buffers)``, or with ``step``, changes dicts of both in place after each step.
             cut: where the model may be cut: number of cut-points, or names of modules, as in ``named_modules()``, to
                 cut where each is entered and nowhere else. Default: every place where few bytes cross.

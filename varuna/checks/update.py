@@ -15,19 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON, from_bytes, to_bytes
+from varuna.checks.remembering import check_after_step, check_frozen, check_schedule
 from varuna.core.errors import UsageError, VarunaError
 from varuna.data.randomness import SeededTurn, derive_key, seeded
 from varuna.engine.stage.cross_stage import Exchange, LocalExchange, installed
 from varuna.engine.stage.job import Frozen
 from varuna.engine.stage.load_state import optimizer_state_of, state_in
 from varuna.engine.stage.optimizer import (
-    NamedParameters,
+    BeforeStep,
     OptimizerFactory,
     SchedulerFactory,
     StageOptimizer,
     call_before_step,
 )
 from varuna.engine.stage.parameter_groups import whole_groups
+from varuna.partition.after_step import AfterStep
 from varuna.partition.model import PartitionedModel
 from varuna.partition.object_copies import independent
 from varuna.partition.optimizer_state import BESIDE
@@ -36,6 +38,16 @@ from varuna.partition.parameter_marks import ParameterMarks, put_marks
 from varuna.partition.plain_values import from_json
 from varuna.partition.watching.user_lines import place_of
 
+_KEEP_IN_OPTIMIZER = (
+    "What step() changes in state[parameter], in the options of its groups, and in attributes that are numbers, texts, "
+    "small tensors, or lists and dicts of those is moved and saved. Keep it there; tensors as large as a parameter in "
+    "state[parameter]."
+)
+_KEEP_NOTHING = (
+    "before_step= must not remember anything: workers come and go. before_step(named, step) is told the number of the "
+    "step. Numbers that the loop computes belong into a dict that state= names, and what belongs to a parameter into "
+    "state[parameter] of an optimizer of your own."
+)
 _STEPS = 4
 _MOVED_AFTER = 1
 _MOST_ELEMENTS, _EDGE = 2**21, 8
@@ -66,12 +78,21 @@ class UpdateCheck:
     model: PartitionedModel
     optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None = None
-    before_step: Callable[[NamedParameters], None] | None = None
+    before_step: BeforeStep | None = None
     marks: ParameterMarks = field(default_factory=dict)
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """on which the update runs"""
     frozen: Frozen | None = None
+    after_step: AfterStep | None = None
+    kept: Sequence[Any] = ()
+    """objects whose contents move with the run: those that ``state=`` names"""
+
+    @cached_property
+    def beginning(self) -> tuple[BeforeStep | None, list[Any]]:
+        """``before_step`` as it is before step 0, whatever it remembers later, and what ``state=`` names of it."""
+        copies: dict[int, Any] = {}
+        return independent(self.before_step, copies), [copies[id(each)] for each in self.kept if id(each) in copies]
 
     def of_moves(self) -> None:
         """Check that what the update needs of earlier steps is moved and saved.
@@ -79,26 +100,35 @@ class UpdateCheck:
         Raises:
             UsageError: it trains otherwise after a change of plan, or on resume.
         """
+        _ = self.beginning
+        if self.frozen is not None:
+            check_frozen(self.frozen, self._names)
+        if self.after_step is not None and self.model.following is not None:
+            check_after_step(self.after_step, self.model.following, self.kept)
+        if self.scheduler is not None:
+            check_schedule(self.scheduler, lambda steps: _Stage(self, self._first_values, {}, steps).optimizer)
         expected = self._expected
         moved = None if expected is None else self._outcome_in([self._names], moves=True)
         if expected is not None and moved is not None and (odd := _differences(moved, expected)):
             raise UsageError(
                 f"{self._what} would train otherwise after a change of plan, or when the run resumes: {_named(odd)} "
                 "would become other, since something that it keeps from step to step is not moved with its "
-                "parameters. What step() changes in state[parameter], in the options of its groups, and in attributes "
-                "that are numbers, texts, small tensors, or lists and dicts of those is moved and saved. Keep it "
-                "there; tensors as large as a parameter in state[parameter]."
+                f"parameters. {_KEEP_IN_OPTIMIZER if self.before_step is None else _KEEP_NOTHING}"
             )
 
     def of_stages(self) -> None:
-        """Check that no parameter depends on those of other sections, unless by ``all_reduce_shared``.
+        """Check, once, that no parameter depends on those of other sections, unless by ``all_reduce_shared``.
 
         Raises:
             UsageError: one does: several stages would train another model.
         """
+        _ = self._right_in_stages
+
+    @cached_property
+    def _right_in_stages(self) -> bool:
         expected = self._expected
         if expected is None or len(self._sections) < 2:
-            return
+            return True
         odd = [] if self._shared else _differences(self._outcome_in(self._sections) or expected, expected)
         for section, factor in ((self._sections[0], _BLOWN_UP), (self._sections[-1], float("inf"))):
             if not odd:
@@ -110,6 +140,7 @@ class UpdateCheck:
                 "lines. Combine it over the stages with varuna.all_reduce_shared, or train on one stage: varuna run "
                 "--stages 1. For gradient clipping, pass clip_grad_norm= to varuna.Trainer."
             )
+        return True
 
     # -- what is tried -------------------------------------------------------------------------------------------
 
@@ -132,6 +163,10 @@ class UpdateCheck:
         if sum(torch.Size(shape).numel() for shape in shapes.values()) <= _MOST_ELEMENTS:
             return shapes
         return {name: tuple(min(size, _EDGE) for size in shape) for name, shape in shapes.items()}
+
+    @property
+    def _first_values(self) -> Values:
+        return {name: self.drawn(name, 0) for name in self._names}
 
     def drawn(self, name: str, step: int) -> Tensor:
         """First values of a parameter (step 0), or its gradients."""
@@ -222,12 +257,21 @@ class UpdateCheck:
 class _Stage:
     """One stage's part of the update, as the engine makes it."""
 
-    def __init__(self, check: UpdateCheck, values: Values, state: Mapping[str, Mapping[str, Any]], steps: int) -> None:
+    def __init__(
+        self,
+        check: UpdateCheck,
+        values: Values,
+        state: Mapping[str, Mapping[str, Any]],
+        steps: int,
+        kept: Mapping[int, Any] | None = None,
+    ) -> None:
         self._check = check
         self.named = [(name, nn.Parameter(value.clone())) for name, value in values.items()]
         put_marks(self.named, check.marks)
-        self._before_step = independent(check.before_step)
-        self._optimizer = StageOptimizer(check.optimizer, check.scheduler, self.named, state, steps, whole=check.groups)
+        (before_step, moves), copies = check.beginning, dict(kept or {})
+        self._before_step = independent(before_step, copies)
+        self._kept = {id(each): copies[id(each)] for each in moves if id(each) in copies}
+        self.optimizer = StageOptimizer(check.optimizer, check.scheduler, self.named, state, steps, whole=check.groups)
 
     def apply(self, step: int, gradients: Values) -> None:
         """Make a step."""
@@ -235,21 +279,19 @@ class _Stage:
         for name, parameter in self.named:
             parameter.grad = None if frozen is not None and frozen(name, step) else gradients[name]
         with SeededTurn(self._check.seed, "update", step):
-            call_before_step(self._before_step, self.named)
-            self._optimizer.update(lambda written: None)
-        self._optimizer.advance()
+            call_before_step(self._before_step, self.named, step)
+            self.optimizer.update(lambda written: None)
+        self.optimizer.advance()
 
     def kept(self, name: str, value: Tensor) -> Trained:
         """Return what became of a parameter."""
-        return Trained(value, value - self._check.drawn(name, 0), *self._optimizer.state_of(name))
+        return Trained(value, value - self._check.drawn(name, 0), *self.optimizer.state_of(name))
 
     def moved(self, steps: int) -> "_Stage":
         """The stage built again from its state, as bytes."""
-        state = from_bytes(to_bytes(state_in(0, dict(self.named), {}, self._optimizer.state_of, None)))
+        state = from_bytes(to_bytes(state_in(0, dict(self.named), {}, self.optimizer.state_of, None)))
         values = {name: state.tensors[f"parameters/{name}"].to(self._check.device) for name, _ in self.named}
-        found = _Stage(self._check, values, optimizer_state_of({0: state}, (0,)), steps)
-        found._before_step = self._before_step  # a survivor has the same
-        return found
+        return _Stage(self._check, values, optimizer_state_of({0: state}, (0,)), steps, self._kept)
 
 
 class _Recorded:

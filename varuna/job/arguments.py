@@ -25,7 +25,7 @@ _FUNCTIONS: Mapping[str, str] = {
     "collate": "a function from a list of samples to a dict of tensors",
     "frozen": "a function of a parameter's name and the step, such as "
     "lambda name, step: name.startswith('backbone.') and step < 1000",
-    "before_step": "a function of the (name, parameter) list",
+    "before_step": "a function of the (name, parameter) list and, if it has a parameter of that name, of the step",
     "after_step": "a function of two dicts by name, of parameters and of buffers, and, if it wants it, of the step",
 }
 _GIVEN: Mapping[str, tuple[str, ...]] = {
@@ -41,7 +41,7 @@ _GIVEN: Mapping[str, tuple[str, ...]] = {
     "after_step": ("parameters", "buffers"),
 }
 """What each of them is called with."""
-_MORE: Mapping[str, tuple[str, ...]] = {"after_step": ("step",)}
+_MORE: Mapping[str, tuple[str, ...]] = {"before_step": ("step",), "after_step": ("step",)}
 """What it is called with besides, if it takes it."""
 
 WRITTEN_ELSEWHERE: Mapping[str, str] = {

@@ -18,7 +18,7 @@ from varuna.data.columns import STEP
 from varuna.data.samples import SampleSource
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage.job import Frozen
-from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.engine.stage.optimizer import BeforeStep, OptimizerFactory, SchedulerFactory
 from varuna.engine.stage.precision import DTYPES, cast
 from varuna.engine.worker.loop_state import Kept, Stateful
 from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device, described
@@ -81,7 +81,7 @@ class JobSpec:
     ema_from: EmaFrom = "first step"
     on_nan: OnNan = "stop"
     frozen: Frozen | None = None
-    before_step: Callable[[NamedParameters], None] | None = None
+    before_step: BeforeStep | None = None
     after_step: AfterStep | None = None
     cut: int | Sequence[str] | None = None
     checkpoints: Checkpoints | None = None
@@ -214,6 +214,8 @@ class JobSpec:
             self.seed,
             self.device,
             self.frozen,
+            self.after_step,
+            list((self.state or {}).values()),
         )
 
     @cached_property

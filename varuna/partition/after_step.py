@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from varuna.core.errors import ModelError, UsageError, VarunaError
 from varuna.data.randomness import derive_key, seeded
 from varuna.partition.graph.captured import TensorKind
+from varuna.partition.object_copies import independent
 from varuna.partition.watching.fake_mode import FakeMode
 
 AfterStep = Callable[..., None]
@@ -244,11 +245,12 @@ def trace(function: AfterStep, parameters: Mapping[str, TensorKind], buffers: Ma
     sources: dict[str, Names] = {}
     device = torch.device("cpu")
     for answer in (1, 0):
+        tried = independent(function)  # what the user's remembers is left as it is
         mode = _Following(seed=("after_step",), answer=answer)
         shown = [_ByName({n: mode.absent(n, k, device) for n, k in kinds.items()}) for kinds in (parameters, buffers)]
         values = {name: value for each in shown for name, value in each.items()}
         try:
-            _call(function, shown, 0, mode)
+            _call(tried, shown, 0, mode)
         except VarunaError:
             raise
         except Exception as error:

@@ -116,12 +116,17 @@ class ObjectCopier:
         return copy.deepcopy(value, self._memo)
 
 
-def independent(function: Callable[..., Any] | None) -> Any:
-    """A function that does the same, and remembers for itself: what it keeps in closures and globals is copied."""
-    memory = _Memory()
+def independent(function: Callable[..., Any] | None, copies: dict[int, Any] | None = None) -> Any:
+    """A function that does the same, and remembers for itself: what it keeps in closures and globals is copied.
+
+    Args:
+        function: the user's.
+        copies: by id, those of objects that it refers to; more come to them.
+    """
+    memory = _Memory({} if copies is None else copies)
     if isinstance(function, functools.partial):
         keywords = {key: memory.of(each) for key, each in function.keywords.items()}
-        return functools.partial(independent(function.func), *map(memory.of, function.args), **keywords)
+        return functools.partial(independent(function.func, copies), *map(memory.of, function.args), **keywords)
     if isinstance(function, MethodType):
         return MethodType(function.__func__, memory.of(function.__self__))
     if not isinstance(function, FunctionType):
@@ -134,8 +139,8 @@ def independent(function: Callable[..., Any] | None) -> Any:
 class _Memory:
     """Copies what functions remember: containers, tensors, plain objects, generators. Everything else is shared."""
 
-    def __init__(self) -> None:
-        self._memo: dict[int, Any] = {}
+    def __init__(self, copies: dict[int, Any]) -> None:
+        self._memo = copies
         self._alive: list[Any] = []
 
     def of(self, value: Any) -> Any:

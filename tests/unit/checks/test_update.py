@@ -1,6 +1,8 @@
 """The check of the update refuses what several stages or a move would change, and is silent about the rest."""
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -161,6 +163,102 @@ def hooked(named: Any) -> Optimizer:
 def test_what_a_move_would_lose_is_refused(kind: Callable[[Any], Optimizer], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         check(kind).of_moves()
+
+
+class Counted:
+    """Remembers how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, named: Any) -> None:
+        self.calls += 1
+        for _, parameter in named:
+            parameter.grad.mul_(1 / self.calls)
+
+
+def averaged() -> Callable[[Any], None]:
+    averages: dict[str, Tensor] = {}
+
+    def before_step(named: Any) -> None:
+        for name, parameter in named:
+            averages[name] = 0.5 * (averages.get(name, parameter.grad) + parameter.grad)
+            parameter.grad = averages[name]
+
+    return before_step
+
+
+def noisy() -> Callable[[Any], None]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda named: [p.grad.add_(torch.randn(p.shape, generator=generator)) for _, p in named]  # type: ignore
+
+
+@pytest.mark.parametrize("before_step", [Counted(), averaged(), noisy()], ids=["counter", "averages", "generator"])
+def test_what_before_step_remembers_is_refused_where_workers_come_and_go(before_step: Any) -> None:
+    with pytest.raises(UsageError, match=r"^before_step= .*must not remember.*before_step\(named, step\)"):
+        check(before_step=before_step).of_moves()
+
+
+def test_before_step_may_be_told_the_step_and_keep_what_state_names() -> None:
+    calls = {"n": 0}
+
+    def by_step(named: Any, step: int) -> None:
+        for _, parameter in named:
+            parameter.grad.mul_(1 / (1 + step))
+
+    def by_state(named: Any) -> None:
+        calls["n"] += 1
+        by_step(named, calls["n"] - 1)
+
+    for found in (check(before_step=by_step), replace(check(before_step=by_state), kept=[calls])):
+        found.of_moves()
+        calls["n"] = 7  # the run goes on
+        found.of_stages()
+
+
+def test_a_schedule_that_remembers_its_calls_is_refused() -> None:
+    calls: list[int] = []
+
+    def rate(step: int) -> float:
+        calls.append(step)
+        return 1 / len(calls)
+
+    with pytest.raises(UsageError, match=r"lr_scheduler= at .*other rates when it is built again"):
+        check(scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate)).of_moves()
+
+
+def test_frozen_follows_from_name_and_step() -> None:
+    drawn = random.Random(0)
+    replace(check(), frozen=lambda name, step: random.Random(step).random() < 0.5).of_moves()
+    for frozen in (lambda name, step: drawn.random() < 0.5, lambda name, step: random.random() < 0.5):
+        with pytest.raises(UsageError, match=r"frozen= at .*another answer.*random\.Random\(step\)"):
+            replace(check(), frozen=frozen).of_moves()
+
+
+def test_what_after_step_remembers_is_refused_and_is_not_changed_by_trying() -> None:
+    calls, kept = {"n": 0}, {"n": 0}
+
+    def shrink(parameters: Any, buffers: Any) -> None:
+        calls["n"] += 1
+        for value in parameters.values():
+            value.mul_(1 - 0.01 * calls["n"])
+
+    def by_state(parameters: Any, buffers: Any) -> None:
+        kept["n"] += 1
+        parameters["embed.weight"].mul_(1 - 0.01 * kept["n"])
+
+    def by_step(parameters: Any, buffers: Any, step: int) -> None:
+        parameters["embed.weight"].mul_(1 - 0.01 * step)
+
+    with pytest.raises(UsageError, match=r"after_step= at .*remembers something.*register_buffer"):
+        after(shrink).of_moves()
+    after(by_step).of_moves()
+    replace(after(by_state), kept=[kept]).of_moves()
+    assert (calls["n"], kept["n"]) == (0, 0)
+
+
+def after(function: Any) -> UpdateCheck:
+    return UpdateCheck(Setup(after_step=function).model, sgd, after_step=function)
 
 
 seen: list[int] = []

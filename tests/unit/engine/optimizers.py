@@ -46,6 +46,27 @@ def muon_and_adamw(named: Any) -> list[torch.optim.Optimizer]:
     return [*found, torch.optim.AdamW(rest, lr=1e-3)] if rest else found
 
 
+class Remembering(torch.optim.Optimizer):
+    """Keeps the gradient of the step before, not a copy of it, as right in plain PyTorch as a copy."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Extrapolate from two gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    before = self.state[parameter].get("before", gradient)
+                    parameter.sub_(gradient + 0.5 * (gradient - before), alpha=group["lr"])
+                    self.state[parameter]["before"] = gradient
+
+
+def remembering(named: Any) -> torch.optim.Optimizer:
+    return Remembering([p for _, p in named])
+
+
 def adafactor(named: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor([p for _, p in named], lr=1e-2)
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import varuna
 import varuna.data
+from tests.unit.engine.optimizers import Remembering
 
 STEPS, BATCH, SAMPLES = 4, 8, 40
 WIDTH, CLASSES = 12, 5
@@ -301,6 +302,24 @@ def gradients_replaced_before_the_update(way: Way) -> None:
     def before_step(named: Any) -> None:
         for _, parameter in named:
             parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, before_step=before_step)
+
+
+def gradients_remembered_by_the_optimizer(way: Way) -> None:
+    model, _ = built()
+    way.train(model, Points(), Remembering(model.parameters()), loss=cross_entropy)
+
+
+def gradients_remembered_before_the_update(way: Way) -> None:
+    model, optimizer = built()
+    before: dict[str, Tensor] = {}
+
+    def before_step(named: Any) -> None:
+        for name, parameter in named:
+            last, before[name] = before.get(name), parameter.grad
+            if last is not None:
+                parameter.grad = parameter.grad + 0.5 * last
 
     way.train(model, Points(), optimizer, loss=cross_entropy, before_step=before_step)
 
@@ -1216,6 +1235,11 @@ SITUATIONS = [
     ),
     Situation("a layer drawn for each step (LISA)", layers_drawn_for_each_step, "OptimalScale/LMFlow#726"),
     Situation("`p.grad = ...` in `before_step=`", gradients_replaced_before_the_update, ""),
+    Situation(
+        "an optimizer that keeps `p.grad` itself for the next step",
+        gradients_remembered_by_the_optimizer,
+        "kozistr/pytorch_optimizer#98",
+    ),
     Situation("`p.grad = None` in some steps, in `before_step=`", small_gradients_dropped_before_the_update, ""),
     Situation(
         "clearing the optimizer's state in the loop",

@@ -21,6 +21,7 @@ from tests.unit.engine.optimizers import (
     grouped,
     momentum,
     muon_and_adamw,
+    remembering,
     trained_only,
     warm,
 )  # fmt: skip
@@ -77,7 +78,9 @@ def replaced(named: list[tuple[str, nn.Parameter]]) -> None:
     """Parameters and gradients are other tensors than before, or there are none; embeddings are tied."""
     for name, parameter in named:
         parameter.data = 0.999 * parameter.data
-        if parameter.grad is not None:
+        if parameter.grad is not None and "bias" in name:
+            parameter.grad.data = 0.5 * parameter.grad.data
+        elif parameter.grad is not None:
             parameter.grad = None if "1" in name and parameter.grad.norm() < 0.05 else parameter.grad.clamp(-0.01, 0.01)
 
 
@@ -152,6 +155,7 @@ CASES = {
     ),
     "complex": Case(of(build=Spectral)),
     "frozen by step": Case(of(frozen=alternating)),
+    "gradients remembered": Case(of(optimizer=remembering), steps=max(3, STEPS)),
     "tensors replaced": Case(of(before_step=replaced), steps=max(3, STEPS)),
     "terms": Case(of(build=test_terms.Detection, dataset=Sentences(), clip=None), near=2e-6, wide=1e-6),
 }

@@ -28,24 +28,28 @@ class Bucket:
             flat: of another bucket.
         """
         self.names = tuple(sorted(leaves, key=lambda name: not leaves[name].is_complex()))  # pairs begin at even places
-        sizes = [leaves[name].numel() * (2 if leaves[name].is_complex() else 1) for name in self.names]
-        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device) if flat is None else flat
-        self.views = dict(zip(self.names, torch.split(self.flat, sizes) if sizes else (), strict=True))
-        self._drops = False
+        self._leaves, self._drops = dict(leaves), False
+        self._sizes = [leaves[name].numel() * (2 if leaves[name].is_complex() else 1) for name in self.names]
+        self.views: dict[str, Tensor] = {}
+        self._lie_in(torch.zeros(sum(self._sizes), dtype=torch.float32, device=device) if flat is None else flat)
+
+    def _lie_in(self, flat: Tensor) -> None:
+        self.flat = flat
         self._in_place: list[tuple[Tensor, Tensor]] = []  # leaves, and where they add up themselves
         self._cast: list[tuple[Tensor, Tensor]] = []  # leaves of another dtype, and where their gradients are summed
-        for name, leaf in leaves.items():
-            view = self.views[name]
-            view = torch.view_as_complex(view.view(*leaf.shape, 2)) if leaf.is_complex() else view.view(leaf.shape)
+        for name, part in zip(self.names, torch.split(flat, self._sizes) if self._sizes else (), strict=True):
+            leaf = self._leaves[name]
+            view = torch.view_as_complex(part.view(*leaf.shape, 2)) if leaf.is_complex() else part.view(leaf.shape)
             self.views[name] = view
-            if leaf.dtype is view.dtype:
-                self._in_place.append((leaf, view))
-            else:
-                self._cast.append((leaf, view))
+            (self._in_place if leaf.dtype is view.dtype else self._cast).append((leaf, view))
         self.receive()
 
+    def renew(self) -> None:
+        """Leave the memory to whoever still refers to gradients, as plain PyTorch does; new values are anything."""
+        self._lie_in(torch.empty_like(self.flat))
+
     def receive(self) -> None:
-        """Let backwards add to these sums, whatever the user's code has put in place of gradients since."""
+        """Let backwards add to these sums, though something else was put in the place of gradients."""
         for leaf, view in self._in_place:
             leaf.grad = view
 

@@ -10,7 +10,7 @@ from varuna.core.model import Memory
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.graphs.split_backward_check import Halves
 from varuna.engine.links.traffic import Traffic
-from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.engine.stage.optimizer import BeforeStep, OptimizerFactory, SchedulerFactory
 from varuna.partition.after_step import AfterStep
 from varuna.partition.model import PartitionedModel
 from varuna.partition.parameter_marks import ParameterMarks
@@ -28,7 +28,7 @@ class Job:
     scheduler: SchedulerFactory | None
     seed: int
     clip_grad_norm: float | None
-    before_step: Callable[[NamedParameters], None] | None
+    before_step: BeforeStep | None
     buffers: Mapping[str, Tensor]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32

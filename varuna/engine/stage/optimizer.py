@@ -8,6 +8,7 @@ undisturbed run has, and nothing of it needs to be stored.
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from varuna.partition.optimizers import NamedParameters as NamedParameters
 from varuna.partition.optimizers import OptimizerFactory as OptimizerFactory
 from varuna.partition.optimizers import build_optimizer, is_torchs
 
+BeforeStep = Callable[..., None]
+"""``fn(named)``, a list of (name, parameter) with gradients, or ``fn(named, step)``"""
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 Written = Callable[[Mapping[str, Tensor]], None]
 """Called with parameters, by name, that have just been updated."""
@@ -218,10 +221,11 @@ class StageOptimizer:
         return ({}, {}) if self._optimizer is None else self._state.of(name)
 
 
-def call_before_step(function: Callable[[NamedParameters], None] | None, named: NamedParameters) -> None:
+def call_before_step(function: BeforeStep | None, named: NamedParameters, step: int) -> None:
     """Call ``before_step=``, if there is one; what it draws for a parameter does not depend on the others."""
     if function is not None:
-        function(Keyed(named, [name for name, _ in named], "before_step"))
+        told = {"step": step} if "step" in signature(function).parameters else {}
+        function(Keyed(named, [name for name, _ in named], "before_step"), **told)
 
 
 def _scheduled(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -67,18 +67,17 @@ class HalfGradients:
     """Gradients of parameters that the model has in half precision, in an fp32 run: fp32 sums, rounded once."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], sums: Mapping[str, Tensor]) -> None:
-        self._pairs = [
-            (parameters[name], total)
-            for name, total in sums.items()
-            if parameters[name].dtype.itemsize < total.itemsize
-        ]
+        self._sums = sums
+        self._halves = {
+            name: parameters[name] for name, total in sums.items() if parameters[name].dtype.itemsize < total.itemsize
+        }
 
     def show(self) -> None:
         """Give the optimizer what it expects: gradients of the parameters' dtype."""
-        for parameter, total in self._pairs:
-            parameter.grad = total.to(parameter.dtype)
+        for name, parameter in self._halves.items():
+            parameter.grad = self._sums[name].to(parameter.dtype)
 
     def hide(self) -> None:
         """Hide the gradients again, so that no backward adds to them."""
-        for parameter, _ in self._pairs:
+        for parameter in self._halves.values():
             parameter.grad = None

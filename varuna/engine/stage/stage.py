@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import SectionState
-from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums
 from varuna.data.randomness import SeededTurn
@@ -101,9 +100,7 @@ class Stage:
                 for name in dict.fromkeys(graph.parameters)
                 if name in job.model.trainable
             }
-            bucket = self.buckets[graph.index] = Bucket(leaves, job.device, flats.get(graph.index))
-            for name in leaves.keys() - tied:
-                self._gradients[name] = bucket.views[name]
+            self.buckets[graph.index] = Bucket(leaves, job.device, flats.get(graph.index))
             held[graph.index] = {**{name: self._compute[name] for name in graph.parameters}, **leaves}
         self.work = StepShare(plan, replica, next_step, begun)
         self.sums = Sums(self.buckets, plan, begun, outlast=job.sums_outlast, copies=job.traffic.sums)
@@ -113,8 +110,8 @@ class Stage:
         ]
         """the sections' graphs for each declared length, the longest first"""
         self.tied = [p for p in job.model.facts.tied if p.name in self.parameters and p.name in job.model.trainable]
-        self.totals = TiedTotals({p.name: self._home_of(p).views[p.name] for p in self.tied}, self.sums)
-        self._gradients |= self.totals.views
+        self.totals = TiedTotals(self.sums)
+        self._look_for_gradients()
         self._halves = HalfGradients(self.parameters, self._gradients if job.dtype is torch.float32 else {})
         updated = [(name, value) for name, value in self.named_parameters() if name in self.sharding.updated]
         known = load_state.optimizer_state_of(states, self.sharding.whole)
@@ -131,8 +128,14 @@ class Stage:
         """until then somebody copies the state: the next update waits for it, nothing else does"""
         self._undo: Callable[[], None] | None = None  # puts back what was before a tentative step
 
-    def _home_of(self, tied: TiedParameter) -> Bucket:
-        return self.buckets[next(section for section in tied.sections if section in self.sections)]
+    def _look_for_gradients(self) -> None:
+        """Find them in the buckets; those of tied parameters in that of their first section here."""
+        for tied in self.tied:
+            home = next(section for section in tied.sections if section in self.sections)
+            self.totals.views[tied.name] = self.buckets[home].views[tied.name]
+        for bucket in self.buckets.values():
+            self._gradients |= bucket.views
+        self._gradients |= self.totals.views
 
     def evaluation_runners(
         self, model: PartitionedModel, buffers: Mapping[str, Tensor], *, averaged: bool
@@ -374,25 +377,31 @@ class Stage:
             self.parameters[name].grad = None
         is_torchs = self.job.before_step is None and self.optimizer.is_torchs
         with nullcontext() if is_torchs else SeededTurn(self.job.seed, "update", self.next_step):
-            call_before_step(self.job.before_step, self.named_parameters())
+            call_before_step(self.job.before_step, self.named_parameters(), self.next_step)
             with self.sharding.without_exchange():
                 self.optimizer.update(self._compute.refresh, frozen)
-        if frozen or not is_torchs:
+        if not is_torchs:
             self._put_back()
+        elif frozen:
+            self._show(self._gradients)
+            for bucket in self.buckets.values():
+                bucket.receive()
 
     def _put_back(self) -> None:
-        """Undo assignments of the user's code, ``p.data = ...`` and ``p.grad = ...``, and keep the values.
+        """Undo what the user's code may have done to tensors in place of to their values.
 
-        Sections and links have views of the former, and backwards add to the latter.
+        It may have assigned ``p.data``, of which sections and links have views; and have assigned ``p.grad`` or its
+        ``data``, or still refer to it, while backwards add there.
         """
         for name, home in self._homes.items():
             parameter = self.parameters[name]
             if parameter.data_ptr() != home.data_ptr():
                 home.copy_(parameter.detach())
                 parameter.data = home
-        self._show(self._gradients)
         for bucket in self.buckets.values():
-            bucket.receive()
+            bucket.renew()
+        self._look_for_gradients()
+        self._show(self._gradients)
 
     @property
     def _frozen(self) -> frozenset[str]:

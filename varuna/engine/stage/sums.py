@@ -288,15 +288,11 @@ class TiedTotals:
     can go on until then.
     """
 
-    def __init__(self, views: Mapping[str, Tensor], sums: Sums) -> None:
-        """Begin without any.
-
-        Args:
-            views: by parameter, where the optimizer finds its gradient: in a section's bucket.
-            sums: of the stage.
-        """
-        self.views, self._sums = views, sums
-        self._apart: dict[str, Tensor] = {}
+    def __init__(self, sums: Sums) -> None:
+        """Begin without any; ``sums`` are the stage's."""
+        self.views: dict[str, Tensor] = {}
+        """by parameter, where the optimizer finds its gradient: in a section's bucket"""
+        self._sums, self._apart = sums, dict[str, Tensor]()
 
     def take(self, name: str, total: Tensor) -> None:
         """A total is known; its memory is taken over.

@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Loop, str]] = {
     "a key that metrics reads": (lambda s: s.options.update(margin=1.0), "options.*margin.*, which metrics= reads"),
     "an object that metrics calls": (lambda s: setattr(s.schedule, "value", 1.0), "value, which metrics= reads"),
     "what before_step reads": (lambda s: s.noise.update(scale=0.0), "which before_step= reads.*state="),
-    "what collate reads": (lambda s: setattr(s, "bound", 1.0), "bound, which collate= reads.*position // global_batch"),
+    "what collate reads": (lambda s: setattr(s, "bound", 1.0), r"bound, which collate= reads.*set_step\(step\)"),
     "a dataset's attribute": (lambda s: setattr(s.data, "level", 2), "level, which dataset reads: it was 0"),
     "an attribute of a dataset's part": (lambda s: setattr(s.data.transform, "p", 0.0), "transform.p, which dataset"),
     "what the optimizer's function reads": (lambda s: s.optimizer.defaults.update(lr=1.0), "which optimizer= reads"),

@@ -1,0 +1,122 @@
+"""Before step 0: do functions of the user's that run once a step remember anything?
+
+Workers come and go, and a step may be done again: what a function keeps from call to call in variables of its own is
+then another worker's, or none. What ``state=`` names moves with the run, so it may change.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varuna.core.errors import UsageError, VarunaError
+from varuna.data.randomness import derive_key, seeded
+from varuna.engine.stage.job import Frozen
+from varuna.engine.stage.optimizer import SchedulerFactory, StageOptimizer
+from varuna.partition.after_step import AfterStep, Following, takes_step
+from varuna.partition.graph.captured import TensorKind
+from varuna.partition.object_copies import independent
+from varuna.partition.watching.user_lines import place_of
+
+_EDGE, _STEPS = 8, 4
+"""Tensors are tried with dimensions of so many elements at most."""
+
+
+def check_after_step(function: AfterStep, following: Following, kept: Sequence[Any] = ()) -> None:
+    """Compare a second call of ``after_step`` with the first one of a copy that has been called by nobody.
+
+    Args:
+        function: the user's.
+        following: of its dry run.
+        kept: objects that ``state=`` names.
+
+    Raises:
+        UsageError: they make something else of the same tensors.
+    """
+    copies: dict[int, Any] = {}
+    called = independent(function, copies)
+    try:
+        _after(called, following, 0)
+        fresh = independent(function, {id(each): copies[id(each)] for each in kept if id(each) in copies})
+        # Both write what state= names, so the one that is compared must not have it from the other.
+        second = independent(called)
+        differs = not _same(_after(second, following, 1), _after(fresh, following, 1))
+    except VarunaError:
+        raise
+    except Exception:  # noqa: BLE001 - it needs the model's own values, shapes or device; training will say more
+        return
+    if differs:
+        raise UsageError(
+            f"after_step= {_at(function)}remembers something from call to call, so workers that come later, "
+            "or that do a step again, would train otherwise. after_step(parameters, buffers, step) is told the number "
+            "of the step. Counters and averages belong into buffers of the model (register_buffer), and numbers that "
+            "the loop computes into a dict that state= names."
+        )
+
+
+def check_frozen(function: Frozen, names: Iterable[str]) -> None:
+    """Ask ``frozen`` twice.
+
+    Raises:
+        UsageError: it gives other answers.
+    """
+    asked, called = [(name, step) for name in names for step in range(_STEPS)], independent(function)
+    if any(bool(called(*each)) != bool(called(*each)) for each in asked):
+        raise UsageError(
+            f"frozen= {_at(function)}gives another answer when it is asked again for the same parameter and "
+            "step. Workers ask for themselves, and again when a step is repeated: let it follow from its arguments. "
+            "To draw, use a generator that is seeded by the step: random.Random(step).choice(layers)."
+        )
+
+
+def check_schedule(factory: SchedulerFactory, build: Callable[[int], StageOptimizer]) -> None:
+    """Compare a schedule with one that was built later and brought to the same step, as on a worker that joins.
+
+    Args:
+        factory: the user's.
+        build: makes an optimizer with a schedule that has been told of so many steps.
+
+    Raises:
+        UsageError: they differ.
+    """
+    try:
+        first, again = ([group.get("lr") for group in build(_STEPS).options() or ()] for _ in range(2))
+        differs = first != again
+    except VarunaError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever the user's functions raise; training will say more
+        return
+    if differs:
+        raise UsageError(
+            f"lr_scheduler= {_at(factory)}gives other rates when it is built again and brought to the same "
+            f"step ({first} and {again} after {_STEPS}), as on a worker that joins: its function remembers something "
+            "from call to call. Let the rate follow from the step that it is given."
+        )
+
+
+def _at(function: object) -> str:
+    place = place_of(function)
+    return f"at {place} " if place.line else ""
+
+
+def _after(function: Callable[..., Any], following: Following, step: int) -> dict[str, Tensor]:
+    with torch.no_grad(), seeded(0, "after_step check", step):
+        parameters, buffers = (
+            {name: _drawn(name, kind) for name, kind in kinds.items()}
+            for kinds in (following.parameters, following.buffers)
+        )
+        function(parameters, buffers, *([step] if takes_step(function) else []))
+    return {**parameters, **buffers}
+
+
+def _drawn(name: str, kind: TensorKind) -> Tensor:
+    shape = [min(size, _EDGE) for size in kind.shape]
+    if not kind.dtype.is_floating_point:
+        return torch.zeros(shape, dtype=kind.dtype)
+    generator = torch.Generator().manual_seed(derive_key(0, name))
+    return torch.randn(shape, generator=generator).to(kind.dtype)
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(value.nan_to_num(), other[name].nan_to_num()) for name, value in one.items())
