@@ -190,7 +190,8 @@ class UpdateCheck:
     def _what(self) -> str:
         """Name the function that computes the update, with its line, as far as that is simple to tell."""
         given = "the optimizer" if self.before_step is None else "before_step= (or the optimizer)"
-        return f"{given} at {place_of(self.before_step or self.optimizer)}"
+        place = place_of(self.before_step or self.optimizer)
+        return f"{given} at {place}" if place.line else given
 
     @cached_property
     def _shared(self) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import SectionState
+from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums
 from varuna.data.randomness import SeededTurn
@@ -395,6 +396,12 @@ class Stage:
         """
         for name, home in self._homes.items():
             parameter = self.parameters[name]
+            if parameter.requires_grad is not (name in self.job.model.trainable):
+                raise UsageError(
+                    f"before_step= or the optimizer changed requires_grad of {name}. Which parameters can be trained "
+                    "is decided before step 0: to leave some as they are in some steps, pass frozen=, a function of "
+                    "the parameter's name and the step."
+                )
             if parameter.data_ptr() != home.data_ptr():
                 home.copy_(parameter.detach())
                 parameter.data = home
