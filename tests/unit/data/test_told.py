@@ -72,7 +72,8 @@ def test_nothing_is_told_twice_and_sources_of_one_dataset_know_of_each_other() -
 
 def test_wrappers_of_torch_pass_it_on_and_other_datasets_are_asked_for_nothing() -> None:
     one, two, three = (cast(Any, Told()) for _ in range(3))
-    for wrapped in cast(list[Any], [Subset(one, range(SIZE)), ConcatDataset([two, three])]):
+    wrappers: list[Any] = [Subset(one, range(SIZE)), ConcatDataset([two, three])]
+    for wrapped in wrappers:
         assert told(source(wrapped), len(wrapped) + 1, 1)[0][0] == 1
     assert told(source([{"told": torch.zeros(2)}] * SIZE), 0, 1) == [[0, 0]]
 
