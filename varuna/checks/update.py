@@ -94,6 +94,37 @@ class UpdateCheck:
         copies: dict[int, Any] = {}
         return independent(self.before_step, copies), [copies[id(each)] for each in self.kept if id(each) in copies]
 
+    def of_names(self) -> None:
+        """Check that ``before_step`` would not change parameters that are not trained, if it were given them.
+
+        Raises:
+            UsageError: it would, as it does in a plain loop over ``model.named_parameters()``.
+        """
+        others = [name for name in self.model.shapes if name not in self.model.trainable]
+        if self.before_step is None or not others:
+            return
+        named = []
+        for name, shape in self.model.shapes.items():
+            values = [torch.randn([min(size, _EDGE) for size in shape], generator=_keyed(name, i)) for i in range(2)]
+            named.append((name, nn.Parameter(values[0].to(self.device), requires_grad=name not in others)))
+            named[-1][1].grad = None if name in others else values[1].to(self.device)
+        put_marks(named, self.marks)
+        before = {name: parameter.detach().clone() for name, parameter in named if name in others}
+        try:
+            with seeded(0, "update check"), installed(LocalExchange()):
+                call_before_step(independent(self.beginning[0]), named, 0)
+        except VarunaError:
+            raise
+        except Exception:  # noqa: BLE001 - code that needs a device, other shapes, or the model's own values
+            return
+        if odd := [name for name, value in named if name in others and not torch.equal(value, before[name])]:
+            raise UsageError(
+                f"before_step= at {place_of(self.before_step)} changes {_named(odd)}, if it is given all parameters. "
+                "They are not trained, and it is given the trained parameters of a stage only. Compute what follows "
+                "from trained parameters, like a teacher, in after_step=, which runs once per step, after the "
+                "optimizer, with all parameters and buffers."
+            )
+
     def of_moves(self) -> None:
         """Check that what the update needs of earlier steps is moved and saved.
 
@@ -170,8 +201,7 @@ class UpdateCheck:
 
     def drawn(self, name: str, step: int) -> Tensor:
         """First values of a parameter (step 0), or its gradients."""
-        generator = torch.Generator().manual_seed(derive_key(0, name, step))
-        return (0.1 * torch.randn(self._shapes[name], generator=generator)).to(self.device)
+        return (0.1 * torch.randn(self._shapes[name], generator=_keyed(name, step))).to(self.device)
 
     @cached_property
     def _is_plain(self) -> bool:
@@ -369,6 +399,10 @@ def _beside(one: JSON, two: JSON) -> str:
     other = [each for each in entries if not all(any(_is_alike(each, its) for its in side) for side in lists)]
     label, _, key, _ = other[0] if other else entries[0]
     return f"{label}[{from_json(key)!r}]"
+
+
+def _keyed(name: str, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(derive_key(0, name, step))
 
 
 def _named(names: Sequence[str]) -> str:

@@ -77,6 +77,7 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
     _check_normalisation(spec)
     if spec.checkpoints is None and (place := _rescue_place(spec)):
         saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
+    spec.update_check.of_names()
     if saver is not None or membership.survives:
         spec.update_check.of_moves()
     session = open_session(spec, n, membership, saver=saver, measures=membership.measures)

@@ -216,6 +216,29 @@ def test_before_step_may_be_told_the_step_and_keep_what_state_names() -> None:
         found.of_stages()
 
 
+def test_before_step_that_would_change_what_is_not_trained_is_refused() -> None:
+    def follow(named: Any) -> None:
+        known = dict(named)
+        if "layers.0.weight" in known and "layers.1.weight" in known:
+            known["layers.0.weight"].data.lerp_(known["layers.1.weight"].data, 0.5)
+
+    def scaled(named: Any) -> None:
+        for _, parameter in named:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def partly_frozen() -> torch.nn.Module:
+        model = SmallLanguage()
+        model.layers[0].weight.requires_grad_(False)
+        return model
+
+    model = Setup(build=partly_frozen).model
+    with pytest.raises(UsageError, match=r"before_step= at .* changes layers\.0\.weight.*after_step="):
+        UpdateCheck(model, sgd, before_step=follow).of_names()
+    UpdateCheck(model, sgd, before_step=scaled).of_names()
+    check(before_step=follow).of_names()
+
+
 def test_a_schedule_that_remembers_its_calls_is_refused() -> None:
     calls: list[int] = []
 
