@@ -93,14 +93,19 @@ def _by_last_bit(value: Tensor, generator: torch.Generator) -> Tensor:
     return value * (1 + torch.finfo(value.dtype).eps * signs.to(value.dtype))
 
 
-def fewest(losses: LossModule, source: SampleSource) -> int:
+def fewest(losses: LossModule, source: SampleSource, whole: int = 2) -> int:
     """Number of samples that plain PyTorch needs at least: 2 where ``squeeze()`` drops the batch of one.
 
+    Args:
+        losses: the model with its loss.
+        source: of the samples.
+        whole: of every micro-batch, where its loss may need all: the largest k of them.
+
     Raises:
-        ModelError: it fails for two as well.
+        ModelError: it fails for as many as well.
     """
     failed: Exception | None = None
-    for count in (1, 2):
+    for count in dict.fromkeys((1, 2, whole)):
         try:
             with same_attributes(losses.model):
                 _once(losses, source, count)

@@ -307,7 +307,11 @@ class JobSpec:
     def captured_batch(self) -> dict[str, Tensor]:
         """The samples with which the model is captured."""
         sizes = self.recipe.sizes
-        return self.batch(CAPTURED_SAMPLES) if sizes is None else self.source.telling(sizes)
+        if sizes is not None:
+            return self.source.telling(sizes)
+        # A loss within micro-batches may need as many, such as the largest k of them.
+        least = self.micro_batch if self.loss.per_micro_batch and self.micro_batch is not None else 0
+        return self.batch(max(CAPTURED_SAMPLES, least))
 
     def cast(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Buffers as sections compute with them, on the device."""

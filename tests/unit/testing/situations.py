@@ -994,6 +994,22 @@ def dice_over_the_batch(way: Way) -> None:
     way.train(model, Points(), optimizer, loss=loss)
 
 
+def hardest(output: Tensor, batch: Any) -> Tensor:
+    losses = F.cross_entropy(output, batch["labels"], reduction="none")
+    return losses.topk(5).values.mean()
+
+
+def hardest_of_the_batch(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Points(), optimizer, loss=hardest)
+
+
+def hardest_within_micro_batches(way: Way) -> None:
+    model, optimizer = built()
+    loss = hardest if isinstance(way, PlainLoop) else varuna.Loss(hardest, per_micro_batch=True)
+    way.train(model, Points(), optimizer, loss=loss, micro_batch=BATCH)
+
+
 def dice_within_micro_batches(way: Way) -> None:
     model, optimizer = built()
 
@@ -1441,6 +1457,13 @@ SITUATIONS = [
     Situation("focal loss", focal_loss, ""),
     Situation("a loss in `torch.autocast(..., enabled=False)`", loss_without_autocast, ""),
     Situation("a summed loss", summed_loss, ""),
+    Situation(
+        "hard-example mining: the k largest losses of a batch",
+        hardest_of_the_batch,
+        "",
+        r"k not in range.*of three samples.*per_micro_batch=True",
+        hardest_within_micro_batches,
+    ),
     Situation(
         "Dice loss over the batch",
         dice_over_the_batch,

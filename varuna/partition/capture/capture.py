@@ -191,7 +191,8 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     """
     batch, sizes = of_samples(batch), recipe.sizes
     samples = {key: value.detach().cpu() for key, value in batch.items()}
-    samples = _rows(samples, EXPORT_EXAMPLES) if sizes is None else told_apart(samples, sizes)
+    rows = max(EXPORT_EXAMPLES, len(next(iter(samples.values()))))
+    samples = _rows(samples, rows) if sizes is None else told_apart(samples, sizes)
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     try:
         model, buffers = _built(recipe, mode)
