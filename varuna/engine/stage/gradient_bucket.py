@@ -30,8 +30,8 @@ class Bucket:
         self.names = tuple(sorted(leaves, key=lambda name: not leaves[name].is_complex()))  # pairs begin at even places
         self._leaves, self._drops = dict(leaves), False
         self._sizes = [leaves[name].numel() * (2 if leaves[name].is_complex() else 1) for name in self.names]
-        self.views: dict[str, Tensor] = {}
-        self._lie_in(torch.zeros(sum(self._sizes), dtype=torch.float32, device=device) if flat is None else flat)
+        self.size, self.views = sum(self._sizes), dict[str, Tensor]()
+        self._lie_in(torch.zeros(self.size, dtype=torch.float32, device=device) if flat is None else flat)
 
     def _lie_in(self, flat: Tensor) -> None:
         self.flat = flat
@@ -46,7 +46,11 @@ class Bucket:
 
     def renew(self) -> None:
         """Leave the memory to whoever still refers to gradients, as plain PyTorch does; new values are anything."""
-        self._lie_in(torch.empty_like(self.flat))
+        for leaf, _ in self._in_place:
+            leaf.grad = None
+        self.views.clear()
+        self._in_place, self._cast, self.flat = [], [], self.flat.new_empty(0)  # or both would take memory
+        self._lie_in(self.flat.new_empty(self.size))
 
     def receive(self) -> None:
         """Let backwards add to these sums, though something else was put in the place of gradients."""

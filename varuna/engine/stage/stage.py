@@ -405,6 +405,10 @@ class Stage:
             if parameter.data_ptr() != home.data_ptr():
                 home.copy_(parameter.detach())
                 parameter.data = home
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._gradients.clear()
+        self.totals.views.clear()
         for bucket in self.buckets.values():
             bucket.renew()
         self._look_for_gradients()

@@ -214,7 +214,7 @@ class Sums:
 
     def sizes(self) -> dict[int, int]:
         """Numbers in the sums of each section that has gradients."""
-        return {section: bucket.flat.numel() for section, bucket in self._buckets.items() if bucket.flat.numel()}
+        return {section: bucket.size for section, bucket in self._buckets.items() if bucket.size}
 
     def reduced(self, section: int, total: Tensor) -> None:
         """Take the sum over all replicas, in host memory, in place of this one's.
@@ -265,7 +265,7 @@ class Sums:
     @property
     def without(self) -> tuple[int, ...]:
         """Sections that have no gradients."""
-        return tuple(section for section, bucket in self._buckets.items() if not bucket.flat.numel())
+        return tuple(section for section, bucket in self._buckets.items() if not bucket.size)
 
     def seal(self) -> tuple[SectionSum, ...]:
         """Let nothing change them any more; what others may go on from, where it is more than nothing."""
@@ -276,7 +276,7 @@ class Sums:
 
     def _held(self, section: int) -> Spans:
         is_none = self._is_void or self._open[section] or section in self._overwritten
-        if is_none or not self._buckets[section].flat.numel():
+        if is_none or not self._buckets[section].size:
             return ()
         return self._all if section in self._reduced else spans_of(self._added[section])
 
