@@ -389,7 +389,7 @@ class Stage:
                 bucket.receive()
 
     def _put_back(self) -> None:
-        """Undo what the user's code may have done to tensors in place of to their values.
+        """Undo what the user's code may have done to tensors, rather than to their values.
 
         It may have assigned ``p.data``, of which sections and links have views; and have assigned ``p.grad`` or its
         ``data``, or still refer to it, while backwards add there.

@@ -23,7 +23,7 @@ from varuna.core.devices import device_of
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
-from varuna.core.plan import Plan
+from varuna.core.plan import Copies, Plan
 from varuna.core.times import RankTimes, StepParts, merged, of_stage
 from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.state.fleet import Fleet
@@ -95,6 +95,7 @@ class Calibrator:
         self._generation = -1
         self._heard: dict[int, RankTimes] = {}
         self._due_steps = LEAST_STEPS
+        self._copies_changed = False
         self._due_beats = 0
         self._explained = self._described = False
         self._begun: set[str] = set()  # classes of devices that were planned for
@@ -307,12 +308,14 @@ class Calibrator:
 
         One that leaves workers idle, or state with fewer holders, must have been better for a while.
         """
-        found = self._worthwhile(fleet, job, plan, now_s)
-        if found is None or _is_safer(found[0], plan):
+        best = self._best(fleet, job)
+        weighing = None if best is None else self._worthwhile(fleet, job, plan, best, now_s)
+        if best is None or weighing is None or _is_safer(best, plan):
             self._favoured_s = None
-        if found is None:
+        if best is None:
             return []
-        best, weighing = found
+        if weighing is None:
+            return self._other_copies(plan, best)
         if _is_safer(plan, best):
             self._favoured_s = now_s if self._favoured_s is None else self._favoured_s
             if now_s < self._favoured_s + LASTS_S:
@@ -323,11 +326,20 @@ class Calibrator:
             MorphRequested("measured times favour another plan"),
         ]
 
-    def _worthwhile(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> tuple[Plan, Weighing] | None:
-        """The plan that is best now, if it saves more until the next change than the switch costs."""
-        best = self._best(fleet, job)
-        if best is None:
-            return None
+    def _other_copies(self, plan: Plan, best: Plan) -> list[Told]:
+        """A morph, once, if steps have turned out to be too short for a copy of state in each of them.
+
+        Such copies are seldom ready, and a loss before one is costs all steps since the newest checkpoint in a store.
+        """
+        late = plan.copies is Copies.STATE and best.copies is Copies.CHECKPOINTS
+        if not late or self._copies_changed or _is_safer(plan, best):
+            return []
+        self._copies_changed = True
+        cause = "steps are too short for a copy of state in each"
+        return [Notice(text=f"{cause}: workers make one every few seconds instead"), MorphRequested(cause)]
+
+    def _worthwhile(self, fleet: Fleet, job: JobFacts, plan: Plan, best: Plan, now_s: float) -> Weighing | None:
+        """What another plan saves until the next change, if that is more than the switch costs."""
         weighing = weigh(
             plan.model_copy(update={"step_s": self.predicted_s(plan)}),
             best,
@@ -335,7 +347,7 @@ class Calibrator:
             stall_s=fleet.experience.stall_s(job, best),
             exposed_s=0.0,  # the same workers: of what that is worth, ``_is_safer`` decides
         )
-        return (best, weighing) if weighing.is_worth(fleet.config.min_measured_gain) else None
+        return weighing if weighing.is_worth(fleet.config.min_measured_gain) else None
 
     def _keep_networks(self, before: Calibration, plan: Plan) -> None:
         """Remember networks as they were thought to be before this run has measured any."""
@@ -354,12 +366,12 @@ class Calibrator:
         for name in measured.classes:
             known = measured.of(name).model_copy(update=self._networks.get(name, {}))
             self.calibration = self.calibration.with_class(known) if self.calibration is not None else known
-        found = self._worthwhile(fleet, job, plan, now_s)
-        if found is None or not _is_safer(found[0], plan):
+        best = self._best(fleet, job)
+        weighing = None if best is None else self._worthwhile(fleet, job, plan, best, now_s)
+        if best is None or weighing is None or not _is_safer(best, plan):
             self.calibration = measured
             return []
         self._patience_s = min(2 * self._patience_s, _LONGEST_S)
-        best, weighing = found
         text = f"the network may be better by now, and then {_named(best, plan)} is, than {_named(plan, best)}"
         return [
             Notice(text=f"{text}: {weighing}. It is tried again"),
