@@ -94,6 +94,9 @@ class SelfCheck:
         """
         for path, why in model.eager.items():
             say(f"{path} runs as written, as one operation that is never cut: {why}")
+        for name in self.source.setters:
+            unit = "pass over the dataset" if name == "set_epoch" else "step"
+            say(f"{name}() of the dataset is called with the {unit} of the sample that is read next")
         say(str(self.compare(model, initial)))
 
     def compare(self, model: PartitionedModel, initial: Initial | None) -> Checked:

@@ -21,7 +21,7 @@ from varuna.data.order import sample_index
 from varuna.data.randomness import reseeded, states_kept
 from varuna.data.readers import InThread, Readers
 from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, is_listed, lists_in, open_sizes
-from varuna.data.told import told
+from varuna.data.told import SETTERS, told
 
 __all__ = ["MicroBatch", "SampleSource", "verify_digests"]
 
@@ -93,6 +93,16 @@ class SampleSource:
         if (index_at := getattr(self._dataset, "index_at", None)) is not None:
             return tuple(index_at(position, self._seed) for position in positions)
         return tuple(sample_index(position, size=self.size, seed=self._seed) for position in positions)
+
+    @property
+    def setters(self) -> list[str]:
+        """Methods of the dataset that are told where the run is."""
+        known = {"set_epoch": self._in_epochs, "set_step": self._step_at}
+        return [
+            name
+            for name in SETTERS
+            if known[name] is not None and any(hasattr(type(each.dataset), name) for each in self._told)
+        ]
 
     def announce(self, positions: Iterable[int]) -> None:
         """Tell a dataset that can read ahead (``prefetch``) what will be read soon."""

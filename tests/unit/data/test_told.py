@@ -74,7 +74,9 @@ def test_wrappers_of_torch_pass_it_on_and_other_datasets_are_asked_for_nothing()
     one, two, three = (cast(Any, Told()) for _ in range(3))
     wrappers: list[Any] = [Subset(one, range(SIZE)), ConcatDataset([two, three])]
     for wrapped in wrappers:
+        assert source(wrapped).setters == ["set_epoch", "set_step"]
         assert told(source(wrapped), len(wrapped) + 1, 1)[0][0] == 1
+    assert source([{"told": torch.zeros(2)}] * SIZE).setters == []
     assert told(source([{"told": torch.zeros(2)}] * SIZE), 0, 1) == [[0, 0]]
 
 
