@@ -95,14 +95,14 @@ def evaluation_of(found: EvaluationSums | None, examples: int) -> Evaluation:
     return Evaluation(found.loss, found.weight, examples, found.metrics, complete=True)
 
 
-def step_of(committed: Committed, examples: int, dtype: torch.dtype, dataset_size: int | None = None) -> Step:
-    """The ``Step`` of a job with ``examples`` examples per step that computes in ``dtype``."""
+def step_of(committed: Committed, examples: int, dtype: torch.dtype, epoch: float | None = None) -> Step:
+    """The ``Step`` of a job that computes in ``dtype``; ``epoch``: passes over the dataset with it."""
     totals = committed.totals
     return Step(
         index=committed.step,
         loss=totals.loss,
         examples=examples,
-        epoch=None if dataset_size is None else (committed.step + 1) * examples / dataset_size,
+        epoch=epoch,
         targets=totals.weight,
         grad_norm=totals.grad_norm,
         lr=totals.lr,

@@ -17,6 +17,7 @@ from varuna.core.errors import UsageError
 from varuna.core.model import Memory, Network
 from varuna.core.precision import Precision
 from varuna.data.collate import CollateFunction
+from varuna.data.ramp import RampFunction
 from varuna.engine.aside.evaluate import evaluate
 from varuna.engine.aside.generate import generate
 from varuna.engine.aside.predict import predict
@@ -24,7 +25,7 @@ from varuna.engine.graphs.compiled import compiler_of
 from varuna.engine.stage.job import Frozen
 from varuna.engine.stage.optimizer import BeforeStep, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.export import export_model, spread_model
-from varuna.engine.worker.loop_state import Kept
+from varuna.engine.worker.loop_state import Committed, Kept
 from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
@@ -59,6 +60,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer | OptimizerFactory,
         global_batch: int,
         *,
+        batch_ramp: RampFunction | None = None,
         loss: LossFunction | Loss | None = None,
         metrics: MetricsFunction | None = None,
         collate: CollateFunction | Collate | None = None,
@@ -97,6 +99,7 @@ class Trainer:
                 one from a list of (name, parameter), with the model's own names; each worker calls it with the
                 parameters of its stage.
             global_batch: examples per optimizer step, whatever the number of workers.
+            batch_ramp: ``fn(step)``: examples of that step, where they are fewer than ``global_batch``.
             loss: ``fn(output, batch)`` that returns a scalar mean, or one of torch's loss modules, which then compares
                 the output with ``batch["labels"]``, or ``Loss(fn, weight=, per_micro_batch=)``.
             metrics: ``fn(output, batch)`` that returns named scalar sums; they are added up over the global batch.
@@ -156,6 +159,7 @@ class Trainer:
             dataset,
             given.optimizer,
             global_batch,
+            batch_ramp=batch_ramp,
             loss=given_loss,
             metrics=metrics,
             collate=collate if isinstance(collate, Collate) else Collate(collate),
@@ -220,13 +224,13 @@ class Trainer:
         watched = manager()
         self._session = begin(self._spec, n, watched or solo_from_environment())
         at_end(self._trackers.close, self._trackers.close)
-        speed = SpeedLines(n, self._spec.global_batch) if watched is None and self._tells_speed else None
+        speed = SpeedLines(n, self._spec.examples_before) if watched is None and self._tells_speed else None
         self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
         committed, handed = self._session.steps(), self._handed
         handed.begin()
         try:
             for step in committed:
-                done = step_of(step, self._spec.global_batch, self._spec.dtype, self._spec.source.size)
+                done = self._told(step)
                 if speed is not None and done.is_main:
                     speed.take(done.index, done.loss)
                 self._trackers.take(done.index, values_of(done), is_main=done.is_main)
@@ -429,7 +433,15 @@ class Trainer:
                 f"trainer.steps(epochs={epochs}) needs a dataset with a length. Say how many steps instead."
             )
         assert epochs is not None
-        return math.ceil(Fraction(epochs) * self._spec.source.size / self._spec.global_batch)
+        samples = Fraction(epochs) * self._spec.source.size
+        ramp = self._spec.ramp
+        return math.ceil(samples / self._spec.global_batch) if ramp is None else ramp.steps_for(samples)
+
+    def _told(self, committed: Committed) -> Step:
+        spec, step = self._spec, committed.step
+        before, after = spec.examples_before(step), spec.examples_before(step + 1)
+        epoch = None if spec.source.size is None else after / spec.source.size
+        return step_of(committed, after - before, spec.dtype, epoch)
 
     def _begun(self, method: str) -> Session:
         if self._session is None:

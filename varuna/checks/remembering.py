@@ -55,19 +55,33 @@ def check_after_step(function: AfterStep, following: Following, kept: Sequence[A
         )
 
 
-def check_frozen(function: Frozen, names: Iterable[str]) -> None:
-    """Ask ``frozen`` twice.
+def check_repeats(name: str, function: Callable[..., object], asked: Iterable[tuple[Any, ...]]) -> None:
+    """Ask a function twice for the same.
+
+    Args:
+        name: of the option.
+        function: the user's.
+        asked: arguments.
 
     Raises:
         UsageError: it gives other answers.
     """
-    asked, called = [(name, step) for name in names for step in range(_STEPS)], independent(function)
-    if any(bool(called(*each)) != bool(called(*each)) for each in asked):
+    called = independent(function)
+    if any(called(*each) != called(*each) for each in asked):
         raise UsageError(
-            f"frozen= {_at(function)}gives another answer when it is asked again for the same parameter and "
-            "step. Workers ask for themselves, and again when a step is repeated: let it follow from its arguments. "
-            "To draw, use a generator that is seeded by the step: random.Random(step).choice(layers)."
+            f"{name} {_at(function)}gives another answer when it is asked again for the same step. Workers ask for "
+            "themselves, and again when a step is repeated: let it follow from its arguments. To draw, use a generator "
+            "that is seeded by the step: random.Random(step).choice(layers)."
         )
+
+
+def check_frozen(function: Frozen, names: Iterable[str]) -> None:
+    """Ask ``frozen`` twice for each parameter, in the first steps.
+
+    Raises:
+        UsageError: it gives other answers.
+    """
+    check_repeats("frozen=", function, [(name, step) for name in names for step in range(_STEPS)])
 
 
 def check_schedule(factory: SchedulerFactory, build: Callable[[int], StageOptimizer]) -> None:

@@ -18,6 +18,7 @@ from varuna.data.digests import row_digests, tensors_digest
 from varuna.data.measured import MeasuredReading
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
+from varuna.data.ramp import Ramp
 from varuna.data.randomness import reseeded, states_kept
 from varuna.data.readers import InThread, Readers
 from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, is_listed, lists_in, open_sizes
@@ -56,6 +57,7 @@ class SampleSource:
         shuffles: bool = True,
         step_at: Callable[[int], int] | None = None,
         wants_step: Callable[[], bool] = lambda: False,
+        ramp: Ramp | None = None,
     ) -> None:
         """Check the dataset, without reading a sample.
 
@@ -68,6 +70,7 @@ class SampleSource:
             shuffles: anew in each epoch, if the dataset has a length.
             step_at: the step that has the sample at a position.
             wants_step: whether the job reads a column ``step``, which is added where the samples have none; asked once.
+            ramp: which positions have samples; None: all.
 
         Raises:
             DataError: it is a stream, cannot be indexed, or is empty.
@@ -79,7 +82,7 @@ class SampleSource:
         self._shuffles, self._step_at, self._ask_for_step = shuffles, step_at, wants_step
         if self.size == 0:
             raise DataError(f"the dataset ({type(dataset).__name__}) is empty: len(dataset) is 0. Check its source.")
-        self._dataset, self._told = dataset, told(dataset)
+        self._dataset, self._told, self._ramp = dataset, told(dataset), ramp
         self._seed = seed
         self._columns = Columns(names)
         self._processes = processes
@@ -88,6 +91,8 @@ class SampleSource:
 
     def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
         """Indices into the dataset of the samples at ``positions``, without reading them."""
+        if self._ramp is not None:
+            positions = [place for each in positions if (place := self._ramp.place(each)) is not None]
         if self.size is None or not self._shuffles:
             return tuple(positions)
         if (index_at := getattr(self._dataset, "index_at", None)) is not None:
@@ -119,18 +124,23 @@ class SampleSource:
             return self._read(position)
 
     def _read(self, position: int) -> tuple[int, Any]:
-        epoch = 0 if self.size is None else position // self.size
-        [index] = self.indices([position])
+        [index], place = self.indices([position]), self._place(position)
+        epoch = 0 if self.size is None else place // self.size
         where = f"while reading dataset[{index}], position {position} of the run"
         if self.size is None:
             where += " (a dataset without __len__ must serve every position)"
         with _noted(where), reseeded(self._seed, "sample", epoch, index):
             for each in self._told:
                 if self._in_epochs:
-                    each.tell("set_epoch", position // self._in_epochs)
+                    each.tell("set_epoch", place // self._in_epochs)
                 if self._step_at is not None:
                     each.tell("set_step", self._step_at(position))
             return index, self._dataset[index]
+
+    def _place(self, position: int) -> int:
+        place = position if self._ramp is None else self._ramp.place(position)
+        assert place is not None, f"position {position} has no sample"
+        return place
 
     def _read_all(self, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
         with states_kept():
@@ -151,6 +161,18 @@ class SampleSource:
             DataError: samples do not fit together, lack a key, or have a form that cannot become named tensors.
             Exception: whatever ``dataset[i]`` or ``collate`` raises, with a note that names the samples.
         """
+        if self._ramp is None:
+            return self._micro_batch(positions, keys, compared=compared)
+        present = [position for position in positions if self._ramp.place(position) is not None]
+        first = positions[0] // self._ramp.most * self._ramp.most
+        found = self._micro_batch(present or [first], keys, compared=compared)
+        # Without any, the first sample of the step is computed, and counts nothing.
+        tensors = found.tensors if present else {**found.tensors, SAMPLES: torch.tensor(0)}
+        lacking = len(positions) - len(found.indices)
+        digests, indices = found.digests + found.digests[-1:] * lacking, found.indices + found.indices[-1:] * lacking
+        return MicroBatch(tensors, digests, indices)
+
+    def _micro_batch(self, positions: Sequence[int], keys: Iterable[str] | None, *, compared: bool) -> MicroBatch:
         indices, samples = self._read_all(positions)
         keys = None if keys is None else list(keys)
         if self._collator is None:
@@ -228,7 +250,7 @@ class SampleSource:
     @property
     def may_miss(self) -> bool:
         """Return whether a micro-batch may have fewer samples than positions: ``collate`` may leave some out."""
-        return self._collator is not None
+        return self._collator is not None or self._ramp is not None
 
     def prepare(self, *, at_once: int = 0) -> None:
         """Fork processes, or one that can fork them later, before there is state that they would keep copies of.

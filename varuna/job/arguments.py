@@ -23,6 +23,8 @@ _FUNCTIONS: Mapping[str, str] = {
     "metrics": "a function of the output and the batch that returns a dict of sums, such as {'right': right.sum()}",
     "weight": "a function of the batch, such as lambda batch: batch['mask'].sum()",
     "collate": "a function from a list of samples to a dict of tensors",
+    "batch_ramp": "a function of the step that returns its number of examples, such as "
+    "lambda step: min(512, 64 * (1 + step // 100))",
     "frozen": "a function of a parameter's name and the step, such as "
     "lambda name, step: name.startswith('backbone.') and step < 1000",
     "before_step": "a function of the (name, parameter) list and, if it has a parameter of that name, of the step",
@@ -36,6 +38,7 @@ _GIVEN: Mapping[str, tuple[str, ...]] = {
     "metrics": ("output", "batch"),
     "weight": ("batch",),
     "collate": ("list of samples",),
+    "batch_ramp": ("step",),
     "frozen": ("name", "step"),
     "before_step": ("list of (name, parameter)",),
     "after_step": ("parameters", "buffers"),
@@ -46,6 +49,7 @@ _MORE: Mapping[str, tuple[str, ...]] = {"before_step": ("step",), "after_step": 
 
 WRITTEN_ELSEWHERE: Mapping[str, str] = {
     "batch_size": "global_batch=..., the examples of one optimizer step over all workers",
+    "rampup_batch_size": "batch_ramp=..., a function of the step",
     "criterion": "loss=...",
     "collate_fn": "collate=...",
     "max_grad_norm": "clip_grad_norm=...",

@@ -17,6 +17,7 @@ from varuna.job.handed_over.watching import (
     METRICS,
     MODEL,
     OPTIMIZER,
+    RAMP,
     SCHEDULER,
     WEIGHT,
     Role,
@@ -27,7 +28,12 @@ from varuna.job.spec import JobSpec
 def functions_of(spec: JobSpec, schedule: LRScheduler | None = None) -> Iterator[tuple[Role, Any]]:
     """Functions and objects whose code runs in training, but for those that build what the script has built."""
     yield from ((LOSS, spec.loss.function), (METRICS, spec.metrics))
-    yield from ((FROZEN, spec.frozen), (BEFORE_STEP, spec.before_step), (AFTER_STEP, spec.after_step))
+    yield from (
+        (RAMP, spec.batch_ramp),
+        (FROZEN, spec.frozen),
+        (BEFORE_STEP, spec.before_step),
+        (AFTER_STEP, spec.after_step),
+    )
     yield from ((COLLATE, spec.collate.function), (WEIGHT, spec.loss.weight), (DATASET, spec.dataset))
     if not isinstance(spec.model, GivenModel):
         yield MODEL, spec.model

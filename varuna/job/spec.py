@@ -15,6 +15,7 @@ from varuna.core.errors import ModelError, UsageError
 from varuna.core.model import Memory, Network
 from varuna.core.precision import PRECISIONS, Precision
 from varuna.data.columns import STEP
+from varuna.data.ramp import Ramp, RampFunction
 from varuna.data.samples import SampleSource
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage.job import Frozen
@@ -67,6 +68,7 @@ class JobSpec:
     optimizer: OptimizerFactory
     global_batch: int
     _: KW_ONLY
+    batch_ramp: RampFunction | None = None
     loss: Loss = field(default_factory=Loss)
     metrics: MetricsFunction | None = None
     collate: Collate = field(default_factory=Collate)
@@ -96,7 +98,16 @@ class JobSpec:
     """nobody trains parameters that are no part of the model: the script's optimizer is built"""
 
     def __post_init__(self) -> None:
-        for name in ("model", "optimizer", "lr_scheduler", "metrics", "frozen", "before_step", "after_step"):
+        for name in (
+            "model",
+            "optimizer",
+            "lr_scheduler",
+            "metrics",
+            "batch_ramp",
+            "frozen",
+            "before_step",
+            "after_step",
+        ):
             check_function(name, getattr(self, name))
         self._check_numbers()
         self._check_cut()
@@ -191,6 +202,22 @@ class JobSpec:
         return self._reader_of(self.dataset, lambda position: position // self.global_batch)
 
     @cached_property
+    def ramp(self) -> Ramp | None:
+        """Numbers of samples of the steps, where they differ."""
+        return None if self.batch_ramp is None else Ramp(self.batch_ramp, self.global_batch)
+
+    @cached_property
+    def training_source(self) -> SampleSource:
+        """Reads the samples of steps: fewer than positions, where the batch ramps."""
+        if self.ramp is None:
+            return self.source
+        return self._reader_of(self.dataset, lambda position: position // self.global_batch, ramp=self.ramp)
+
+    def examples_before(self, step: int) -> int:
+        """Examples of all steps before one."""
+        return step * self.global_batch if self.ramp is None else self.ramp.before(step)
+
+    @cached_property
     def checks(self) -> SelfCheck:
         """What the job is checked with before step 0."""
         return SelfCheck(
@@ -282,11 +309,13 @@ class JobSpec:
             DataError: it cannot be read by index.
         """
         source = self._reader_of(dataset, lambda _: step, in_order=in_order)
-        if at_once := self.source.processes:
+        if at_once := self.training_source.processes:
             source.prepare(at_once=at_once)
         return source
 
-    def _reader_of(self, dataset: Any, step_at: Callable[[int], int], *, in_order: bool = False) -> SampleSource:
+    def _reader_of(
+        self, dataset: Any, step_at: Callable[[int], int], *, in_order: bool = False, ramp: Ramp | None = None
+    ) -> SampleSource:
         # Unasked, nothing is forked from threads among which other workers run: it would keep what is theirs open.
         processes = 0 if self.num_workers is None and here.get() is not None else self.num_workers
         return SampleSource(
@@ -298,6 +327,7 @@ class JobSpec:
             shuffles=not in_order,
             step_at=step_at,
             wants_step=lambda: self._wants_step,
+            ramp=ramp,
         )
 
     def batch(self, examples: int) -> dict[str, Tensor]:
@@ -343,6 +373,11 @@ class JobSpec:
     # -- what is refused ------------------------------------------------------------------------------------
 
     def _check_numbers(self) -> None:
+        if callable(self.global_batch):
+            raise UsageError(
+                "global_batch= is a function. Pass the largest number of examples of a step, and the function of the "
+                "step as batch_ramp=."
+            )
         check_whole(global_batch=self.global_batch, micro_batch=self.micro_batch, seed=self.seed)
         check_whole(num_workers=self.num_workers)
         if self.num_workers is not None and self.num_workers < 0:

@@ -16,7 +16,7 @@ class SpeedLines:
 
     Args:
         total: steps of the whole run.
-        global_batch: examples of a step.
+        before: says how many examples all steps before one have.
         tell: takes a line.
         every_s: between lines.
         clock: seconds.
@@ -25,13 +25,13 @@ class SpeedLines:
     def __init__(
         self,
         total: int,
-        global_batch: int,
+        before: Callable[[int], int],
         *,
         tell: Callable[[str], None] = say,
         every_s: float = _EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._global_batch = total, global_batch
+        self._total, self._before = total, before
         self._tell, self._every_s, self._clock = tell, every_s, clock
         self._told_s = clock()
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
@@ -50,7 +50,9 @@ class SpeedLines:
         (first, first_s), (last, last_s) = self._recent[0], self._recent[-1]
         step_s = (last_s - first_s) / (last - first)
         left = time_left(step_s * (self._total - 1 - step))
-        self._tell(f"step {step_number(step, self._total)}  loss {loss:.4f}  {self._rate(step_s)}{left}")
+        self._tell(
+            f"step {step_number(step, self._total)}  loss {loss:.4f}  {self._rate(first, last, last_s - first_s)}{left}"
+        )
 
     def close(self) -> None:
         """The run is over: say how fast it was since its first step, which had to wait for all that comes before."""
@@ -59,8 +61,9 @@ class SpeedLines:
         (first, first_s, before), (last, last_s, after) = self._first, self._newest
         self._tell(
             f"{counted(last - first + 1, 'step')}, loss {before:.4f} to {after:.4f}; after the first one "
-            f"{self._rate((last_s - first_s) / (last - first))}, {format_duration(last_s - first_s)}"
+            f"{self._rate(first, last, last_s - first_s)}, {format_duration(last_s - first_s)}"
         )
 
-    def _rate(self, step_s: float) -> str:
-        return f"{format_rate(self._global_batch / max(step_s, 1e-9))} examples/s"
+    def _rate(self, first: int, last: int, seconds: float) -> str:
+        examples = self._before(last + 1) - self._before(first + 1)
+        return f"{format_rate(examples / max(seconds, 1e-9))} examples/s"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checks.mixing import check_mixing
+from varuna.checks.remembering import check_repeats
 from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
 from varuna.core.model import JobFacts
@@ -58,7 +59,8 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
     settle(spec.device)
     if spec.checkpoints is not None and "://" not in (place := location(spec.checkpoints.place)):
         check_writable(open_store(place))  # a folder needs no threads, unlike a bucket, which comes after processes
-    spec.source.prepare()  # now: processes that are forked later keep copies of state, and share files that were opened
+    # Now: processes that are forked later keep copies of state, and share files that were opened
+    spec.training_source.prepare()
     saver = None
     if spec.checkpoints is not None:
         store = open_store(spec.checkpoints.place, upload_bytes_per_s=spec.checkpoints.upload_bytes_per_s)
@@ -75,6 +77,7 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
         weighed=spec.loss.weight is not None,
     )
     _check_normalisation(spec)
+    _check_ramp(spec)
     if spec.checkpoints is None and (place := _rescue_place(spec)):
         saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
     spec.update_check.of_names()
@@ -123,7 +126,7 @@ def open_session(
         job,
         facts,
         membership,
-        spec.source,
+        spec.training_source,
         weight=spec.loss.weight,
         saver=saver,
         initial=lambda names, checks: first.parameters(names, partial(spec.checks.run, model) if checks else None),
@@ -240,6 +243,27 @@ def _check_links(spec: JobSpec) -> None:
         raise UsageError(
             f'links="nccl" connects GPUs, and this worker computes on {spec.device}. Leave links= out, or start it '
             "where torch sees a GPU (torch.cuda.is_available())."
+        )
+
+
+def _check_ramp(spec: JobSpec) -> None:
+    """Refuse steps of different sizes where a sample that stands in for none would count.
+
+    Raises:
+        UsageError: the model updates buffers from the batch, or batches have a list with an entry for each sample.
+    """
+    if spec.ramp is None:
+        return
+    assert spec.batch_ramp is not None
+    check_repeats("batch_ramp=", spec.batch_ramp, [(step,) for step in range(4)])
+    spec.ramp.size(3)
+    buffers = [name for section in spec.partitioned.sections for name in section.updated]
+    listed = spec.recipe.sizes is not None and spec.recipe.sizes.samples is not None
+    if buffers or listed:
+        why = f"the model updates {buffers[0]} from the batch" if buffers else "collate= makes lists of samples"
+        raise UsageError(
+            f"batch_ramp= cannot be given where {why}: a micro-batch without samples would count there. Leave it out, "
+            "or train in runs of different global_batch=, with weights= from the run before."
         )
 
 

@@ -96,7 +96,7 @@ ELSEWHERE = [
     ("shard_optimizer", r"Pass memory=varuna\.Memory\(shard_optimizer=True\)"),
     ("reduction", r"Pass network=varuna\.Network\(reduction=\.\.\.\)"),
     ("clip_grad_nrom", r"Pass clip_grad_norm=\."),
-    ("magic", r"Pass some of loss, metrics, collate, .*, network\."),
+    ("magic", r"Pass some of batch_ramp, loss, metrics, collate, .*, network\."),
 ]
 
 

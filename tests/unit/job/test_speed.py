@@ -12,7 +12,7 @@ class _Clock:
 
 def test_a_line_now_and_then_and_one_at_the_end() -> None:
     clock, told = _Clock(), list[str]()
-    lines = SpeedLines(1000, 64, tell=told.append, every_s=10.0, clock=clock)
+    lines = SpeedLines(1000, lambda step: 64 * step, tell=told.append, every_s=10.0, clock=clock)
     clock.now_s = 30.0  # capture, the check, measuring
     for step in range(26):
         lines.take(step, 5.0 - step / 10)
@@ -27,7 +27,7 @@ def test_a_line_now_and_then_and_one_at_the_end() -> None:
 
 def test_a_run_of_one_step_has_no_speed() -> None:
     told = list[str]()
-    lines = SpeedLines(1, 64, tell=told.append, every_s=0.0)
+    lines = SpeedLines(1, lambda step: 64 * step, tell=told.append, every_s=0.0)
     lines.close()
     lines.take(0, 5.0)
     lines.close()

@@ -114,22 +114,26 @@ class PlainLoop(Way):
         after_step: Any = None,
         micro_batch: int | None = None,
         metrics: Any = None,
+        batch_ramp: Callable[[int], int] = lambda step: BATCH,
         **_: Any,
     ) -> None:
+        at = 0
         if not isinstance(model, nn.Module):
             model = model()
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(model.named_parameters())
         for step in range(STEPS):
             before(step)
+            count = batch_ramp(step)
             samples = [
-                dataset[varuna.data.sample_index(step * BATCH + place, size=len(dataset), seed=0)]
-                for place in range(BATCH)
+                dataset[varuna.data.sample_index(at + place, size=len(dataset), seed=0)] for place in range(count)
             ]
+            at += count
             optimizer.zero_grad()
             total, size = 0.0, micro_batch or BATCH
-            for first in range(0, BATCH, size):
-                part = _loss(model, collate(samples[first : first + size]), loss) * size / BATCH
+            for first in range(0, count, size):
+                some = samples[first : first + size]
+                part = _loss(model, collate(some), loss) * len(some) / count
                 part.backward()  # type: ignore[no-untyped-call]
                 total += float(part.detach())
             if before_step is not None:
@@ -224,6 +228,11 @@ def momentum_warms_up(way: Way) -> None:
             group["momentum"] = 0.5 if step < 2 else 0.9
 
     way.train(model, Points(), optimizer, loss=cross_entropy, before=before)
+
+
+def batch_that_grows(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Points(), optimizer, loss=cross_entropy, batch_ramp=lambda step: min(BATCH, 1 + 3 * step))
 
 
 def group_added_when_unfreezing(way: Way) -> None:
@@ -1233,6 +1242,7 @@ SITUATIONS = [
     Situation("weight decay that follows a schedule", weight_decay_follows_a_cosine, ""),
     Situation("ReduceLROnPlateau, stepped in the loop", plateau_scheduler_in_the_loop, ""),
     Situation("momentum that warms up", momentum_warms_up, ""),
+    Situation("a batch that grows during warm-up", batch_that_grows, "NVIDIA/Megatron-LM#1109"),
     Situation("a learning rate that is a tensor", rate_as_a_tensor, ""),
     Situation("`maximize=True`, `foreach=True`", gradients_maximised, ""),
     Situation(

@@ -42,8 +42,8 @@ def sums_of(
     """
     loss, *others = _read(results)
     targets, sums = (others[0], others[1:]) if model.counts_targets else (float(examples.samples), others)
-    if not examples.samples:
-        weight = 0.0
+    if not examples.samples:  # a stand-in was computed
+        weight, sums = 0.0, [0.0] * len(sums)
     elif weigh is not None and batch is not None:
         weight = float(weigh(nested(batch.tensors)))
     else:

@@ -98,9 +98,8 @@ _KEPT = (
     "A worker that joins and a resumed run would begin with another value. Keep it in a dict that state= names: "
     'state={"schedule": schedule}, and schedule["value"] = ... in the loop.'
 )
-FROZEN = Role(
-    "frozen=", False, "It must be the same on all workers, and when a step is repeated: let it follow from step."
-)
+_OF_STEP = "It must be the same on all workers, and when a step is repeated: let it follow from step."
+FROZEN, RAMP = Role("frozen=", False, _OF_STEP), Role("batch_ramp=", False, _OF_STEP)
 BEFORE_STEP, AFTER_STEP = Role("before_step=", False, _KEPT), Role("after_step=", False, _KEPT)
 COLLATE, WEIGHT, DATASET = (
     Role("collate=", False, _AHEAD),
