@@ -75,6 +75,14 @@ def format_rate(per_s: float) -> str:
     return f"{per_s:.3g}"
 
 
+def format_line(bits_per_s: float) -> str:
+    """``"9.41 Gb/s"``: networks are sold in bits."""
+    for factor, unit in ((1e9, "Gb/s"), (1e6, "Mb/s")):
+        if bits_per_s >= factor:
+            return f"{bits_per_s / factor:.3g} {unit}"
+    return f"{bits_per_s / 1e3:.3g} kb/s"
+
+
 def counted(number: int, noun: str) -> str:
     """``"1 worker"``, ``"1,200 steps"``."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"

@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Callable
 
-from varuna.core.units import counted, format_bytes, format_duration
+from varuna.core.units import counted, format_bytes, format_duration, format_line
 from varuna.core.version import OLDEST_TORCH, TORCH_RANGE, is_tested_torch, series
 from varuna.doctor.judging.facts import FolderFacts, GpuFacts, MachineFacts
 from varuna.doctor.judging.finding import Finding, fault, ok, warning
@@ -33,12 +33,8 @@ def judge_machine(facts: MachineFacts) -> tuple[Finding, ...]:
 
 
 def speed(bytes_per_s: float) -> str:
-    """``"9.41 Gb/s"``: networks are sold in bits."""
-    bits = 8 * bytes_per_s
-    for factor, unit in ((1e9, "Gb/s"), (1e6, "Mb/s")):
-        if bits >= factor:
-            return f"{bits / factor:.3g} {unit}"
-    return f"{bits / 1e3:.3g} kb/s"
+    """As ``format_line``, of bytes."""
+    return format_line(8 * bytes_per_s)
 
 
 def delay(seconds: float) -> str:
