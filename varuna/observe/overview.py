@@ -7,8 +7,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from varuna.core.plan import Copies
 from varuna.core.units import format_duration
 from varuna.observe.live_view import headline, numbers
+from varuna.observe.progress import risk_line
 from varuna.observe.split import split_table
 
 _NEWEST = 8
@@ -18,6 +20,11 @@ _NEWEST = 8
 def overview(status: Mapping[str, Any], width: int, *, plain: bool = False) -> RenderableType:
     """The answer of ``/status`` for people, once."""
     parts: list[RenderableType] = [headline(status, width, None), *numbers(status, width, plain=plain)]
+    if status["plan"] is not None and status["state"] == "training":
+        plan, saved, rescues = status["plan"], status["checkpoint_dir"], status["rescues"]
+        copies = Copies(plan["copies"])
+        if risk := risk_line(plan["replicas"], copies, checkpoint_dir=saved, rescues=rescues):
+            parts.append(Text(risk, style="dim"))
     parts += split_table(status, width)
     if status["workers"]:
         parts.append(_workers(status))

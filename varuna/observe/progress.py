@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from varuna.core.model import JobFacts
 from varuna.core.plan import Copies
 from varuna.core.units import counted, format_duration, format_rate, step_number, time_left
 from varuna.observe.report import GenerationRow, Morph, RunHistory
@@ -47,27 +46,34 @@ def plan_line(row: GenerationRow) -> str:
     return f"plan   {plan} (stages x replicas) on {counted(row.workers, 'worker')}{idle}   {parts}"
 
 
-def risk_line(row: GenerationRow, job: JobFacts | None) -> str:
-    """What losing a worker would cost under this plan, if it costs more than the step in flight; else empty."""
-    if row.plan.replicas > 1 or job is None:
+def risk_line(replicas: int, copies: Copies, *, checkpoint_dir: str | None, rescues: bool) -> str:
+    """What losing a worker would cost, if it costs more than the step in flight; else empty.
+
+    Args:
+        replicas: D of the plan.
+        copies: of each stage in other workers' memory.
+        checkpoint_dir: of the job.
+        rescues: it is where ``varuna run`` keeps a copy of its own.
+    """
+    if replicas > 1:
         return ""
-    if job.rescues and row.copies is not Copies.CHECKPOINTS:
+    if rescues and copies is not Copies.CHECKPOINTS:
         back = "a copy of its state that is some seconds old (give the script checkpoints= to keep one)"
-    elif job.checkpoint_dir is not None and not job.rescues:
-        back = f"the newest checkpoint in {job.checkpoint_dir}"
+    elif checkpoint_dir is not None and not rescues:
+        back = f"the newest checkpoint in {checkpoint_dir}"
     else:
         back = "step 0, because the script gives no checkpoints="
-    if row.copies is Copies.STATE:
+    if copies is Copies.STATE:
         return (
             "each section has a copy in another worker's memory: if a worker is lost, the step in flight runs again. "
             f"Just after the update of a short step, before there is a new copy, the run goes back to {back}"
         )
-    if row.copies is Copies.CHECKPOINTS:
+    if copies is Copies.CHECKPOINTS:
         return (
             "each worker's state is copied to another one's memory every few seconds: if a worker is lost, the steps "
             f"since then run again; if the one with its copy is lost too, the run goes back to {back}"
         )
-    return f"one copy of each section{_NO_COPIES[row.copies]}: if a worker is lost, the run goes back to {back}"
+    return f"one copy of each section{_NO_COPIES[copies]}: if a worker is lost, the run goes back to {back}"
 
 
 def closing_line(history: RunHistory, exit_code: int, elapsed_s: float, checkpoint: str | None, spent: str = "") -> str:

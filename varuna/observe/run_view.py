@@ -153,8 +153,10 @@ class RunView:
             self._progress.tell(plan_line(row))
         job = self._fleet().job if self._fleet is not None else None
         is_new = not before or before[0].plan.replicas > 1 or before[0].copies is not row.copies
-        if is_new and (risk := risk_line(row, job)):
-            self._progress.tell(risk, style="yellow")
+        if is_new and job is not None:
+            saved, rescues = job.checkpoint_dir, job.rescues
+            if risk := risk_line(row.plan.replicas, row.copies, checkpoint_dir=saved, rescues=rescues):
+                self._progress.tell(risk, style="yellow")
 
     def _steps_in_all(self) -> int:
         job = self._fleet().job if self._fleet is not None else None

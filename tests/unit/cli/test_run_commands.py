@@ -109,6 +109,7 @@ def test_status_shows_plan_workers_generations_and_the_first_failure(manager: Ru
     assert code == 0
     for said in ("training", "step 3/100", "plan 2x1", "generation 1", "w0", "first failure  worker w3 killed by"):
         assert said in out
+    assert "one copy of each section: if a worker is lost, the run goes back to" in " ".join(out.split())
     code, out, _ = shell("status", "--json")
     assert (code, json.loads(out)["generation"]) == (0, 1)
 

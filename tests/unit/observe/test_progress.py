@@ -4,8 +4,6 @@ import pytest
 from rich.console import Console
 
 from tests.unit.observe.recorded_events import generation, plan, recorded
-from tests.unit.planner.models import model, section
-from varuna.core.model import JobFacts
 from varuna.core.plan import Copies
 from varuna.core.times import RankTimes
 from varuna.core.units import format_rate
@@ -73,15 +71,18 @@ def test_the_plan_line_counts_spares_and_names_m() -> None:
 
 
 def test_a_plan_with_one_copy_says_what_a_loss_would_cost() -> None:
-    facts = JobFacts(model=model([section()]), global_batch=8, seed=0, steps=1)
-    saved, rescued = {"checkpoint_dir": "/saved"}, {"checkpoint_dir": "/tmp/run/rescue", "rescues": True}
-    assert risk_line(row(0, (2, 2)), facts) == ""
-    assert risk_line(row(0, (2, 1)), facts.model_copy(update=saved)).endswith("to the newest checkpoint in /saved")
-    assert "a copy of its state that is some seconds old" in risk_line(row(0, (2, 1)), facts.model_copy(update=rescued))
-    assert "step 0, because the script gives no checkpoints=" in risk_line(row(0, (2, 1)), facts)
-    copied = risk_line(row(0, (2, 1), copies=Copies.STATE), facts)
+    def risk(
+        replicas: int = 1, copies: Copies = Copies.NONE, saved: str | None = None, *, rescues: bool = False
+    ) -> str:
+        return risk_line(replicas, copies, checkpoint_dir=saved, rescues=rescues)
+
+    assert risk(replicas=2) == ""
+    assert risk(saved="/saved").endswith("to the newest checkpoint in /saved")
+    assert "a copy of its state that is some seconds old" in risk(saved="/tmp/run/rescue", rescues=True)
+    assert "step 0, because the script gives no checkpoints=" in risk()
+    copied = risk(copies=Copies.STATE)
     assert copied.startswith("each section has a copy in another worker's memory: if a worker is lost, the step in")
-    assert "no room for another" in risk_line(row(0, (2, 1), copies=Copies.MEMORY), facts)
+    assert "no room for another" in risk(copies=Copies.MEMORY)
 
 
 def test_the_closing_line_counts_steps_and_losses_survived() -> None:
