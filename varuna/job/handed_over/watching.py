@@ -89,7 +89,8 @@ _CAPTURED = f"It was captured before step 0, with the value of then. {_BY_STEP}"
 _AHEAD = (
     "Samples are read ahead, by other threads or processes, and again by other workers. Let a sample depend on its "
     "place in the run: a method set_step(step) or set_epoch(epoch) of the dataset is called by those who read, before "
-    f"a sample of another step or pass. {_GUIDE}"
+    "a sample of another step or pass; and a dataset without __len__ is asked for dataset[position], and decides "
+    f"itself which sample that is. {_GUIDE}"
 )
 _BUILDS = "It is called again whenever workers come or go. Let it depend on values that do not change."
 LOSS, METRICS = Role("loss=", True, _CAPTURED), Role("metrics=", True, _CAPTURED)
