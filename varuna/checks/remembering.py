@@ -67,7 +67,13 @@ def check_repeats(name: str, function: Callable[..., object], asked: Iterable[tu
         UsageError: it gives other answers.
     """
     called = independent(function)
-    if any(called(*each) != called(*each) for each in asked):
+    try:
+        differs = any(called(*each) != called(*each) for each in asked)
+    except VarunaError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever the user's function raises, for a step that the run may not have
+        return
+    if differs:
         raise UsageError(
             f"{name} {_at(function)}gives another answer when it is asked again for the same step. Workers ask for "
             "themselves, and again when a step is repeated: let it follow from its arguments. To draw, use a generator "

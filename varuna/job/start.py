@@ -256,7 +256,7 @@ def _check_ramp(spec: JobSpec) -> None:
         return
     assert spec.batch_ramp is not None
     check_repeats("batch_ramp=", spec.batch_ramp, [(step,) for step in range(4)])
-    spec.ramp.size(3)
+    spec.ramp.size(0)
     buffers = [name for section in spec.partitioned.sections for name in section.updated]
     listed = spec.recipe.sizes is not None and spec.recipe.sizes.samples is not None
     if buffers or listed:
