@@ -42,7 +42,7 @@ class Bucket:
             view = torch.view_as_complex(part.view(*leaf.shape, 2)) if leaf.is_complex() else part.view(leaf.shape)
             self.views[name] = view
             (self._in_place if leaf.dtype is view.dtype else self._cast).append((leaf, view))
-        self.receive()
+        self._receive()
 
     def renew(self) -> None:
         """Leave the memory to whoever still refers to gradients, as plain PyTorch does; new values are anything."""
@@ -52,8 +52,7 @@ class Bucket:
         self._in_place, self._cast, self.flat = [], [], self.flat.new_empty(0)  # or both would take memory
         self._lie_in(self.flat.new_empty(self.size))
 
-    def receive(self) -> None:
-        """Let backwards add to these sums, though something else was put in the place of gradients."""
+    def _receive(self) -> None:
         for leaf, view in self._in_place:
             leaf.grad = view
 
@@ -75,7 +74,7 @@ class Bucket:
             yield
         finally:
             self._drops = False
-            self.receive()
+            self._receive()
 
 
 def squared_norms(

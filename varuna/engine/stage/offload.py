@@ -82,12 +82,11 @@ class OffloadedOptimizer:
         if self._arriving is None and self._sections:
             self._arriving = self._sections[0].fetch(self._left)
 
-    def update(self, written: Written, frozen: frozenset[str] = frozenset()) -> None:
+    def update(self, written: Written) -> None:
         """Apply the gradients, section by section; at most two sections' states are on the device.
 
         Args:
             written: is given a section's new parameters while they are on the device.
-            frozen: parameters that keep their values and states.
 
         Raises:
             UsageError: the optimizer calls ``all_reduce_shared``.
@@ -99,7 +98,7 @@ class OffloadedOptimizer:
                 assert arriving is not None
                 fetched, arrived = arriving
                 self._copies.follow(arrived)
-                leaving = section.update(fetched, written, frozen)
+                leaving = section.update(fetched, written)
                 self._left.wait()  # a GPU is still at work: the section before this one must have left first
                 arriving = following.fetch(self._left) if following is not None else None
                 self._left = self._copies.down(leaving)
@@ -191,11 +190,11 @@ class _Section:
         state = [entries[slot.key] for slot, entries in self.optimizer.slots().items()]
         return self._copies.fetch([*(master.detach() for master in self._masters.values()), *state], after)
 
-    def update(self, fetched: list[Tensor], written: Written, frozen: frozenset[str]) -> list[tuple[Tensor, Tensor]]:
+    def update(self, fetched: list[Tensor], written: Written) -> list[tuple[Tensor, Tensor]]:
         """Step on what was fetched, and empty ``fetched``; returns what is to be copied back, and where to."""
         for name in self._masters:
             self.held[name].data = fetched.pop(0)
-            self.held[name].grad = None if name in frozen else self._gradients[name]
+            self.held[name].grad = self._gradients.get(name)  # none: frozen in this step
         homes = {}
         for slot, entries in self.optimizer.slots().items():
             homes[slot], entries[slot.key] = entries[slot.key], fetched.pop(0)

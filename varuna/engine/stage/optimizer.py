@@ -123,8 +123,8 @@ class StageOptimizer:
     def prepare(self) -> None:
         """Get ready to apply a step: nothing to do, since all state is on the device."""
 
-    def update(self, written: Written, frozen: frozenset[str] = frozenset()) -> None:
-        """Apply the gradients, and show the new parameters to ``written``; ``frozen`` ones have none."""
+    def update(self, written: Written) -> None:
+        """Apply the gradients, and show the new parameters to ``written``."""
         if self._optimizer is not None:
             self._state.step()
             written(self._named)

@@ -127,6 +127,7 @@ class Stage:
         self.local_exchange = LocalExchange()
         self.copied: Ready = DONE
         """until then somebody copies the state: the next update waits for it, nothing else does"""
+        self._asked: tuple[int, frozenset[str]] = (-1, frozenset())  # the step for which ``frozen`` was asked last
         self._undo: Callable[[], None] | None = None  # puts back what was before a tentative step
 
     def _look_for_gradients(self) -> None:
@@ -376,23 +377,20 @@ class Stage:
         frozen = self._frozen
         for name in frozen:
             self.parameters[name].grad = None
+            del self._gradients[name]
         is_torchs = self.job.before_step is None and self.optimizer.is_torchs
         with nullcontext() if is_torchs else SeededTurn(self.job.seed, "update", self.next_step):
             call_before_step(self.job.before_step, self.named_parameters(), self.next_step)
             with self.sharding.without_exchange():
-                self.optimizer.update(self._compute.refresh, frozen)
-        if not is_torchs:
+                self.optimizer.update(self._compute.refresh)
+        if frozen or not is_torchs:
             self._put_back()
-        elif frozen:
-            self._show(self._gradients)
-            for bucket in self.buckets.values():
-                bucket.receive()
 
     def _put_back(self) -> None:
-        """Undo what the user's code may have done to tensors, rather than to their values.
+        """Give parameters their own memory again, and sums of gradients new memory.
 
-        It may have assigned ``p.data``, of which sections and links have views; and have assigned ``p.grad`` or its
-        ``data``, or still refer to it, while backwards add there.
+        The user's code may have assigned ``p.data``, of which sections and links have views. It may also have assigned
+        ``p.grad`` or its ``data``, to which backwards add, or keep it for the next step. Values stay.
         """
         for name, home in self._homes.items():
             parameter = self.parameters[name]
@@ -416,11 +414,12 @@ class Stage:
 
     @property
     def _frozen(self) -> frozenset[str]:
-        """Names of parameters that the user does not train in this step."""
-        frozen = self.job.frozen
-        if frozen is None:
-            return frozenset()
-        return frozenset(name for name, _ in self.named_parameters() if frozen(name, self.next_step))
+        """Names of parameters that the user does not train in this step, asked once."""
+        frozen, (step, _) = self.job.frozen, self._asked
+        if frozen is not None and step != self.next_step:
+            names = frozenset(name for name, _ in self.named_parameters() if frozen(name, self.next_step))
+            self._asked = self.next_step, names
+        return self._asked[1]
 
     def _show(self, gradients: Mapping[str, Tensor]) -> None:
         """Gradients where the user's code looks for them; not where a parameter is a copy, or in another memory."""
