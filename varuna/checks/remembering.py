@@ -10,21 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from varuna.checks.drawn import drawn, small
 from varuna.core.errors import UsageError, VarunaError
-from varuna.data.randomness import derive_key, seeded
-from varuna.engine.stage.job import Frozen
+from varuna.data.randomness import seeded
 from varuna.engine.stage.optimizer import SchedulerFactory, StageOptimizer
 from varuna.partition.after_step import AfterStep, Following, takes_step
 from varuna.partition.graph.captured import TensorKind
 from varuna.partition.object_copies import independent
-from varuna.partition.watching.user_lines import place_of
+from varuna.partition.watching.user_lines import at_place
 
-_EDGE, _STEPS = 8, 4
-"""Tensors are tried with dimensions of so many elements at most."""
+_STEPS = 4
 
 
 def check_after_step(function: AfterStep, following: Following, kept: Sequence[Any] = ()) -> None:
-    """Compare a second call of ``after_step`` with the first one of a copy that has been called by nobody.
+    """Compare two copies of ``after_step`` on the same tensors: one has been called before, the other has not.
 
     Args:
         function: the user's.
@@ -48,25 +47,26 @@ def check_after_step(function: AfterStep, following: Following, kept: Sequence[A
         return
     if differs:
         raise UsageError(
-            f"after_step= {_at(function)}remembers something from call to call, so workers that come later, "
+            f"after_step={at_place(function)} remembers something from call to call, so workers that come later, "
             "or that do a step again, would train otherwise. after_step(parameters, buffers, step) is told the number "
             "of the step. Counters and averages belong into buffers of the model (register_buffer), and numbers that "
             "the loop computes into a dict that state= names."
         )
 
 
-def check_repeats(name: str, function: Callable[..., object], asked: Iterable[tuple[Any, ...]]) -> None:
-    """Ask a function twice for the same.
+def check_repeats(option: str, function: Callable[..., object], names: Iterable[str] | None = None) -> None:
+    """Ask a function of the step twice for each of the first steps.
 
     Args:
-        name: of the option.
+        option: for the message.
         function: the user's.
-        asked: arguments.
+        names: of parameters; None: it is a function of the step alone.
 
     Raises:
         UsageError: it gives other answers.
     """
-    called = independent(function)
+    called, parameters = independent(function), [()] if names is None else [(name,) for name in names]
+    asked = [(*each, step) for each in parameters for step in range(_STEPS)]
     try:
         differs = any(called(*each) != called(*each) for each in asked)
     except VarunaError:
@@ -75,19 +75,10 @@ def check_repeats(name: str, function: Callable[..., object], asked: Iterable[tu
         return
     if differs:
         raise UsageError(
-            f"{name} {_at(function)}gives another answer when it is asked again for the same step. Workers ask for "
-            "themselves, and again when a step is repeated: let it follow from its arguments. To draw, use a generator "
-            "that is seeded by the step: random.Random(step).choice(layers)."
+            f"{option}{at_place(function)} gives another answer when it is asked again for the same step. Workers ask "
+            "for themselves, and again when a step is repeated: let it follow from its arguments. To draw, use a "
+            "generator that is seeded by the step: random.Random(step).choice(layers)."
         )
-
-
-def check_frozen(function: Frozen, names: Iterable[str]) -> None:
-    """Ask ``frozen`` twice for each parameter, in the first steps.
-
-    Raises:
-        UsageError: it gives other answers.
-    """
-    check_repeats("frozen=", function, [(name, step) for name in names for step in range(_STEPS)])
 
 
 def check_schedule(factory: SchedulerFactory, build: Callable[[int], StageOptimizer]) -> None:
@@ -95,7 +86,7 @@ def check_schedule(factory: SchedulerFactory, build: Callable[[int], StageOptimi
 
     Args:
         factory: the user's.
-        build: makes an optimizer with a schedule that has been told of so many steps.
+        build: makes an optimizer whose schedule has followed so many steps.
 
     Raises:
         UsageError: they differ.
@@ -109,15 +100,10 @@ def check_schedule(factory: SchedulerFactory, build: Callable[[int], StageOptimi
         return
     if differs:
         raise UsageError(
-            f"lr_scheduler= {_at(factory)}gives other rates when it is built again and brought to the same "
+            f"lr_scheduler={at_place(factory)} gives other rates when it is built again and brought to the same "
             f"step ({first} and {again} after {_STEPS}), as on a worker that joins: its function remembers something "
             "from call to call. Let the rate follow from the step that it is given."
         )
-
-
-def _at(function: object) -> str:
-    place = place_of(function)
-    return f"at {place} " if place.line else ""
 
 
 def _after(function: Callable[..., Any], following: Following, step: int) -> dict[str, Tensor]:
@@ -131,11 +117,10 @@ def _after(function: Callable[..., Any], following: Following, step: int) -> dic
 
 
 def _drawn(name: str, kind: TensorKind) -> Tensor:
-    shape = [min(size, _EDGE) for size in kind.shape]
+    shape = small(kind.shape)
     if not kind.dtype.is_floating_point:
         return torch.zeros(shape, dtype=kind.dtype)
-    generator = torch.Generator().manual_seed(derive_key(0, name))
-    return torch.randn(shape, generator=generator).to(kind.dtype)
+    return drawn(name, shape).to(kind.dtype)
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

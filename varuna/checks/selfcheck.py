@@ -153,8 +153,8 @@ class SelfCheck:
     ) -> tuple[Errors, tuple[str, ...]]:
         """Compare on data; returns the largest errors, and what is left out."""
         with probes.computing(initial, self.recipe.dtype) as own:
-            whole = self.micro_batch if self.per_micro_batch and self.micro_batch is not None else 2
-            fewest = probes.fewest(LossModule(own.module, self.recipe), self.source, whole)
+            whole = self.micro_batch if self.per_micro_batch else None
+            fewest = probes.fewest(LossModule(own.module, self.recipe), self.source, whole or 2)
         check = _Check(self, model, initial, extent.sizes, fewest)
         groups = [positions for positions in groups if len(positions) >= fewest]
         check.carried(groups[0])

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON, from_bytes, to_bytes
-from varuna.checks.remembering import check_after_step, check_frozen, check_schedule
+from varuna.checks.drawn import drawn, small
+from varuna.checks.remembering import check_after_step, check_repeats, check_schedule
 from varuna.core.errors import UsageError, VarunaError
-from varuna.data.randomness import SeededTurn, derive_key, seeded
+from varuna.data.randomness import SeededTurn, seeded
 from varuna.engine.stage.cross_stage import Exchange, LocalExchange, installed
 from varuna.engine.stage.job import Frozen
 from varuna.engine.stage.load_state import optimizer_state_of, state_in
@@ -36,7 +37,7 @@ from varuna.partition.optimizer_state import BESIDE
 from varuna.partition.optimizers import build_optimizer, is_torchs
 from varuna.partition.parameter_marks import ParameterMarks, put_marks
 from varuna.partition.plain_values import from_json
-from varuna.partition.watching.user_lines import place_of
+from varuna.partition.watching.user_lines import at_place
 
 _KEEP_IN_OPTIMIZER = (
     "What step() changes in state[parameter], in the options of its groups, and in attributes that are numbers, texts, "
@@ -50,8 +51,8 @@ _KEEP_NOTHING = (
 )
 _STEPS = 4
 _MOVED_AFTER = 1
-_MOST_ELEMENTS, _EDGE = 2**21, 8
-"""Larger models are tried with dimensions of this many elements at most."""
+_MOST_ELEMENTS = 2**21
+"""Larger models are tried with small dimensions."""
 _CLOSE = 1e-4
 _BLOWN_UP = 4096.0
 
@@ -105,9 +106,9 @@ class UpdateCheck:
             return
         named = []
         for name, shape in self.model.shapes.items():
-            values = [torch.randn([min(size, _EDGE) for size in shape], generator=_keyed(name, i)) for i in range(2)]
-            named.append((name, nn.Parameter(values[0].to(self.device), requires_grad=name not in others)))
-            named[-1][1].grad = None if name in others else values[1].to(self.device)
+            value, gradient = (drawn(name, small(shape), number).to(self.device) for number in range(2))
+            named.append((name, parameter := nn.Parameter(value, requires_grad=name not in others)))
+            parameter.grad = None if name in others else gradient
         put_marks(named, self.marks)
         before = {name: parameter.detach().clone() for name, parameter in named if name in others}
         try:
@@ -119,7 +120,7 @@ class UpdateCheck:
             return
         if odd := [name for name, value in named if name in others and not torch.equal(value, before[name])]:
             raise UsageError(
-                f"before_step= at {place_of(self.before_step)} changes {_named(odd)}, if it is given all parameters. "
+                f"before_step={at_place(self.before_step)} changes {_named(odd)}, if it is given all parameters. "
                 "They are not trained, and it is given the trained parameters of a stage only. Compute what follows "
                 "from trained parameters, like a teacher, in after_step=, which runs once per step, after the "
                 "optimizer, with all parameters and buffers."
@@ -133,7 +134,7 @@ class UpdateCheck:
         """
         _ = self.beginning
         if self.frozen is not None:
-            check_frozen(self.frozen, self._names)
+            check_repeats("frozen=", self.frozen, self._names)
         if self.after_step is not None and self.model.following is not None:
             check_after_step(self.after_step, self.model.following, self.kept)
         if self.scheduler is not None:
@@ -193,7 +194,7 @@ class UpdateCheck:
         shapes = {name: tuple(self.model.shapes[name]) for name in self._names}
         if sum(torch.Size(shape).numel() for shape in shapes.values()) <= _MOST_ELEMENTS:
             return shapes
-        return {name: tuple(min(size, _EDGE) for size in shape) for name, shape in shapes.items()}
+        return {name: small(shape) for name, shape in shapes.items()}
 
     @property
     def _first_values(self) -> Values:
@@ -201,7 +202,7 @@ class UpdateCheck:
 
     def drawn(self, name: str, step: int) -> Tensor:
         """First values of a parameter (step 0), or its gradients."""
-        return (0.1 * torch.randn(self._shapes[name], generator=_keyed(name, step))).to(self.device)
+        return (0.1 * drawn(name, self._shapes[name], step)).to(self.device)
 
     @cached_property
     def _is_plain(self) -> bool:
@@ -220,8 +221,7 @@ class UpdateCheck:
     def _what(self) -> str:
         """Name the function that computes the update, with its line, as far as that is simple to tell."""
         given = "the optimizer" if self.before_step is None else "before_step= (or the optimizer)"
-        place = place_of(self.before_step or self.optimizer)
-        return f"{given} at {place}" if place.line else given
+        return f"{given}{at_place(self.before_step or self.optimizer)}"
 
     @cached_property
     def _shared(self) -> list[Tensor]:
@@ -399,10 +399,6 @@ def _beside(one: JSON, two: JSON) -> str:
     other = [each for each in entries if not all(any(_is_alike(each, its) for its in side) for side in lists)]
     label, _, key, _ = other[0] if other else entries[0]
     return f"{label}[{from_json(key)!r}]"
-
-
-def _keyed(name: str, step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(derive_key(0, name, step))
 
 
 def _named(names: Sequence[str]) -> str:

@@ -77,8 +77,8 @@ class SampleSource:
         """
         _check_dataset(dataset)
         self.size: int | None = len(dataset) if hasattr(dataset, "__len__") else None
-        self._in_epochs: int | None = self.size or getattr(dataset, "order_length", None)
-        """positions of an epoch"""
+        self.order_length: int | None = self.size or getattr(dataset, "order_length", None)
+        """positions of an epoch; None: there are no epochs"""
         self._shuffles, self._step_at, self._ask_for_step = shuffles, step_at, wants_step
         if self.size == 0:
             raise DataError(f"the dataset ({type(dataset).__name__}) is empty: len(dataset) is 0. Check its source.")
@@ -102,7 +102,7 @@ class SampleSource:
     @property
     def setters(self) -> list[str]:
         """Methods of the dataset that are told where the run is."""
-        known = {"set_epoch": self._in_epochs, "set_step": self._step_at}
+        known = {"set_epoch": self.order_length, "set_step": self._step_at}
         return [
             name
             for name in SETTERS
@@ -131,8 +131,8 @@ class SampleSource:
             where += " (a dataset without __len__ must serve every position)"
         with _noted(where), reseeded(self._seed, "sample", epoch, index):
             for each in self._told:
-                if self._in_epochs:
-                    each.tell("set_epoch", place // self._in_epochs)
+                if self.order_length:
+                    each.tell("set_epoch", place // self.order_length)
                 if self._step_at is not None:
                     each.tell("set_step", self._step_at(position))
             return index, self._dataset[index]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, get_args, runtime_checkable
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +45,6 @@ from varuna.process.garbage import old_left_out
 from varuna.trackers.tracker import Tracker
 
 CAPTURED_SAMPLES = 2
-
-
-@runtime_checkable
-class OrderedByItself(Protocol):
-    """A dataset without length that serves positions in an order of so many samples."""
-
-    order_length: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +132,7 @@ class JobSpec:
     @property
     def samples(self) -> int:
         """On how many samples the order depends; 0: on none, since the dataset has no length."""
-        return self.source.size or (self.dataset.order_length if isinstance(self.dataset, OrderedByItself) else 0)
+        return self.source.order_length or 0
 
     @property
     def memory_apart(self) -> bool:
@@ -340,8 +333,8 @@ class JobSpec:
         if sizes is not None:
             return self.source.telling(sizes)
         # A loss within micro-batches may need as many, such as the largest k of them.
-        least = self.micro_batch if self.loss.per_micro_batch and self.micro_batch is not None else 0
-        return self.batch(max(CAPTURED_SAMPLES, least))
+        least = self.micro_batch if self.loss.per_micro_batch else None
+        return self.batch(max(CAPTURED_SAMPLES, least or 0))
 
     def cast(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Buffers as sections compute with them, on the device."""

@@ -245,7 +245,7 @@ def trace(function: AfterStep, parameters: Mapping[str, TensorKind], buffers: Ma
     sources: dict[str, Names] = {}
     device = torch.device("cpu")
     for answer in (1, 0):
-        tried = independent(function)  # what the user's remembers is left as it is
+        tried = independent(function)  # what the function remembers stays as it is
         mode = _Following(seed=("after_step",), answer=answer)
         shown = [_ByName({n: mode.absent(n, k, device) for n, k in kinds.items()}) for kinds in (parameters, buffers)]
         values = {name: value for each in shown for name, value in each.items()}

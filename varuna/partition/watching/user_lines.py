@@ -41,6 +41,12 @@ def place_of(code: Any) -> UserLine:
     return UserLine(file, max(line, 1), False)
 
 
+def at_place(code: Any) -> str:
+    """``" at file:line"``, for a message; empty where the line is not known, as of objects that are called."""
+    place = place_of(code)
+    return f" at {place}" if place.line else ""
+
+
 def user_place(otherwise: UserLine) -> UserLine:
     """The deepest frame outside torch and Varuna; ``otherwise`` where Varuna calls torch without one between."""
     frame: FrameType | None = sys._getframe(1)
