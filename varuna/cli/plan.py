@@ -22,7 +22,7 @@ from varuna.core.units import format_bytes, format_duration, format_line
 from varuna.planner.asking.ranking import Rejection
 from varuna.planner.asking.request import Objective, PlanRequest
 from varuna.planner.choose import Flags, by_goodput, explain, with_options
-from varuna.planner.line import Line
+from varuna.planner.line import Line, line_of
 from varuna.planner.report import RankingReport, report
 from varuna.planner.sweep import rank_plans
 from varuna.process.plain_console import PlainConsole
@@ -137,7 +137,8 @@ def plan(
         worth = by_goodput(ranking, request, copies=True)[:_SHOWN]
         plans, predictions = tuple(each.plan for each in worth), tuple(each.prediction for each in worth)
         ranking = replace(ranking, plans=plans, predictions=predictions)
-    found = report(request, ranking, price_per_hour=price)
+    line = line_of(ranking.plans[0], request) if ranking.plans else None
+    found = report(request, ranking, price_per_hour=price).model_copy(update={"line": line})
     if as_json:
         print(found.model_dump_json(indent=2))
     else:
@@ -364,7 +365,7 @@ def _show_best(console: PlainConsole, found: RankingReport) -> None:
 
 
 def _line(line: Line) -> str:
-    """What the best plan asks of the lines between VMs."""
+    """Say which line the best plan needs, and how fast its step is on others."""
     found, needed = format_line(line.found_bits_per_s), line.needed_bits_per_s
     tenth = f"on {format_line(line.found_bits_per_s / 10)} its step would take {line.at_a_tenth:.2g} times as long"
     if needed is not None and needed <= line.found_bits_per_s:

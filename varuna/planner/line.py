@@ -1,4 +1,4 @@
-"""The line that a plan needs: from which speed of machines' lines on compute sets the pace. Pure.
+"""The line that a plan needs: the lowest speed at which compute sets the pace. Pure.
 
 A step is predicted with the calibrated network at other speeds, its latency as it is. What is asked of a line depends
 on the schedule, on how much traffic compute hides, and on how many ranks share the line, so it is no formula.
@@ -22,16 +22,16 @@ _TENTH = 0.1
 
 
 class Line(Value):
-    """What a plan asks of the lines between VMs."""
+    """The line between VMs that a plan needs, and its step on others."""
 
     found_bits_per_s: float = Field(description="of a VM's line, each way, as calibrated")
-    needed_bits_per_s: float | None = Field(description="from which on compute sets the pace; null: no line is enough")
+    needed_bits_per_s: float | None = Field(description="at least, for compute to set the pace; null: none is enough")
     faster: float = Field(description="step time on a line without end, over that on the one found")
     at_a_tenth: float = Field(description="step time on a tenth of the line, over that on the one found")
 
 
 def line_of(plan: Plan, request: PlanRequest) -> Line | None:
-    """What a plan asks of the lines between VMs; None: nothing leaves one.
+    """Find the line between VMs that a plan needs; None: nothing leaves one.
 
     Args:
         plan: of the request.

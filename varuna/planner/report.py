@@ -13,7 +13,7 @@ from varuna.core.value import Value
 from varuna.planner.asking.ranking import Outpaced, Ranking, Rejection
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.goodput import expected
-from varuna.planner.line import Line, line_of
+from varuna.planner.line import Line
 from varuna.planner.pricing.predict import Breakdown
 from varuna.planner.pricing.profile import profile
 
@@ -85,7 +85,7 @@ class RankingReport(Value):
     outpaced: tuple[Outpaced, ...]
     rejected: tuple[Rejection, ...]
     idle: tuple[str, ...] = Field(default=(), description="why GPUs of a class are left out, if any are")
-    line: Line | None = Field(default=None, description="that the best plan needs between VMs; null: none")
+    line: Line | None = Field(default=None, description="that the best plan needs between VMs, if it was asked")
 
 
 def report(request: PlanRequest, ranking: Ranking, *, price_per_hour: float | None) -> RankingReport:
@@ -117,7 +117,6 @@ def report(request: PlanRequest, ranking: Ranking, *, price_per_hour: float | No
         outpaced=_outpaced(request, ranking),
         rejected=ranking.rejected,
         idle=tuple(_idle(request, ranking)),
-        line=line_of(shown[0], request) if shown else None,
     )
 
 

@@ -308,12 +308,9 @@ class Calibrator:
 
         One that leaves workers idle, or state with fewer holders, must have been better for a while.
         """
-        best = self._best(fleet, job)
-        weighing = None if best is None else self._worthwhile(fleet, job, plan, best, now_s)
-        if best is None or weighing is None or _is_safer(best, plan):
+        best, weighing = self._weighed(fleet, job, plan, now_s)
+        if weighing is None or _is_safer(best, plan):
             self._favoured_s = None
-        if best is None:
-            return []
         if weighing is None:
             return self._other_copies(plan, best)
         if _is_safer(plan, best):
@@ -329,7 +326,7 @@ class Calibrator:
     def _other_copies(self, plan: Plan, best: Plan) -> list[Told]:
         """A morph, once, if steps have turned out to be too short for a copy of state in each of them.
 
-        Such copies are seldom ready, and a loss before one is costs all steps since the newest checkpoint in a store.
+        Such copies are seldom complete. A loss before that costs all steps since the newest checkpoint in a store.
         """
         late = plan.copies is Copies.STATE and best.copies is Copies.CHECKPOINTS
         if not late or self._copies_changed or _is_safer(plan, best):
@@ -338,8 +335,11 @@ class Calibrator:
         cause = "steps are too short for a copy of state in each"
         return [Notice(text=f"{cause}: workers make one every few seconds instead"), MorphRequested(cause)]
 
-    def _worthwhile(self, fleet: Fleet, job: JobFacts, plan: Plan, best: Plan, now_s: float) -> Weighing | None:
-        """What another plan saves until the next change, if that is more than the switch costs."""
+    def _weighed(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> tuple[Plan, Weighing | None]:
+        """The plan that is best now, and what it saves until the next change, if that is more than the switch costs."""
+        best = self._best(fleet, job)
+        if best is None:
+            return plan, None
         weighing = weigh(
             plan.model_copy(update={"step_s": self.predicted_s(plan)}),
             best,
@@ -347,7 +347,7 @@ class Calibrator:
             stall_s=fleet.experience.stall_s(job, best),
             exposed_s=0.0,  # the same workers: of what that is worth, ``_is_safer`` decides
         )
-        return weighing if weighing.is_worth(fleet.config.min_measured_gain) else None
+        return best, weighing if weighing.is_worth(fleet.config.min_measured_gain) else None
 
     def _keep_networks(self, before: Calibration, plan: Plan) -> None:
         """Remember networks as they were thought to be before this run has measured any."""
@@ -366,9 +366,8 @@ class Calibrator:
         for name in measured.classes:
             known = measured.of(name).model_copy(update=self._networks.get(name, {}))
             self.calibration = self.calibration.with_class(known) if self.calibration is not None else known
-        best = self._best(fleet, job)
-        weighing = None if best is None else self._worthwhile(fleet, job, plan, best, now_s)
-        if best is None or weighing is None or not _is_safer(best, plan):
+        best, weighing = self._weighed(fleet, job, plan, now_s)
+        if weighing is None or not _is_safer(best, plan):
             self.calibration = measured
             return []
         self._patience_s = min(2 * self._patience_s, _LONGEST_S)
