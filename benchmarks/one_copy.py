@@ -1,4 +1,4 @@
-"""What the loss of a machine costs where each section has one holder: 3 stages on 3 machines, lines of 1 Gb/s.
+"""Measure losses of machines where each section has one holder: 3 stages on 3 machines, lines of 1 Gb/s.
 
 Machines are network namespaces of this one, whose lines `tc` makes narrow. The cable of each of the three is cut once,
 for good, and a fourth machine takes its place. Steps sleep most of the time, and there is no `checkpoints=`.

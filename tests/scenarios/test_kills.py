@@ -216,8 +216,8 @@ def test_sigkill_while_a_generation_forms_and_while_a_checkpoint_is_saved(tmp_pa
 
 def test_losing_every_holder_of_a_section_falls_back_to_the_newest_checkpoint(tmp_path: Path, alone: Alone) -> None:
     checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "5")
-    # P = 2, D = 1: what stage 1 has just applied is gone, and there is no copy of it yet. Stage 0 has had the time of
-    # that to get the vote, too: if nobody had it any more, the step would run again.
+    # P = 2, D = 1: stage 1 dies with the step that it has just applied, before there is a copy. Stage 0 needs the vote
+    # by then, and has had the time of that update to get it; without the vote, the step would run again.
     done = disturbed(tmp_path, "apply:end:13:1", workers=2, more=checkpoints)
     assert done.code == 0, done.err
     log = check(tmp_path, alone(STEPS, *DROPOUT))
@@ -228,7 +228,7 @@ def test_losing_every_holder_of_a_section_falls_back_to_the_newest_checkpoint(tm
 
 @nightly
 def test_the_update_of_a_long_step_is_made_again(tmp_path: Path, alone: Alone) -> None:
-    """As above, after a step of over 10 s: the vote has waited until the other worker could make what was lost."""
+    """The same after a step of over 10 s: the vote waits until the other worker can make the lost update again."""
     steps = 3
     done = disturbed(tmp_path, "apply:end:1:1", workers=2, slow="10.5", steps=steps)
     assert done.code == 0, done.err

@@ -47,7 +47,7 @@ def plan_line(row: GenerationRow) -> str:
 
 
 def risk_line(replicas: int, copies: Copies, *, checkpoint_dir: str | None, rescues: bool) -> str:
-    """What losing a worker would cost, if it costs more than the step in flight; else empty.
+    """Say what losing a worker would cost, if it is more than the step in flight; else empty.
 
     Args:
         replicas: D of the plan.

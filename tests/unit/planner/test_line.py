@@ -1,4 +1,4 @@
-"""What a plan asks of the lines between VMs: the speed from which on compute sets the pace."""
+"""The line that a plan needs: compute sets the pace on faster ones, and not on slower ones."""
 
 from pathlib import Path
 

@@ -1172,12 +1172,17 @@ def epoch_of_the_dataset_set_in_the_loop(way: Way) -> None:
     way.train(model, dataset, optimizer, loss=cross_entropy, before=before)
 
 
-def epoch_told_by_readers(way: Way) -> None:
+def told_by_readers(way: Way, in_the_loop: Script, dataset: Points) -> None:
+    """Leave it to those who read; the plain loop says it itself."""
     if isinstance(way, PlainLoop):
-        epoch_of_the_dataset_set_in_the_loop(way)
+        in_the_loop(way)
     else:
         model, optimizer = built()
-        way.train(model, InEpochs(), optimizer, loss=cross_entropy)
+        way.train(model, dataset, optimizer, loss=cross_entropy)
+
+
+def epoch_told_by_readers(way: Way) -> None:
+    told_by_readers(way, epoch_of_the_dataset_set_in_the_loop, InEpochs())
 
 
 class Harder(Points):
@@ -1207,11 +1212,7 @@ def level_of_the_dataset_rises(way: Way) -> None:
 
 
 def level_told_by_readers(way: Way) -> None:
-    if isinstance(way, PlainLoop):
-        level_of_the_dataset_rises(way)
-    else:
-        model, optimizer = built()
-        way.train(model, HarderBySteps(), optimizer, loss=cross_entropy)
+    told_by_readers(way, level_of_the_dataset_rises, HarderBySteps())
 
 
 class OfNumpy(Points):
