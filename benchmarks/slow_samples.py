@@ -1,11 +1,10 @@
-"""What slow samples cost: throughput with a dataset that takes 20 ms a sample, over that of one that takes none.
+"""Throughput with a dataset that takes 20 ms a sample, over that of one that takes none.
 
-A small model on two workers, read as it turns out to be best (`default`), by a thread (0) and by processes
-(`num_workers=`); samples are the same. A ratio near 1 says that reading is hidden. With `--computes` a sample takes
-processor time; else it sleeps, as a disk or a network does. Rounds are interleaved and the best of each counts, since
-the machine may be busy. The last line is JSON.
+A small model on two workers; samples are read by a thread (0) and by processes (`num_workers=`). A ratio near 1 says
+that reading is hidden. With `--computes` a sample takes processor time; else it sleeps, as a disk or a network does.
+Rounds are interleaved and the best of each counts, since the machine may be busy. The last line is JSON.
 
-    python benchmarks/slow_samples.py [--steps 40] [--sample-ms 20] [--processes default 0 8] [--computes] [--rounds 3]
+    python benchmarks/slow_samples.py [--steps 40] [--sample-ms 20] [--processes 0 8] [--computes] [--rounds 3]
 """
 
 import argparse
@@ -63,8 +62,8 @@ class Slow:
         return {"x": torch.full((16, 1024), index / 4096)}
 
 
-def examples_per_s(sample_s: float, computes: bool, processes: int | None, steps: int) -> float:
-    """Of two workers, over the second half of the steps: before, it may turn out who reads."""
+def examples_per_s(sample_s: float, computes: bool, processes: int, steps: int) -> float:
+    """Of two workers, over the second half of the steps."""
 
     def job() -> Iterator[float]:
         trainer = Trainer(
@@ -91,15 +90,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--sample-ms", type=float, default=20.0)
-    parser.add_argument("--processes", nargs="+", default=["default", "0", "8"])
+    parser.add_argument("--processes", nargs="+", type=int, default=[0, 8])
     parser.add_argument("--computes", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    kinds: dict[str, tuple[float, int | None]] = {
-        "ready": (0.0, 0),
-        **dict.fromkeys(given.processes, (given.sample_ms / 1000, None)),
-    }
-    kinds |= {each: (given.sample_ms / 1000, int(each)) for each in given.processes if each != "default"}
+    kinds = {"ready": (0.0, 0)} | {str(each): (given.sample_ms / 1000, each) for each in given.processes}
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(given.rounds):
         for kind, (sample_s, processes) in kinds.items():
@@ -109,7 +104,7 @@ def main() -> None:
     print(f"samples that are ready: {best['ready']:.1f} examples/s on {WORKERS} workers, best of {given.rounds}")
     ratios = {kind: round(rate / best["ready"], 3) for kind, rate in best.items() if kind != "ready"}
     for kind, ratio in ratios.items():
-        how = {"0": "a thread each", "default": "what the default finds"}.get(kind, f"{kind} processes each")
+        how = "a thread each" if kind == "0" else f"{kind} processes each"
         print(f"{given.sample_ms:g} ms a sample, read by {how}: {best[kind]:.1f} examples/s, {ratio:.2f} of that")
     print(json.dumps({"of_ready_samples": ratios, "examples_per_s": best}))
 

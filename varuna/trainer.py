@@ -106,7 +106,7 @@ class Trainer:
             collate: from a list of samples to a dict of tensors whose first dimension is the batch, or
                 ``Collate(fn, lengths=)``. Default: stack.
             num_workers: processes that read and collate samples, for each worker; 0: a thread does. Default: a thread
-                does, and processes once training turns out to wait for samples and they would help.
+                does, and a line says how many processes would help if training waits for samples.
             micro_batch: examples per micro-batch, m. Default: chosen once for the run. Batch normalisation needs it.
             seed: seed of initialisation, sample order and dropout.
             weights: safetensors file, or folder written by ``save_pretrained``, to start from, or

@@ -10,13 +10,12 @@ import os
 import signal
 import stat
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,14 +38,6 @@ class Read(Protocol):
         ...
 
 
-class ReadTime(NamedTuple):
-    """What reading a micro-batch took."""
-
-    seconds: float
-    processor_s: float
-    """of the thread or process that read"""
-
-
 def die_with_parent(parent: int) -> bool:
     """Have this process killed when its parent ends; False: that has happened."""
     if sys.platform == "linux":
@@ -66,13 +57,12 @@ def serve(read: Read, link: "Connection[Any, Any]", parent: int) -> None:
     with suppress(*LOST):
         while True:
             positions, keys, compared = link.recv()
-            begin_s, used_s = time.monotonic(), time.process_time()
             try:
                 batch = read(positions, keys, compared=compared)
             except BaseException as error:  # noqa: BLE001 - for the thread that needs it, even SystemExit
                 link.send_bytes(ForkingPickler.dumps(_portable(error)))
                 continue
-            _send(link, batch, ReadTime(time.monotonic() - begin_s, time.process_time() - used_s))
+            _send(link, batch)
             del batch
 
 
@@ -103,19 +93,19 @@ def _portable(error: BaseException) -> BaseException:
     return error
 
 
-def _send(link: "Connection[Any, Any]", batch: MicroBatch, took: ReadTime) -> None:
+def _send(link: "Connection[Any, Any]", batch: MicroBatch) -> None:
     tensors = {
         key: value.detach().cpu().resolve_conj().resolve_neg().contiguous() for key, value in batch.tensors.items()
     }
     layout = [(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()]
-    link.send((batch.indices, batch.digests, layout, tuple(took)))
+    link.send((batch.indices, batch.digests, layout))
     for value in tensors.values():
         view = _bytes_of(value)
         while view:
             view = view[os.write(link.fileno(), view) :]
 
 
-def receive(link: "Connection[Any, Any]") -> tuple[MicroBatch, ReadTime] | BaseException:
+def receive(link: "Connection[Any, Any]") -> MicroBatch | BaseException:
     """What a reader sends: a micro-batch, or what its reading raised.
 
     Raises:
@@ -124,7 +114,7 @@ def receive(link: "Connection[Any, Any]") -> tuple[MicroBatch, ReadTime] | BaseE
     found = link.recv()
     if isinstance(found, BaseException):
         return found
-    indices, digests, layout, took = found
+    indices, digests, layout = found
     tensors: dict[str, Tensor] = {}
     for key, dtype, shape in layout:
         tensors[key] = torch.empty(shape, dtype=dtype)
@@ -134,7 +124,7 @@ def receive(link: "Connection[Any, Any]") -> tuple[MicroBatch, ReadTime] | BaseE
             if not count:
                 raise EOFError
             view = view[count:]
-    return MicroBatch(tensors=tensors, digests=digests, indices=indices), ReadTime(*took)
+    return MicroBatch(tensors=tensors, digests=digests, indices=indices)
 
 
 def _bytes_of(value: Tensor) -> memoryview:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 from varuna.core.errors import DataError, UsageError
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.randomness import generator_lock
-from varuna.data.reader_process import LOST, Read, ReadTime, receive, serve
+from varuna.data.reader_process import LOST, Read, receive, serve
+from varuna.data.slow import SlowReading
 
 _END_S = 2.0
 """For readers to end by themselves."""
@@ -54,8 +56,6 @@ class Reader:
         self.name, self.link, self._died = name, link, died
         self.reading: list[tuple[int, ...]] = []
         """positions of what was asked for and not fetched; all but the last are of nobody's interest any more"""
-        self.took = ReadTime(0.0, 0.0)
-        """for the micro-batch that was fetched last"""
 
     def ask(self, ask: SampleRequest) -> None:
         """Let it read.
@@ -69,23 +69,18 @@ class Reader:
         except LOST as error:
             raise self._lost() from error
 
-    def fetch(self, bound_s: float | None = None) -> MicroBatch | BaseException:
+    def fetch(self) -> MicroBatch | BaseException:
         """Wait for what was asked for last; what its reading raised comes in its place.
 
         Raises:
-            DataError: it is dead, or does not answer within the bound.
+            DataError: it is dead.
         """
         try:
             while True:
-                if bound_s is not None and not self.link.poll(bound_s):
-                    raise DataError(f"{self.name} has not answered for {bound_s:.0f} s")
                 found = receive(self.link)
                 self.reading.pop(0)
                 if not self.reading:
-                    if isinstance(found, BaseException):
-                        return found
-                    batch, self.took = found
-                    return batch
+                    return found
         except LOST as error:
             raise self._lost() from error
 
@@ -100,8 +95,9 @@ class InThread:
 
     count = 1
 
-    def __init__(self, read: Read) -> None:
-        self._read = read
+    def __init__(self, read: Read, watch: SlowReading | None) -> None:
+        """Keep how to read, and what says whether processes would help; None: the user has decided."""
+        self._read, self._watch = read, watch
         self._asked: SampleRequest | None = None
         self.in_use = threading.Lock()
 
@@ -122,17 +118,20 @@ class InThread:
         """
         assert self._asked is not None
         ask, self._asked = self._asked, None
-        return self._read(ask.positions, ask.keys, compared=ask.compared)
+        begin_s, used_s = time.monotonic(), time.thread_time()
+        batch = self._read(ask.positions, ask.keys, compared=ask.compared)
+        if self._watch is not None:
+            self._watch.took(time.monotonic() - begin_s, time.thread_time() - used_s)
+        return batch
 
     def forget(self) -> None:
         """What was asked for is not fetched any more."""
         self._asked = None
 
     def waited(self, seconds: float) -> None:
-        """Training waited for samples: whoever said how they are read knows."""
-
-    def close(self) -> None:
-        """Nothing is left."""
+        """Note that training has waited for samples."""
+        if self._watch is not None:
+            self._watch.waited(seconds)
 
 
 class Readers:
@@ -193,7 +192,7 @@ class Readers:
         self._busy.clear()
 
     def waited(self, seconds: float) -> None:
-        """Training waited for samples: whoever said how many processes there are is obeyed."""
+        """Ignore that training has waited for samples: the user chose the number of processes."""
 
     def close(self) -> None:
         """End the processes, those that do not answer by SIGKILL."""

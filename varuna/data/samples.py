@@ -15,13 +15,13 @@ from varuna.core.errors import DataError
 from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
 from varuna.data.columns import STEP, Columns, InputNames
 from varuna.data.digests import row_digests, tensors_digest
-from varuna.data.measured import MeasuredReading
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
 from varuna.data.ramp import Ramp
 from varuna.data.randomness import reseeded, states_kept
 from varuna.data.readers import InThread, Readers
 from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, is_listed, lists_in, open_sizes
+from varuna.data.slow import SlowReading
 from varuna.data.told import SETTERS, told
 
 __all__ = ["MicroBatch", "SampleSource", "verify_digests"]
@@ -66,7 +66,7 @@ class SampleSource:
             seed: of order and of randomness.
             collate: makes named tensors of a list of samples.
             names: tells what ``forward`` takes; see ``Columns``.
-            processes: how many read for a loader; 0: a thread does. None: as many as turn out to be needed.
+            processes: how many read for a loader; 0: a thread does. None: a thread, which says if they would help.
             shuffles: anew in each epoch, if the dataset has a length.
             step_at: the step that has the sample at a position.
             wants_step: whether the job reads a column ``step``, which is added where the samples have none; asked once.
@@ -85,8 +85,8 @@ class SampleSource:
         self._dataset, self._told, self._ramp = dataset, told(dataset), ramp
         self._seed = seed
         self._columns = Columns(names)
-        self._processes = processes
-        self._reading: InThread | Readers | MeasuredReading | None = None
+        self._processes, self._slow = processes, SlowReading() if processes is None else None
+        self._reading: Readers | None = None
         self._collator = None if collate is None else Collator(collate, self._columns, seed)
 
     def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
@@ -252,31 +252,16 @@ class SampleSource:
         """Return whether a micro-batch may have fewer samples than positions: ``collate`` may leave some out."""
         return self._collator is not None or self._ramp is not None
 
-    def prepare(self, *, at_once: int = 0) -> None:
-        """Fork processes, or one that can fork them later, before there is state that they would keep copies of.
-
-        Args:
-            at_once: processes that another dataset of the job turned out to need, if their number is not given.
-        """
+    def prepare(self) -> None:
+        """Fork the processes that read, before there is state that they would keep copies of."""
         _ = self._adds_step  # not in a process that reads
-        if self._processes is None:
-            held = self._dataset, None if self._collator is None else self._collator.function
-            self._reading = MeasuredReading(self.micro_batch, held, forks=True, at_once=at_once)
-        else:
-            self.reading()
+        self.reading()
 
-    def reading(self) -> InThread | Readers | MeasuredReading:
-        """Reads for a loader: the processes, which are started by the first call, or the loader's thread."""
-        if self._reading is None and self._processes is None:
-            self._reading = MeasuredReading(self.micro_batch, (), forks=False)
-        elif self._reading is None:
-            self._reading = Readers(self.micro_batch, self._processes) if self._processes else None
-        return self._reading or InThread(self.micro_batch)
-
-    @property
-    def processes(self) -> int:
-        """That read now."""
-        return self._reading.processes if isinstance(self._reading, MeasuredReading) else self._processes or 0
+    def reading(self) -> InThread | Readers:
+        """Return what reads for a loader: the processes, which the first call starts, or the loader's thread."""
+        if self._reading is None and self._processes:
+            self._reading = Readers(self.micro_batch, self._processes)
+        return self._reading or InThread(self.micro_batch, self._slow)
 
     def close(self) -> None:
         """End the processes, if there are any."""

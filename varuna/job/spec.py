@@ -29,7 +29,6 @@ from varuna.job.handed_over.code_reads import Reads
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Weights
 from varuna.job.shared_capture import captured_once
-from varuna.membership.launched import here
 from varuna.partition.after_step import AfterStep
 from varuna.partition.capture.capture import MetricsFunction, Recipe
 from varuna.partition.capture.signature import input_names
@@ -301,22 +300,17 @@ class JobSpec:
         Raises:
             DataError: it cannot be read by index.
         """
-        source = self._reader_of(dataset, lambda _: step, in_order=in_order)
-        if at_once := self.training_source.processes:
-            source.prepare(at_once=at_once)
-        return source
+        return self._reader_of(dataset, lambda _: step, in_order=in_order)
 
     def _reader_of(
         self, dataset: Any, step_at: Callable[[int], int], *, in_order: bool = False, ramp: Ramp | None = None
     ) -> SampleSource:
-        # Unasked, nothing is forked from threads among which other workers run: it would keep what is theirs open.
-        processes = 0 if self.num_workers is None and here.get() is not None else self.num_workers
         return SampleSource(
             dataset,
             seed=self.seed,
             collate=self.collate.function,
             names=lambda: input_names(self._recipe, is_weighed=self.loss.weight is not None),
-            processes=processes,
+            processes=self.num_workers,
             shuffles=not in_order,
             step_at=step_at,
             wants_step=lambda: self._wants_step,
