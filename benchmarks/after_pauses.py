@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.emulated.wires import move_to  # noqa: E402
 from tests.scenarios.network import NAMESPACE, Network, why_not  # noqa: E402
-from varuna.doctor.judging.facts import LinkFacts  # noqa: E402
-from varuna.doctor.judging.pauses import lost_s  # noqa: E402
+from varuna.extras.doctor.judging.facts import LinkFacts  # noqa: E402
+from varuna.extras.doctor.judging.pauses import lost_s  # noqa: E402
 
 PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 ROUNDS, WARM_MESSAGES = 3, 6

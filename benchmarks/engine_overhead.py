@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from varuna.calibration.fit import assemble
 from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
-from varuna.calibration.measure.collect import collect
-from varuna.calibration.measure.rendezvous import StoreHost
 from varuna.core.plan import Plan
 from varuna.engine.base.spans import Span, subscribe
+from varuna.measure.collect import collect
+from varuna.measure.rendezvous import StoreHost
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.profile import profile
 from varuna.simulator.step import simulate

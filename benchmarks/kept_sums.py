@@ -10,9 +10,9 @@ import argparse
 from pathlib import Path
 
 from varuna.calibration.file import read_calibration
-from varuna.replay.costs import MorphCosts
-from varuna.replay.recording import read_trace
-from varuna.replay.replay import Replay
+from varuna.extras.replay.costs import MorphCosts
+from varuna.extras.replay.recording import read_trace
+from varuna.extras.replay.replay import Replay
 
 _SHOWN = 0.002
 

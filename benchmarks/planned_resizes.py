@@ -10,9 +10,9 @@ import argparse
 from pathlib import Path
 
 from varuna.calibration.file import read_calibration
-from varuna.replay.lost import LostBy
-from varuna.replay.replay import Replay
-from varuna.replay.trace import Change, Trace
+from varuna.extras.replay.lost import LostBy
+from varuna.extras.replay.replay import Replay
+from varuna.extras.replay.trace import Change, Trace
 
 RESIZES = 47
 DAY_S = 24 * 3600.0

@@ -20,8 +20,8 @@ from pathlib import Path
 from benchmarks.same_run_picture import ACTS, Act, Span, draw
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.demo.example import dataset_size, example_folder
-from varuna.demo.reference import sample_order, train_reference
+from varuna.extras.demo.example import dataset_size, example_folder
+from varuna.extras.demo.reference import sample_order, train_reference
 from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from varuna.extras.pictures.svg import element, picture
 from varuna.observe.report import largest_relative_difference
-from varuna.pictures.svg import element, picture
 
 Act = Literal["kill", "freeze", "start"]
 _Scale = Callable[[float], float]

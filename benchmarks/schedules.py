@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.emulated.network import NETWORKS, Network
 from varuna.calibration.format import Jitter
 from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took
-from varuna.pictures.gantt import Bar, Panel, draw, simulated
+from varuna.extras.pictures.gantt import Bar, Panel, draw, simulated
 from varuna.schedule.actions import Action, Kind
 from varuna.schedule.policy import POLICIES, split_last
 from varuna.simulator.bounds import lower_bounds_s

@@ -38,16 +38,16 @@ from benchmarks.accuracy_cases import Case, Setting, on_hosts, on_one_host  # no
 from benchmarks.accuracy_job import SLOWER, half  # noqa: E402
 from benchmarks.emulated.hosts import Hosts  # noqa: E402
 from tests.scenarios.network import why_not  # noqa: E402
-from varuna.calibration.feedback.refine import refine  # noqa: E402
 from varuna.calibration.fit import assemble  # noqa: E402
 from varuna.calibration.format import Calibration  # noqa: E402
-from varuna.calibration.measure.collect import collect  # noqa: E402
-from varuna.calibration.measure.rendezvous import StoreHost  # noqa: E402
 from varuna.calibration.nominal import ETHERNET  # noqa: E402
 from varuna.calibration.statistics import spread  # noqa: E402
 from varuna.core.devices import ClassSize  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
 from varuna.core.times import RankTimes, of_stage  # noqa: E402
+from varuna.fleet.feedback.refine import refine  # noqa: E402
+from varuna.measure.collect import collect  # noqa: E402
+from varuna.measure.rendezvous import StoreHost  # noqa: E402
 from varuna.planner.asking.request import PlanRequest  # noqa: E402
 from varuna.planner.balance import balance  # noqa: E402
 from varuna.planner.pricing.profile import profile  # noqa: E402

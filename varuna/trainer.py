@@ -31,6 +31,7 @@ from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
 from varuna.job.aside import Aside
 from varuna.job.built import GivenModel, as_functions
+from varuna.job.charts import Tracker, charts_of
 from varuna.job.handed_functions import functions_of
 from varuna.job.handed_over.watching import HandedOver
 from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Weights
@@ -39,7 +40,6 @@ from varuna.job.script_runner import offer
 from varuna.job.spec import JobSpec
 from varuna.job.speed import SpeedLines
 from varuna.job.start import begin
-from varuna.job.tracking import trackers_of
 from varuna.membership.detect import solo_from_environment
 from varuna.membership.launched import at_end, failed, manager, watch_exceptions
 from varuna.partition.after_step import AfterStep
@@ -47,7 +47,6 @@ from varuna.partition.capture.capture import LossFunction, MetricsFunction
 from varuna.partition.capture.outputs import OutputsFunction, outputs_of
 from varuna.partition.initial.initial_values import Init
 from varuna.results import Evaluation, Step, evaluation_of, step_of, values_of
-from varuna.trackers.tracker import Tracker
 
 
 class Trainer:
@@ -195,7 +194,7 @@ class Trainer:
             kept=state,
         )
         self._tells_speed = True  # without a manager, which does
-        self._aside, self._trackers = Aside(self._spec), trackers_of(self._spec)
+        self._aside, self._charts = Aside(self._spec), charts_of(self._spec)
 
     def steps(self, n: int | None = None, *, epochs: float | None = None) -> Iterator[Step]:
         """Train until the whole run has ``n`` steps, and yield each; a resumed run yields the steps that are left.
@@ -223,7 +222,7 @@ class Trainer:
         self._given.guard()
         watched = manager()
         self._session = begin(self._spec, n, watched or solo_from_environment())
-        at_end(self._trackers.close, self._trackers.close)
+        at_end(self._charts.close, self._charts.close)
         speed = SpeedLines(n, self._spec.examples_before) if watched is None and self._tells_speed else None
         self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
         committed, handed = self._session.steps(), self._handed
@@ -233,7 +232,7 @@ class Trainer:
                 done = self._told(step)
                 if speed is not None and done.is_main:
                     speed.take(done.index, done.loss)
-                self._trackers.take(done.index, values_of(done), is_main=done.is_main)
+                self._charts.take(done.index, values_of(done), is_main=done.is_main)
                 with handed.script(self._session.options()):
                     yield done
                 handed.check(sys._getframe(1))
@@ -274,7 +273,7 @@ class Trainer:
         if not self._spec.loggers:
             raise UsageError('trainer.log(values) needs a place: Trainer(..., loggers=["tensorboard"])')
         check_number(**values)
-        self._trackers.more({name: float(value) for name, value in values.items()})
+        self._charts.more({name: float(value) for name, value in values.items()})
 
     def step_scheduler(self, value: float) -> None:
         """Tell ``ReduceLROnPlateau`` what was measured, such as ``step.loss`` or the loss of ``evaluate``.

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.scenarios.network import NAMESPACE, Network
-from varuna.calibration.measure.collect import FAILED
-from varuna.calibration.measure.rendezvous import StoreHost
 from varuna.calibration.samples import Measured
+from varuna.measure.collect import FAILED
+from varuna.measure.rendezvous import StoreHost
 
 _BOUND_S = 600.0
 _PORT = 29_500
@@ -71,7 +71,7 @@ class Hosts:
         """
         with tempfile.TemporaryDirectory() as folder, self._store() as port:
             outputs = [Path(folder) / f"{rank}.json" for rank in range(workers)]
-            measuring = [sys.executable, "-m", "varuna.calibration.measure"]
+            measuring = [sys.executable, "-m", "varuna.measure"]
             processes = [
                 subprocess.Popen(
                     self.command(rank, [*measuring, str(output), str(script), *args]),

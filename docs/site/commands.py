@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from varuna.cli.main import app
-from varuna.fleet.engines.registry import KINDS
+from varuna.fleet.engines.registry import kinds
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -36,7 +36,7 @@ def help_page(root: Path) -> str:
         lines += [f"## {name}", "", *_usage(name, command), "", _plain(command.help), "", *_table(command.params)]
         if command.epilog:
             lines += ["```", _plain(command.epilog).removeprefix("Examples:").strip("\n"), "```", ""]
-    for kind in KINDS.values():
+    for kind in kinds().values():
         rows = [f"| `--{option.name} {option.metavar}` | {_plain(option.help)} |" for option in kind.options]
         lines += [f"## varuna run --on {kind.name}", "", "| option | meaning |", "|---|---|", *rows, ""] if rows else []
     return "\n".join(lines)

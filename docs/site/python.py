@@ -22,7 +22,7 @@ FACE = {
         "varuna.engine.stage.cross_stage.owned",
         "varuna.core.plan.Plan",
     ],
-    "varuna.data.shards": ["varuna.data.shards.dataset.Shards"],
+    "varuna.extras.shards": ["varuna.extras.shards.dataset.Shards"],
     "varuna.testing": [
         "varuna.testing.ranks.run",
         "varuna.testing.ranks.RunResult",

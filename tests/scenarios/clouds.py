@@ -24,7 +24,7 @@ from tests.scenarios.launch import JOB, environment
 from tests.scenarios.on_engine import ARGS
 from tests.scenarios.stand_ins import StandIns
 from tests.scenarios.warm import Process
-from tests.unit.fleet.clouds.group_servers import TOKEN, Azure, Google
+from tests.unit.extras.clouds.group_servers import TOKEN, Azure, Google
 from tests.unit.fleet.metadata import AzureMetadata, GoogleMetadata, Metadata, Server, Service, serving
 
 PAGES = Path(__file__).parents[2] / "docs" / "run-on"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from varuna.data.shards import Shards
+from varuna.extras.shards import Shards
 
 
 class Classifier(nn.Module):

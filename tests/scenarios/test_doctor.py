@@ -17,7 +17,7 @@ import pytest
 from tests.scenarios.network import NAMESPACE, Network, why_not
 from tests.scenarios.servers import moto
 from tests.waiting import wait_for
-from varuna.doctor.machine.store_probe import try_store
+from varuna.extras.doctor.machine.store_probe import try_store
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 in_network = pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -131,9 +131,11 @@ def _disturb(seen: Window, run: Path) -> None:
     status = status_of(run)  # measured times may have favoured a plan with spares meanwhile
     last = sum(status["plan"]["depths"]) - 1
     victim = next(worker for worker in status["workers"] if worker["rank"] == last)
+    seen.page.locator("#grid button").first.focus()
     os.kill(victim["pid"], signal.SIGKILL)
     assert lag_s(seen, "#story-list li.lost") < LAG_S
     assert lag_s(seen, "#story-list li.morph:has-text('SIGKILL')") < LAG_S
+    assert seen.page.evaluate("document.activeElement.matches('#grid button')"), "the morph took the keyboard's focus"
     assert victim["name"] in seen.seen("#failures .first h3").inner_text()
     assert lag_s(seen, "#story-list li.joined:has-text('w4')") < LAG_S
 

@@ -13,7 +13,7 @@ import varuna.store.opening
 from tests.scenarios.launch import Done, run, varuna_command
 from tests.scenarios.servers import Server, moto
 from varuna.core.errors import DataError
-from varuna.data.shards import Shards
+from varuna.extras.shards import Shards
 from varuna.store.opening import open_store
 
 pytestmark = pytest.mark.nightly

@@ -18,8 +18,8 @@ from tests.scenarios.on_engine import OnEngine
 from tests.scenarios.slurm import Slurm, missing
 from tests.waiting import wait_for
 from varuna.core.errors import FleetError, UsageError
-from varuna.fleet.clouds.provider import CapacityError
 from varuna.fleet.engines.engine import AgentCommand, EnginePlace
+from varuna.fleet.engines.provider import CapacityError
 from varuna.fleet.engines.registry import engine_of
 from varuna.fleet.run_folder.connection_file import find
 

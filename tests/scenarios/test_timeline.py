@@ -12,12 +12,12 @@ import pytest
 
 from tests.scenarios.launch import Done, environment, run, varuna, varuna_command
 from tests.scenarios.warm import Process
-from tests.unit.pictures.test_chrome_trace import check_format
+from tests.unit.extras.pictures.test_chrome_trace import check_format
 from tests.waiting import wait_for
 from varuna.core.times import StepTimeline
+from varuna.extras.pictures.step_picture import simulation_of
+from varuna.fleet.manager.step_split import split_waits
 from varuna.fleet.run_folder.timelines import kept_steps, read_timeline
-from varuna.pictures.step_picture import simulation_of
-from varuna.pictures.step_split import split_waits
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 STEPS, AHEAD = 60, 20

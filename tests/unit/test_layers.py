@@ -4,8 +4,12 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
+
+from varuna.core.extras import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 IMPURE = {
@@ -179,3 +183,38 @@ def test_late_and_relative_imports_and_those_of_type_checkers_are_seen(tmp_path:
         Import("varuna.core.module", "socket", False),
         Import("varuna.core.module", "varuna.core.plan", True),
     ]
+
+
+def folder_of(module: str) -> str:
+    """The folder or module of the top level that a module lies in."""
+    return module.split(".")[1] if "." in module else module
+
+
+def test_folders_of_the_top_level_are_in_one_order() -> None:
+    below: dict[str, set[str]] = {}
+    for module, target, _ in imports():
+        if target in modules() and (above := folder_of(module)) != folder_of(target):
+            below.setdefault(above, set()).add(folder_of(target))
+    TopologicalSorter(below).prepare()  # raises CycleError
+
+
+def test_each_extra_is_listed_where_the_core_asks_for_it() -> None:
+    places = [place.partition(":") for places in EXTRAS.values() for place in places]
+    assert [place for place in places if not hasattr(import_module(place[0]), place[2])] == []
+    core = [
+        (module, target) for module, target, _ in imports() if ".extras." in f"{target}." and ".extras" not in module
+    ]
+    assert [(module, target) for module, target in core if target != "varuna.core.extras"] == []
+
+
+def test_extras_use_public_names_of_the_core() -> None:
+    private = [
+        f"{module} imports {alias.name} from {node.module}"
+        for module, path in modules().items()
+        if module.startswith("varuna.extras")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("varuna")
+        for alias in node.names
+        if re.match("_[^_]", alias.name)
+    ]
+    assert private == []

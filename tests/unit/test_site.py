@@ -13,7 +13,7 @@ from docs.site.nav import entries, nav
 from docs.site.python import python_page
 from docs.site.staging import without_links_to_sources
 from varuna import __all__ as face
-from varuna.fleet.engines.registry import KINDS
+from varuna.fleet.engines.registry import kinds
 
 ROOT = Path(__file__).parents[2]
 ERRORS = (ROOT / "docs" / "errors.md").read_text()
@@ -95,7 +95,7 @@ def test_the_page_on_commands_has_every_option_and_no_other() -> None:
     options = {option for option in given if option.startswith("--")} - {"--help"}
     missing = sorted(option for option in options if not re.search(rf"`{option}[` ]", page))
     assert not missing, f"say in docs/cli.md what {missing} does"
-    of_engines = {f"--{option.name}" for kind in KINDS.values() for option in kind.options}
+    of_engines = {f"--{option.name}" for kind in kinds().values() for option in kind.options}
     stale = set(re.findall(r"`(--[a-z-]+)", page)) - given - of_engines
     assert not stale, f"no command has {sorted(stale)}: mend docs/cli.md"
 

@@ -36,7 +36,7 @@ class RingSamples(Value):
 
 
 class PilotSamples(Value):
-    """Seconds that a few real steps take beyond their sections: see ``varuna.calibration.measure.pilot``."""
+    """Seconds that a few real steps take beyond their sections: see ``varuna.measure.pilot``."""
 
     stages: int = Field(ge=1, description="P")
     state_bytes: int = Field(description="parameters, gradients and optimizer state of this worker's stage")

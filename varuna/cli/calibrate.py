@@ -47,8 +47,8 @@ def calibrate(
     options.check_misplaced(context, script, args or [])
     _check_writable(output)
 
-    from varuna.calibration.measure.collect import collect
-    from varuna.calibration.measure.rendezvous import StoreHost
+    from varuna.measure.collect import collect
+    from varuna.measure.rendezvous import StoreHost
 
     store = StoreHost()
     begin_s = time.monotonic()

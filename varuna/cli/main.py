@@ -12,25 +12,10 @@ from typer.completion import (  # type: ignore[attr-defined]  # it imports them 
     get_completion_script,
 )
 
-from varuna.cli import (
-    agent,
-    calibrate,
-    checkpoints,
-    demo,
-    doctor,
-    inspect,
-    manager,
-    offers,
-    opening,
-    plan,
-    replay,
-    run,
-    run_commands,
-    simulate,
-    timeline,
-)
+from varuna.cli import agent, calibrate, checkpoints, inspect, manager, opening, plan, run, run_commands
 from varuna.cli.cluster.engine_options import EngineCommand
 from varuna.core.errors import UsageError, VarunaError
+from varuna.core.extras import extras
 from varuna.core.version import __version__
 from varuna.process.console import say
 
@@ -101,10 +86,6 @@ app.command(cls=EngineCommand, epilog=run.EXAMPLES, context_settings=_PASSES_ON)
 app.command(context_settings=_PASSES_ON)(inspect.inspect)
 app.command(context_settings=_PASSES_ON)(calibrate.calibrate)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
-app.command(epilog=offers.EXAMPLES)(offers.offers)
-app.command(epilog=simulate.EXAMPLES)(simulate.simulate)
-app.command()(replay.replay)
-app.command()(demo.demo)
 app.add_typer(checkpoints.app)
 app.command(epilog=manager.EXAMPLES)(manager.manager)
 app.command(epilog=agent.EXAMPLES)(agent.agent)
@@ -113,9 +94,8 @@ app.command("list")(run_commands.list_runs)
 for verb in (run_commands.status, run_commands.logs, run_commands.stop, run_commands.morph, run_commands.drain):
     app.command()(verb)
 app.command("open")(opening.open_page)
-app.command(epilog=timeline.EXAMPLES)(timeline.timeline)
-app.command(epilog=timeline.PROFILE_EXAMPLES)(timeline.profile)
-app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+for register in extras("commands"):
+    register(app)
 app.command(epilog=COMPLETION_EXAMPLES)(completion)
 
 

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from varuna.calibration.cache import cache_file, remember, remembered
 from varuna.calibration.file import check_matches, read_calibration
 from varuna.calibration.format import Calibration
-from varuna.calibration.timing.quick import LIMIT_S, quick_calibration
 from varuna.core.errors import UsageError, VarunaError
 from varuna.core.model import JobFacts
 from varuna.engine.device.capacity import device_class
@@ -22,6 +21,7 @@ from varuna.partition.initial.initial_values import InitialParameters
 from varuna.planner.micro_batch import knows_sizes
 from varuna.process.console import say, warn
 from varuna.process.host_lock import turn
+from varuna.timing.quick import LIMIT_S, quick_calibration
 
 _NONE = "none"
 """In place of a file: plan from operation counts, and measure nothing at the start."""

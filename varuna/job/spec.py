@@ -24,6 +24,7 @@ from varuna.engine.stage.precision import DTYPES, cast
 from varuna.engine.worker.loop_state import Kept, Stateful
 from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device, described
 from varuna.job.built import GivenModel, WithLoss, loss_of
+from varuna.job.charts import Tracker
 from varuna.job.given_optimizer import OptimizerLike
 from varuna.job.handed_over.code_reads import Reads
 from varuna.job.model_config import Configured
@@ -41,7 +42,6 @@ from varuna.partition.optimizers import AveragingFactory
 from varuna.partition.parameter_marks import Marked
 from varuna.partition.written.key import capture_key, recipe_digest
 from varuna.process.garbage import old_left_out
-from varuna.trackers.tracker import Tracker
 
 CAPTURED_SAMPLES = 2
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from varuna.fleet.clouds.kubernetes import AgentSet
+from varuna.extras.clouds.kubernetes import AgentSet
 from varuna.fleet.net.join_string import parse_invitation
 
 yaml = pytest.importorskip("yaml")

@@ -19,8 +19,8 @@ from tests.scenarios.deploy.kubelet import Kubelet
 from tests.scenarios.launch import JOB, Alone
 from tests.waiting import wait_for
 from varuna.core.errors import FleetError
-from varuna.fleet.clouds.kubernetes import AgentSet
-from varuna.fleet.clouds.provider import CapacityError
+from varuna.extras.clouds.kubernetes import AgentSet
+from varuna.fleet.engines.provider import CapacityError
 
 ROOT = Path(__file__).parents[3]
 CHART, TOOLS = ROOT / "deploy" / "helm" / "varuna", ROOT / ".kubernetes-tools"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.scenarios.launch import JOB, Alone, environment, json_log, run
-from tests.unit.fleet.clouds.group_servers import Kubernetes
+from tests.unit.extras.clouds.group_servers import Kubernetes
 from tests.unit.fleet.metadata import serving
 from varuna.fleet.net.join_string import parse_invitation
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from varuna.dashboard import ASSETS
+from varuna.extras.page.files import ASSETS
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
@@ -71,8 +71,10 @@ def test_the_wheel_has_what_it_needs_and_no_more(wheel: Path) -> None:
         licence = files.read("varuna_train-0.1.0.dist-info/licenses/LICENSE")
     assert licence == (ROOT / "LICENSE").read_bytes()
     assert {name.partition("/")[0] for name in names} == {"varuna", "varuna_train-0.1.0.dist-info"}
-    assert {"varuna/py.typed", "varuna/dashboard/index.html", "varuna/_examples/gpt2_text/train.py"} <= set(names)
-    assert {f"varuna/dashboard/{name}" for name in ASSETS} <= set(names)
+    assert {"varuna/py.typed", "varuna/extras/page/files/index.html", "varuna/_examples/gpt2_text/train.py"} <= set(
+        names
+    )
+    assert {f"varuna/extras/page/files/{name}" for name in ASSETS} <= set(names)
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
@@ -84,7 +86,8 @@ def test_the_wheel_works_without_the_repository_and_manages_without_torch(wheel:
     code = (
         "import sys; sys.modules.update(torch=None, numpy=None, transformers=None); import varuna; "
         f"assert varuna.__file__.startswith({str(site)!r}), varuna.__file__; "
-        "import varuna.planner.choose, varuna.fleet.service.service, varuna.fleet.agent.agent, varuna.replay.replay; "
+        "import varuna.planner.choose, varuna.fleet.service.service, varuna.fleet.agent.agent; "
+        "import varuna.extras.replay.replay; "
         "sys.argv = ['varuna', *sys.argv[1:]]; from varuna.cli.main import main; sys.exit(main())"
     )
 

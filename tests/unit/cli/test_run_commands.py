@@ -247,7 +247,7 @@ def test_a_run_that_is_over_still_has_its_logs(manager: RunningManager, shell: S
 def test_commands_about_a_run_without_a_manager_read_only_its_newest_steps(
     manager: RunningManager, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("varuna.doctor.gather.AUDITED_STEPS", 1)
+    monkeypatch.setattr("varuna.extras.doctor.gather.AUDITED_STEPS", 1)
     manager.serving.stop()
     spoil_steps(manager.folder, kept=1)
     assert "has not ended: start the same command again" in shell("status")[2]

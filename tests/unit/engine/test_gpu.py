@@ -25,8 +25,6 @@ from tests.unit.engine.models import Tokens, adamw, dropping, tiny_gpt2, tiny_ll
 from tests.unit.engine.plain import reference, worst
 from tests.unit.engine.ranks import Setup
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
-from varuna.calibration.measure.network import Peers
-from varuna.calibration.timing.window import Window
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.io.snapshot import SnapshotBuffer, parts_of
 from varuna.core.devices import worker_bytes
@@ -39,9 +37,11 @@ from varuna.engine.links.nccl import Nccl
 from varuna.engine.links.traffic import traffic_of
 from varuna.job.spec import JobSpec
 from varuna.job.start import open_session
+from varuna.measure.network import Peers
 from varuna.membership.detect import solo_from_environment
 from varuna.partition.cut.split import Crossing
 from varuna.testing.threads import run_all
+from varuna.timing.window import Window
 
 DEVICE = "cuda:0"
 pytestmark = [

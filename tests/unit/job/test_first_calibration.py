@@ -11,11 +11,11 @@ from varuna.calibration.cache import cache_file, remember
 from varuna.calibration.file import write_calibration
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
-from varuna.calibration.timing.quick import LIMIT_S
 from varuna.core.errors import UsageError
 from varuna.job.first_calibration import first_calibration
 from varuna.job.spec import JobSpec
 from varuna.job.start import engine_job, job_facts
+from varuna.timing.quick import LIMIT_S
 
 
 def job_of(micro_batch: int | None = None) -> JobSpec:

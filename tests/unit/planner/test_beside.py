@@ -5,7 +5,7 @@ import pytest
 from tests.depth import by_depth
 from tests.unit.planner.test_classes import asked, of_class
 from tests.unit.planner.test_spanning import whole_bytes
-from varuna.calibration.feedback.refine import predicted
+from varuna.fleet.feedback.refine import predicted
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 from varuna.planner.sweep import rank_plans

@@ -4,10 +4,10 @@ import pytest
 
 from tests.unit.planner.models import FAST
 from tests.unit.planner.test_classes import asked, of_class
-from varuna.calibration.feedback.refine import predicted
 from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
 from varuna.core.devices import class_in, device_of, region_of
 from varuna.core.plan import Plan
+from varuna.fleet.feedback.refine import predicted
 from varuna.planner.choose import best_plan
 from varuna.planner.sweep import rank_plans
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.depth import by_depth
 from tests.unit.planner.test_classes import asked, of_class
-from varuna.calibration.feedback.refine import predicted
 from varuna.calibration.format import Calibration
 from varuna.core.plan import Plan
+from varuna.fleet.feedback.refine import predicted
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 from varuna.planner.report import report

@@ -22,9 +22,9 @@ from varuna.core.errors import FleetError, ModelError
 from varuna.core.plan import Plan
 from varuna.engine.base.transport import local_store
 from varuna.engine.graphs.compiled import Compiler
+from varuna.extras.replay.job import job_of
 from varuna.membership.static import StaticMembership, World
 from varuna.planner.choose import plan_run
-from varuna.replay.job import job_of
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
 

@@ -106,9 +106,9 @@ def _with_option(engines: Sequence[EngineNodes], name: str, value: str) -> list[
 
 def _engine_options(on: str) -> "dict[str, EngineOption]":
     """By name."""
-    from varuna.fleet.engines.registry import KINDS
+    from varuna.fleet.engines.registry import kinds
 
-    kind = KINDS.get(on.partition(":")[0])
+    kind = kinds().get(on.partition(":")[0])
     return {} if kind is None else {option.name: option for option in kind.options}
 
 

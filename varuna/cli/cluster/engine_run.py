@@ -16,9 +16,9 @@ from varuna.process.scripts import check_script
 
 if TYPE_CHECKING:
     from varuna.calibration.format import Calibration
-    from varuna.fleet.clouds.growers import Growers
-    from varuna.fleet.clouds.growth import GrowthConfig
     from varuna.fleet.engines.engine import Engine, EngineKind, EnginePlace
+    from varuna.fleet.engines.growers import Growers
+    from varuna.fleet.engines.growth import GrowthConfig
     from varuna.fleet.service.cluster_workers import ClusterWorkers
     from varuna.fleet.service.service import ManagerService
     from varuna.fleet.state.run_events import Priced
@@ -56,8 +56,8 @@ def manage_on_engine(run: EngineRun) -> int:
         UsageError: no such engine, or a value that it does not accept.
         FleetError: the engine cannot be used, or the port or the folder.
     """
-    from varuna.fleet.clouds.growers import Growers, Source
     from varuna.fleet.engines.engine import AgentCommand
+    from varuna.fleet.engines.growers import Growers, Source
     from varuna.fleet.service.service import ServiceConfig
     from varuna.fleet.state.inputs import FinishRequested
     from varuna.fleet.state.run_events import Notice

@@ -12,7 +12,7 @@ from varuna.process.console import say, warn
 
 if TYPE_CHECKING:
     from varuna.calibration.format import Calibration
-    from varuna.fleet.clouds.growers import Growers
+    from varuna.fleet.engines.growers import Growers
     from varuna.fleet.service.cluster_workers import ClusterWorkers
     from varuna.fleet.service.service import ManagerService, ServiceConfig
 

@@ -23,10 +23,11 @@ def _folder_of(run: Path | None) -> Path | None:
     """The folder of a run; one that runs in a Ray cluster gets a folder here, which says where its manager is."""
     if run is None or not str(run).startswith(_ON_RAY):
         return run
-    from varuna.fleet.engines.ray_follower import access_of
+    from varuna.core.extras import extras
     from varuna.fleet.run_folder.connection_file import keep_copy
 
     name = str(run).removeprefix(_ON_RAY)
+    [access_of] = extras("runs elsewhere")
     return keep_copy(f"ray-{name}", access_of(name))
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from varuna.core.errors import UsageError
-from varuna.fleet.clouds.growth import GrowthConfig
-from varuna.fleet.clouds.provider import Provider
+from varuna.fleet.engines.growth import GrowthConfig
+from varuna.fleet.engines.provider import Provider
 from varuna.fleet.net.join_string import JOIN_VARIABLE, parse_invitation
 
 

@@ -1,16 +1,21 @@
 """All engines by name: what ``varuna run --on`` accepts."""
 
 from collections.abc import Mapping
+from functools import cache
 
 from varuna.core.errors import UsageError
+from varuna.core.extras import extras
 from varuna.fleet.engines.engine import Engine, EngineKind, EnginePlace
-from varuna.fleet.engines.groups import AWS, AZURE, GCP, K8S
-from varuna.fleet.engines.ray_engine import RAY
 from varuna.fleet.engines.slurm import SLURM
 
 LOCAL = "local"
 """This machine alone: no engine, and the default."""
-KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (SLURM, RAY, AWS, AZURE, GCP, K8S)}
+
+
+@cache
+def kinds() -> Mapping[str, EngineKind]:
+    """Return all engines, by name."""
+    return {kind.name: kind for kind in (SLURM, *extras("engines"))}
 
 
 def kind_of(on: str) -> tuple[EngineKind, str]:
@@ -20,10 +25,11 @@ def kind_of(on: str) -> tuple[EngineKind, str]:
         UsageError: there is no such engine.
     """
     name, _, where = on.partition(":")
-    if name not in KINDS:
-        listed = "".join(f"\n  {kind.name:<8}{kind.summary}" for kind in KINDS.values())
+    known = kinds()
+    if name not in known:
+        listed = "".join(f"\n  {kind.name:<8}{kind.summary}" for kind in known.values())
         raise UsageError(f"--on {on}: no engine is called {name!r}. There are:\n  {LOCAL:<8}this machine{listed}")
-    return KINDS[name], where
+    return known[name], where
 
 
 def engine_of(on: str, place: EnginePlace, given: Mapping[str, str]) -> Engine:

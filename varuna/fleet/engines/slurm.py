@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from varuna.core.errors import FleetError
-from varuna.fleet.clouds.provider import CancelledThere, CapacityError
 from varuna.fleet.engines import slurm_tools
 from varuna.fleet.engines.engine import AgentCommand, EngineKind, EngineOption, EnginePlace
+from varuna.fleet.engines.provider import CancelledThere, CapacityError
 from varuna.fleet.engines.slurm_queue import SlurmJob, to_cancel, to_hurry, why_waiting
 from varuna.fleet.run_folder.join_file import keep_join
 

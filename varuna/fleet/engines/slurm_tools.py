@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from varuna.core.errors import FleetError, UsageError
-from varuna.fleet.clouds.provider import CapacityError
+from varuna.fleet.engines.provider import CapacityError
 from varuna.fleet.engines.slurm_queue import FORMAT, SlurmJob, minutes_of, read_jobs
 from varuna.fleet.net.join_string import JOIN_VARIABLE
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from varuna.calibration.cache import remember, remembered
-from varuna.calibration.feedback.gap import explain_gap
-from varuna.calibration.feedback.refine import costs_of, predicted, refine
 from varuna.calibration.file import RUN_FILE, check_matches
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
@@ -25,6 +23,8 @@ from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.core.times import RankTimes, StepParts, merged, of_stage
+from varuna.fleet.feedback.gap import explain_gap
+from varuna.fleet.feedback.refine import costs_of, predicted, refine
 from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested, Recalibrated

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from varuna.core.extras import extras
 from varuna.core.value import Value
 from varuna.fleet.manager.prometheus import CONTENT_TYPE, exposition, scraper_token
 from varuna.fleet.manager.step_desk import StepDesk
@@ -18,10 +19,9 @@ from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.protocol import WORKER_NAME, WorkerName
 from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body, same
 from varuna.fleet.page.answers import HEADERS, error, finite
-from varuna.fleet.page.files import page_routes
 from varuna.fleet.page.live_feed import MOST_PAGES, LiveFeed
 from varuna.fleet.page.logins import Logins
-from varuna.fleet.page.step_sheet import DeskAnswer, drawn, recorded_step
+from varuna.fleet.page.step_sheet import DeskAnswer, recorded_step
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.registry import TOKEN_LIFE_S
 from varuna.fleet.run_folder.timelines import kept_steps
@@ -98,7 +98,7 @@ class OperatorApi:
     def routes(self) -> list[Route]:
         """Everything that people may ask for."""
         return [
-            *page_routes(),
+            *(route for routes in extras("page") for route in routes()),
             Route("/login", self._login, methods=["POST"]),
             Route("/links", self._links, methods=["POST"]),
             Route("/links/void", self._void_links, methods=["POST"]),
@@ -163,7 +163,8 @@ class OperatorApi:
         if not self._may_read(request):
             return self._refuse(request, "read a timeline")
         step = request.query_params.get("step", "")
-        answer = await asyncio.to_thread(lambda: drawn(self._told_of(step)))
+        [drawn] = extras("pictures of steps")
+        answer: DeskAnswer = await asyncio.to_thread(lambda: drawn(self._told_of(step)))
         kind = "image/svg+xml" if answer.status == 200 else "application/json"
         return Response(answer.body, answer.status, media_type=kind, headers=HEADERS)
 

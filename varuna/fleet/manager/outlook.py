@@ -2,9 +2,9 @@
 
 from dataclasses import asdict
 
-from varuna.calibration.feedback.refine import predicted
 from varuna.core.errors import VarunaError
 from varuna.core.plan import Plan
+from varuna.fleet.feedback.refine import predicted
 from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.state.fleet import Fleet

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from varuna.core.messages import PROFILE_STEPS, ProfileSteps, Shown, ShowStep, StepShown, ToWorker
 from varuna.core.times import RankTimeline, StepTimeline
+from varuna.fleet.manager.step_split import split_waits
 from varuna.fleet.page.step_sheet import DeskAnswer, refusal
 from varuna.fleet.run_folder.timelines import kept_steps, read_timeline, write_timeline
 from varuna.fleet.state.run_events import (
@@ -19,7 +20,6 @@ from varuna.fleet.state.run_events import (
     WaitsSplit,
     WorkerLost,
 )
-from varuna.pictures.step_split import split_waits
 from varuna.process.background_work import BackgroundWork
 
 _LATE_S = 10.0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from varuna.fleet.clouds.bounded_http import Answer, NoAnswerError
+from varuna.fleet.net.bounded_http import Answer, NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
 from varuna.fleet.notices.notice import CloudNotice, RebalanceAdvice, SpotNotice
 

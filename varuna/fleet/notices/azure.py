@@ -7,7 +7,7 @@ from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
-from varuna.fleet.clouds.bounded_http import NoAnswerError
+from varuna.fleet.net.bounded_http import NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
 from varuna.fleet.notices.notice import CloudNotice, SpotNotice
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from urllib.parse import quote
 
-from varuna.fleet.clouds.bounded_http import Answer, NoAnswerError
+from varuna.fleet.net.bounded_http import Answer, NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
 from varuna.fleet.notices.notice import CloudNotice, SpotNotice
 

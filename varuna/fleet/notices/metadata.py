@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from varuna.fleet.clouds.bounded_http import Answer, HttpRequest, NoAnswerError, fetch
+from varuna.fleet.net.bounded_http import Answer, HttpRequest, NoAnswerError, fetch
 
 METADATA_URL = "http://169.254.169.254"
 """The same link-local address on AWS, Azure and Google Cloud."""

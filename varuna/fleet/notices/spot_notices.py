@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from varuna.core.devices import is_zone
-from varuna.fleet.clouds.bounded_http import NoAnswerError
+from varuna.fleet.net.bounded_http import NoAnswerError
 from varuna.fleet.notices import aws as aws_notices
 from varuna.fleet.notices import azure as azure_notices
 from varuna.fleet.notices import gcp as gcp_notices

@@ -1,16 +1,11 @@
-"""Answers to whoever wants to see a step: as it was recorded, and drawn."""
+"""Answers to requests for a step as it was recorded."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from varuna.core.errors import FleetError
-from varuna.fleet.run_folder.timelines import kept_steps, parse_timeline, read_timeline
-from varuna.pictures.step_picture import picture, simulation_of
-
-_MOST_SIMULATED = 20_000
-"""Micro-batches times stages: a manager has other things to do than to simulate larger steps."""
+from varuna.fleet.run_folder.timelines import kept_steps, read_timeline
 
 
 class DeskAnswer(NamedTuple):
@@ -38,15 +33,3 @@ def recorded_step(run_dir: Path | None, step: int | None) -> DeskAnswer:
     listed = f"Recorded: {', '.join(map(str, kept))}. Name one of these" if kept else "None was"
     which = "no step" if step is None else f"step {step}"
     return refusal(404, f"this run has no workers that could be asked, and {which} was recorded. {listed}")
-
-
-def drawn(answer: DeskAnswer) -> DeskAnswer:
-    """A timeline as SVG, measured and, where every stage has told something, simulated; other answers as they are."""
-    if answer.status != 200:
-        return answer
-    timeline = parse_timeline(answer.body, "the record")
-    trace = None
-    if timeline.plan.stages * len(timeline.plan.micro_batches_of(0)) <= _MOST_SIMULATED:
-        with suppress(FleetError):  # nobody has told of some stage
-            trace = simulation_of(timeline)
-    return DeskAnswer(200, picture(timeline, trace).encode())

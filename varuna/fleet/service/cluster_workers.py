@@ -5,10 +5,12 @@ import secrets
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
+from varuna.core.extras import extras
 from varuna.core.messages import MAX_FRAME_BYTES, ToWorker
 from varuna.fleet.manager.agent_server import AgentServer
 from varuna.fleet.manager.operator_api import OperatorApi
@@ -28,7 +30,6 @@ from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.state.stutter import SLOW_RATIO
-from varuna.fleet.torchrun.server import TorchrunServer
 
 _FAREWELL_S = 10.0
 """For agents to hear that the run is over, and to send the rest of their logs."""
@@ -63,6 +64,23 @@ class ClusterLaunch:
         return ClusterWorkers(self.advertised or own_address(place.host), place, parts)
 
 
+class World(Protocol):
+    """Machines that another launcher's agents speak for, such as torchrun's."""
+
+    def routes(self) -> list[BaseRoute]:
+        """Return the HTTP routes by which they report."""
+
+    @property
+    def nodes(self) -> list[str]:
+        """Nodes that are there; any thread may ask."""
+
+    def status(self) -> dict[str, object]:
+        """Return what ``GET /status`` says of it; any thread may ask."""
+
+    def stop(self, reason: str, exit_code: int) -> None:
+        """Tell its nodes that the run is over, when they ask next."""
+
+
 class ClusterWorkers:
     """A ``service.BackEnd``; ``invite`` and ``send_away`` may be called by any thread."""
 
@@ -83,7 +101,9 @@ class ClusterWorkers:
             audit=parts.audit,
             write=parts.write,
         )
-        self._torchrun = TorchrunServer(self._registry, parts.audit, parts.mailbox.post, is_new=parts.is_new)
+        self._worlds: list[World] = [
+            make(self._registry, parts.audit, parts.mailbox.post, is_new=parts.is_new) for make in extras("worlds")
+        ]
         self._serving = Serving(
             host=place.host, port=place.port, max_frame_bytes=MAX_FRAME_BYTES, tls=self._authority.server_context()
         )
@@ -154,7 +174,10 @@ class ClusterWorkers:
 
     def status(self) -> dict[str, object]:
         """Which agents are there."""
-        return {"connected": self._door.connected, **self._torchrun.status()}
+        told: dict[str, object] = {"connected": self._door.connected}
+        for world in self._worlds:
+            told |= world.status()
+        return told
 
     def introduction(self, logins: Logins) -> list[Notice]:
         """Where the manager is, and whether its folder is as it should be."""
@@ -177,18 +200,25 @@ class ClusterWorkers:
         beats of a thousand agents for a fifth of a second each time.
         """
         gc.freeze()
-        self._serving.start(Starlette(routes=[*self._door.routes(), *self._torchrun.routes(), *routes]))
+        self._serving.start(Starlette(routes=[*self._door.routes(), *self._world_routes(), *routes]))
 
     def leave(self, ended: Ended | None) -> str:
         """Agents leave by themselves once the run has ended and they have sent what they still had."""
         if ended is not None:
             reason = f"the run is over: {ended.text.splitlines()[0] if ended.text else 'done'}"
             self._serving.call(self._door.dismiss, None, reason, ended.exit_code)
-            self._serving.call(self._torchrun.stop, reason, ended.exit_code)
+            for world in self._worlds:
+                self._serving.call(world.stop, reason, ended.exit_code)
             deadline_s = time.monotonic() + _FAREWELL_S
-            while (self._door.connected or self._torchrun.nodes) and time.monotonic() < deadline_s:
+            while self._has_guests() and time.monotonic() < deadline_s:
                 time.sleep(0.05)
         return ""
+
+    def _world_routes(self) -> list[BaseRoute]:
+        return [route for world in self._worlds for route in world.routes()]
+
+    def _has_guests(self) -> bool:
+        return bool(self._door.connected) or any(world.nodes for world in self._worlds)
 
     def close(self) -> None:
         """Give back the port, and close the registry."""

@@ -8,7 +8,7 @@ from varuna.cli.agent import invited
 from varuna.cli.cluster.engine_options import nodes_of
 from varuna.core.errors import UsageError
 from varuna.fleet.engines.engine import AgentCommand
-from varuna.fleet.engines.registry import KINDS, kind_of
+from varuna.fleet.engines.registry import kind_of, kinds
 from varuna.fleet.net.join_string import JOIN_VARIABLE
 from varuna.fleet.run_folder.join_file import keep_join
 
@@ -34,7 +34,7 @@ def test_an_agents_command_line_has_no_secret_and_is_one_that_agents_understand(
 
 
 def test_an_engines_first_option_may_follow_its_name_and_unknown_names_list_what_there_is() -> None:
-    for name, kind in KINDS.items():
+    for name, kind in kinds().items():
         found, where = kind_of(f"{name}:there:1")
         assert (found, where) == (kind, "there:1")
         first = kind.options[0].name

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from tests.depth import by_depth
-from varuna.dashboard import ASSETS
+from varuna.extras.page.files import ASSETS
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.manager.prometheus import CONTENT_TYPE, scraper_token
 from varuna.fleet.net import requests

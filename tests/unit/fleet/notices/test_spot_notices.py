@@ -17,7 +17,7 @@ from tests.unit.fleet.metadata import (
     metadata_service,
     serving,
 )
-from varuna.fleet.clouds.bounded_http import NoAnswerError
+from varuna.fleet.net.bounded_http import NoAnswerError
 from varuna.fleet.notices.aws import AwsNotices
 from varuna.fleet.notices.azure import AzureNotices, parse_events
 from varuna.fleet.notices.gcp import GcpNotices, parse_maintenance

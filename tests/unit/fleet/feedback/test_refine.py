@@ -1,0 +1,318 @@
+import pytest
+
+from tests.unit.planner.models import FAST, calibrated, model, section
+from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
+from varuna.core.plan import Plan
+from varuna.core.times import Carried, RankTimes, Typical
+from varuna.fleet.feedback.gap import explain_gap
+from varuna.fleet.feedback.refine import costs_of, predicted, refine
+from varuna.planner.pricing.predict import predict
+
+FACTS = model([section(1.0), *[section(0.5)] * 4, section(0.25, boundary_bytes=0)])
+
+
+def plan(replicas: int = 1) -> Plan:
+    return Plan(
+        stages=2,
+        replicas=replicas,
+        micro_batch=1,
+        global_batch=8 * replicas,
+        starts=(0, 3),
+        sections=6,
+        policy="varuna",
+        stash_limits=(8, 8),
+    )
+
+
+def as_predicted(calibration: Calibration, plan: Plan) -> list[RankTimes]:
+    """What ranks would tell if everything went as predicted."""
+    guess = predict(costs_of(calibration, plan), plan)
+    told = []
+    for stage, times, row in zip(guess.trace.costs.stages, guess.trace.stage_times, guess.trace.rows, strict=True):
+        seconds = {"F": stage.forward_s, "R": stage.recompute_s, "B": stage.backward_s}
+        counts = {kind: sum(each.value == kind for each in row.kinds) for kind in seconds}
+        reduced_s = guess.trace.exposed_reduce_s
+        waited_s = guess.step_s - times.compute_s - reduced_s - guess.trace.costs.optimizer_s
+        told.append(
+            RankTimes(
+                steps=1,
+                step_s=guess.step_s,
+                waited_s=waited_s,
+                reduced_s=reduced_s,
+                actions={kind: Typical(count, seconds[kind]) for kind, count in counts.items() if count},
+            )
+        )
+    return told
+
+
+def changed(times: RankTimes, by_s: float, *kinds: str) -> RankTimes:
+    """A rank whose actions took longer, and its steps with them."""
+    actions = {k: Typical(n, s + by_s if k in kinds else s) for k, (n, s) in times.actions.items()}
+    more_s = sum(n for k, (n, _) in times.actions.items() if k in kinds) * by_s
+    return times.model_copy(update={"actions": actions, "step_s": times.step_s + more_s})
+
+
+def test_a_run_that_goes_as_predicted_changes_nothing() -> None:
+    before = calibrated(FACTS, action_s=0.01, hand_over_s=0.02, samples_s=0.005)
+    after = refine(before, plan(), as_predicted(before, plan()))
+    for name, kind in before.kinds.items():
+        assert after.kinds[name].forward_s == pytest.approx(kind.forward_s)
+        assert after.kinds[name].backward_s == pytest.approx(kind.backward_s)
+    assert predict(costs_of(after, plan()), plan()).step_s == pytest.approx(
+        predict(costs_of(before, plan()), plan()).step_s
+    )
+
+
+def test_a_recompute_of_some_sections_tells_of_these_only() -> None:
+    before, some = calibrated(FACTS), plan().model_copy(update={"kept": (1, 1)})
+    after = refine(before, some, as_predicted(before, some))
+    for name, kind in before.kinds.items():
+        assert after.kinds[name].recompute_s == pytest.approx(kind.recompute_s or kind.forward_s)
+
+
+def test_stages_pull_their_sections_to_what_their_actions_took() -> None:
+    before, told = calibrated(FACTS), as_predicted(calibrated(FACTS), plan())
+    slower = [changed(told[0], 1.0, "F", "R", "B"), told[1]]
+    after = refine(before, plan(), slower)
+    costs = costs_of(after, plan())
+    assert costs.stages[0].forward_s == pytest.approx(slower[0].actions["F"].seconds, rel=0.01)
+    assert costs.stages[1].forward_s == pytest.approx(slower[1].actions["F"].seconds, rel=0.01)
+    assert costs.stages[0].backward_s == pytest.approx(slower[0].actions["B"].seconds, rel=0.01)
+    assert after.notes[-1].startswith("refined by a run: 2x1, m = 1")
+    assert len([note for note in refine(after, plan(), slower).notes if "refined" in note]) == 1
+
+
+def test_what_ends_a_step_is_what_it_was_on_the_stage_that_waited_least() -> None:
+    before = calibrated(FACTS)
+    told = [
+        each.model_copy(update={"step_s": each.step_s + late_s})
+        for each, late_s in zip(as_predicted(before, plan()), (3.0, 5.0), strict=True)
+    ]
+    after = refine(before, plan(), told)
+    assert after.optimizer.fixed_s == pytest.approx(3.0)
+    assert costs_of(after, plan()).optimizer_s == pytest.approx(told[0].ending_s, rel=0.01)
+
+
+def test_operation_counts_give_way_to_what_was_measured() -> None:
+    told = as_predicted(calibrated(FACTS), plan())
+    fast = [
+        each.model_copy(update={"actions": {kind: Typical(n, s / 5000) for kind, (n, s) in each.actions.items()}})
+        for each in told
+    ]
+    after = refine(calibrated(FACTS), plan(), fast)
+    assert after.action_s <= 0.5 * min(each.actions["F"].seconds for each in fast)
+
+
+def test_links_and_rings_take_what_was_seen() -> None:
+    before = calibrated(FACTS)
+    link, [ring] = before.across_vms.link, before.across_vms.rings
+    told = [
+        each.model_copy(
+            update={
+                "messages": Carried(5, 10**6, 0.0002 + 2 * 10**6 / link.bytes_per_s),
+                "reductions": Carried(5, 10**8, 2 * (0.0002 + 3 * 10**8 / 2 / ring.bytes_per_s)),
+                "round_s": 0.0002,
+            }
+        )
+        for each in as_predicted(before, plan(2))
+    ]
+    after = refine(before, plan(2), told, is_whole=False).across_vms
+    assert after.link.bytes_per_s == pytest.approx(link.bytes_per_s / 2)
+    assert after.rings[0].bytes_per_s == pytest.approx(ring.bytes_per_s / 3)
+    assert after.link.latency_s == after.rings[0].latency_s == pytest.approx(0.0002)
+
+
+def test_a_run_within_a_tenth_of_its_prediction_is_not_worth_a_word() -> None:
+    before = calibrated(FACTS)
+    told = as_predicted(before, plan())
+    assert explain_gap(before, plan(), told) is None
+    assert (
+        explain_gap(before, plan(), [each.model_copy(update={"step_s": 1.09 * each.step_s}) for each in told]) is None
+    )
+
+
+def test_a_slow_stage_is_named() -> None:
+    before = calibrated(FACTS)
+    told = as_predicted(before, plan())
+    late = changed(told[1], 2.0, "F", "B")
+    waiting = told[0].model_copy(
+        update={"step_s": late.step_s, "waited_s": told[0].waited_s + late.step_s - told[0].step_s}
+    )
+    text = explain_gap(before, plan(), [waiting, late])
+    assert text is not None
+    assert "longer), most of all because of stage 1: compute, 32.0 s longer in a step" in text
+
+
+@pytest.mark.parametrize(
+    ("field", "what"), [("reduced_s", "all-reduces and tied gradients"), (None, "vote and optimizer step")]
+)
+def test_what_follows_the_last_action_is_named(field: str | None, what: str) -> None:
+    before = calibrated(FACTS)
+    told = [
+        each.model_copy(
+            update={"step_s": each.step_s + 20.0, **({field: getattr(each, field) + 20.0} if field else {})}
+        )
+        for each in as_predicted(before, plan())
+    ]
+    text = explain_gap(before, plan(), told)
+    assert text is not None
+    assert f"stage 0: {what}, 20.0 s longer" in text
+
+
+def test_waits_are_the_cause_only_where_nothing_else_is_off() -> None:
+    before = calibrated(FACTS)
+    told = [
+        each.model_copy(update={"step_s": each.step_s + 20.0, "waited_s": each.waited_s + 20.0})
+        for each in as_predicted(before, plan())
+    ]
+    text = explain_gap(before, plan(), told)
+    assert text is not None
+    assert "waits for" in text
+
+
+def test_a_faster_run_is_explained_as_well() -> None:
+    before = calibrated(FACTS)
+    told = [changed(each, -1.0, "F", "B", "R") for each in as_predicted(before, plan())]
+    text = explain_gap(before, plan(), told)
+    assert text is not None
+    assert "shorter), most of all because of stage 0: compute" in text
+
+
+def test_a_slow_message_is_a_narrow_cable_rather_than_a_long_one() -> None:
+    """The vote, which has hardly any bytes, says how long it is; rings have the same cables."""
+    before = calibrated(FACTS)
+    told = [
+        each.model_copy(update={"messages": Carried(5, 160_000, 0.065), "round_s": 0.005})
+        for each in as_predicted(before, plan())
+    ]
+    after = refine(before, plan(), told, is_whole=False).across_vms
+    assert after.link.latency_s == pytest.approx(0.005)
+    assert after.link.latency_s + 160_000 / after.link.bytes_per_s == pytest.approx(0.065)
+    added = 1 / after.link.bytes_per_s - 1 / before.across_vms.link.bytes_per_s
+    assert 1 / after.rings[0].bytes_per_s - 1 / before.across_vms.rings[0].bytes_per_s == pytest.approx(added)
+
+
+def test_a_long_cable_is_not_taken_for_a_narrow_one() -> None:
+    before = calibrated(FACTS)
+    told = [
+        each.model_copy(update={"messages": Carried(5, 160_000, 0.065), "round_s": 0.08})
+        for each in as_predicted(before, plan())
+    ]
+    after = refine(before, plan(), told, is_whole=False).across_vms
+    assert after.link.latency_s > 0.9 * 0.065 - 1e-9
+    assert after.link.latency_s + 160_000 / after.link.bytes_per_s == pytest.approx(0.065)
+
+
+def test_a_faster_cable_is_believed_too() -> None:
+    before = calibrated(FACTS)
+    rate = before.across_vms.link.bytes_per_s
+    told = [
+        each.model_copy(update={"messages": Carried(5, 10**7, 10**7 / (4 * rate)), "round_s": 0.0002})
+        for each in as_predicted(before, plan())
+    ]
+    after = refine(before, plan(), told, is_whole=False).across_vms
+    assert after.link.bytes_per_s == pytest.approx(4 * rate, rel=0.15)
+    assert after.rings[0].bytes_per_s == pytest.approx(4 * before.across_vms.rings[0].bytes_per_s, rel=0.15)
+
+
+@pytest.mark.parametrize("round_s", [None, 0.0, 1e-4])
+def test_transfers_that_took_no_time_by_the_clock_are_survived(round_s: float | None) -> None:
+    before = calibrated(FACTS)
+    seen = {"messages": Carried(1, 100, 0.0), "reductions": Carried(1, 0, 0.0), "round_s": round_s}
+    told = [each.model_copy(update=seen) for each in as_predicted(before, plan(2))]
+    after = refine(before, plan(2), told, is_whole=False).across_vms
+    assert 0 < after.link.bytes_per_s <= 1e13
+    assert after.link.latency_s >= 0
+
+
+def test_a_ring_tells_of_links_where_no_message_was_sent() -> None:
+    before = calibrated(FACTS)
+    alone = plan(2).model_copy(update={"stages": 1, "starts": (0,), "stash_limits": (8,), "replicas": 2})
+    told = [each.model_copy(update={"reductions": Carried(5, 10**8, 100.0)}) for each in as_predicted(before, alone)]
+    after = refine(before, alone, told, is_whole=False).across_vms
+    assert after.rings[0].bytes_per_s == pytest.approx(10**8 / 2 / (100.0 / 2 - after.rings[0].latency_s))
+    assert after.link.bytes_per_s < before.across_vms.link.bytes_per_s / 100
+
+
+def test_messages_within_a_vm_tell_nothing_of_cables_between_vms() -> None:
+    near = NetworkCosts(link=Link(latency_s=0.00001, bytes_per_s=1e10), rings=FAST.rings)
+    before = calibrated(FACTS, within_vm=near)
+    before = before.model_copy(update={"hardware": before.hardware.model_copy(update={"gpus_per_vm": 2})})
+    told = [
+        each.model_copy(update={"messages": Carried(5, 10**6, 0.001), "round_s": 0.00002})
+        for each in as_predicted(before, plan())
+    ]
+    after = refine(before, plan(), told, is_whole=False)
+    assert after.across_vms == before.across_vms
+    assert after.within_vm is not None
+    assert after.within_vm.link.bytes_per_s == pytest.approx(1e9, rel=0.03)
+
+
+def test_what_a_job_changes_in_its_costs_is_not_put_down_to_the_network() -> None:
+    """Reductions in bf16 have half the bytes; the calibration is of no job."""
+    slow = Ring(latency_s=0.0001, bytes_per_s=1e6)
+    before = calibrated(FACTS, across_vms=NetworkCosts(link=Link(latency_s=0.0001, bytes_per_s=1e9), rings=(slow,)))
+    told = as_predicted(before.rounded(), plan(2))
+    assert told[0].step_s < 0.99 * as_predicted(before, plan(2))[0].step_s
+    after = refine(before, plan(2), told, options=Calibration.rounded)
+    assert after.across_vms == before.across_vms
+    assert refine(before, plan(2), told).across_vms != before.across_vms
+
+
+@pytest.mark.parametrize("factor", [0.93, 1.1, 1.5, 3.0])
+def test_no_run_goes_on_with_a_prediction_that_is_off(factor: float) -> None:
+    """What a step takes beyond its parts is put down to the network."""
+    links = NetworkCosts(link=Link(latency_s=0.1, bytes_per_s=4e5), rings=(Ring(latency_s=0.1, bytes_per_s=1e7),))
+    before = calibrated(FACTS, across_vms=links)
+    for shape in (plan(), plan(2)):
+        told = [
+            each.model_copy(
+                update={"step_s": each.step_s * factor, "waited_s": each.waited_s + each.step_s * (factor - 1)}
+            )
+            for each in as_predicted(before, shape)
+        ]
+        after = refine(before, shape, told)
+        assert predicted(after, shape).step_s == pytest.approx(factor * predicted(before, shape).step_s, rel=0.012)
+        assert after.kinds == refine(before, shape, as_predicted(before, shape)).kinds, "compute is what it was"
+        again = refine(after, shape, told)
+        assert predicted(again, shape).step_s == pytest.approx(factor * predicted(before, shape).step_s, rel=0.012)
+
+
+def test_one_rank_alone_has_no_network_to_blame() -> None:
+    before = calibrated(FACTS)
+    one = plan().model_copy(update={"stages": 1, "starts": (0,), "stash_limits": (8,)})
+    told = [each.model_copy(update={"step_s": 2 * each.step_s}) for each in as_predicted(before, one)]
+    assert refine(before, one, told).across_vms == before.across_vms
+
+
+def test_what_no_network_explains_changes_none() -> None:
+    before = calibrated(FACTS, across_vms=FAST)
+    told = [each.model_copy(update={"step_s": 2 * each.step_s}) for each in as_predicted(before, plan())]
+    after = refine(before, plan(), told).across_vms
+    assert after.link.bytes_per_s == pytest.approx(FAST.link.bytes_per_s)
+
+
+def test_stages_on_devices_of_several_classes_tell_of_their_own() -> None:
+    def calibration(name: str, factor: float) -> Calibration:
+        known = calibrated(FACTS, across_vms=FAST)
+        names = ("forward_s", "backward_s", "recompute_s", "input_s", "weight_s")
+        kinds = {
+            key: kind.model_copy(
+                update={field: tuple(factor * each for each in getattr(kind, field)) for field in names}
+            )
+            for key, kind in known.kinds.items()
+        }
+        hardware = known.hardware.model_copy(update={"device_class": name})
+        return known.model_copy(update={"kinds": kinds, "hardware": hardware})
+
+    over_both = plan().model_copy(update={"stage_classes": ("A", "B")})
+    believed = calibration("A", 1.0).with_class(calibration("B", 1.0))
+    true = calibration("A", 1.3).with_class(calibration("B", 4.0))
+    told = as_predicted(true, over_both)
+    found = believed
+    for name, own in (("A", [0]), ("B", [1])):
+        found = found.with_class(refine(believed.of(name), over_both, told, own=own))
+    assert predicted(found, over_both).step_s == pytest.approx(predicted(true, over_both).step_s, rel=0.01)
+    for name in ("A", "B"):
+        assert found.of(name).compute_s(1) == pytest.approx(true.of(name).compute_s(1), rel=0.05)
+    assert found.of("B").across_vms == believed.of("B").across_vms

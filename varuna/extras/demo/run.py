@@ -1,0 +1,136 @@
+"""The demo from its start to its exit code."""
+
+import shutil
+from pathlib import Path
+
+from varuna.core.errors import UsageError
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.units import format_bytes
+from varuna.extras.demo.disturbance import ACTS, Act, Disturbance
+from varuna.extras.demo.example import dataset_size, example_folder
+from varuna.extras.demo.proof import DemoReport, loss_table
+from varuna.extras.demo.reference import sample_order, train_reference
+from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
+from varuna.fleet.service.service import ManagerService, ServiceConfig
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.inputs import SpawnRequested
+from varuna.fleet.state.run_events import RunEvent, StepRecorded
+from varuna.observe.progress import generation_table
+from varuna.observe.run_view import RunView
+from varuna.observe.terminal import Progress
+from varuna.planner.choose import plan_run
+from varuna.process.console import say
+from varuna.process.plain_console import PlainConsole
+
+WORKERS = 4
+MEMORY_BYTES = 40 * 2**20
+"""Memory of a worker. The example's model needs 51 MiB as one stage and at most 30 MiB a stage as two."""
+GLOBAL_BATCH = 16
+LENGTH = 128
+SEED = 0
+CHECKPOINT_EVERY = 5
+MODEL_FLAGS = ("--dropout", "0", "--length", str(LENGTH), "--seed", str(SEED))
+
+
+def run_demo(output: Path, steps: int) -> int:
+    """Train, disturb, compare, report; returns the exit code.
+
+    Raises:
+        UsageError: ``output`` cannot be written.
+        VarunaError: the run could not start, or the reference loop failed.
+    """
+    console = PlainConsole()
+    example = example_folder("gpt2_text")
+    work = output / "run"
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        (output / "report.json").unlink(missing_ok=True)
+        work.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}. Give --output another folder.") from error
+
+    console.print(
+        f"GPT-2 on {WORKERS} local workers of {format_bytes(MEMORY_BYTES)} each, {steps} steps of {GLOBAL_BATCH} "
+        "samples.\nTwo workers will be killed; one will return."
+    )
+    with Progress(console) as progress:
+        view = RunView(progress, total=steps, tokens_per_example=LENGTH)
+        exit_code = _train(example, steps, work, view)
+    if exit_code:
+        return exit_code
+    console.print(generation_table(view.history.generations, last_step=steps - 1))
+
+    console.print("\nFor comparison: a plain PyTorch loop on the same samples.")
+    order = sample_order(steps, global_batch=GLOBAL_BATCH, size=dataset_size(example, LENGTH), seed=SEED)
+    with Progress(console) as progress:
+        reference = train_reference(example / "reference.py", order, MODEL_FLAGS, work, progress.show)
+    report = DemoReport.of(view.history.generations, view.history.curve(steps), reference)
+    (output / "report.json").write_text(report.model_dump_json(indent=2) + "\n")
+    console.print(loss_table(report.losses, report.reference_losses))
+    return _conclude(console, report, output / "report.json")
+
+
+class _Director:
+    """Shows the run's events, and disturbs the run."""
+
+    def __init__(self, view: RunView, steps: int) -> None:
+        self._view = view
+        self._disturbance = Disturbance(steps)
+        self.run: ManagerService[LocalWorkers] | None = None
+
+    def __call__(self, event: RunEvent) -> None:
+        """Take an event, on the thread of the run."""
+        self._view(event)
+        if self.run is None or not isinstance(event, StepRecorded):
+            return
+        match self._disturbance.after(event.step, self._view.history.morphs):
+            case Act.KILL_LAST:
+                self.run.workers.kill(self.run.manager.fleet.members[-1])
+            case Act.KILL_FIRST:
+                self.run.workers.kill(self.run.manager.fleet.members[0])
+            case Act.RETURN:
+                self.run.mailbox.post(SpawnRequested(1))
+
+
+def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
+    """Run the example with the disturbances; returns the run's exit code."""
+
+    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        return plan_run(job, workers=workers, memory_bytes=MEMORY_BYTES, micro_batch=micro_batch, copies=True)
+
+    director = _Director(view, steps)
+    checkpoints = ("--checkpoint-dir", str(work / "checkpoints"), "--checkpoint-every", str(CHECKPOINT_EVERY))
+    args = ("--steps", str(steps), "--global-batch", str(GLOBAL_BATCH), *checkpoints, *MODEL_FLAGS)
+    director.run = ManagerService(
+        ServiceConfig(run_dir=work),
+        LocalLaunch(example / "train.py", args, environment={"VARUNA_CALIBRATION": "none"}),
+        config=FleetConfig(workers=WORKERS, replace=False),
+        planner=plan,
+        on_event=director,
+        write=lambda line: None,
+    )
+    run = director.run
+    view.watch(lambda: run.manager.fleet, run.glance)
+    try:
+        ended = run.manage()
+    finally:
+        view.close(None, None)
+    assert ended is not None  # nobody tells its manager to leave
+    if ended.exit_code:
+        say(ended.text)
+    return ended.exit_code
+
+
+def _conclude(console: PlainConsole, report: DemoReport, file: Path) -> int:
+    """Print how the demo ended."""
+    console.print(
+        f"\nLargest relative difference over {len(report.losses)} steps: {report.max_relative_difference:.1e}"
+    )
+    failures = report.failures(morphs=len(ACTS))
+    for failure in failures:
+        console.print(f"FAILED: {failure}", style="red")
+    if not failures:
+        console.print("The run lost workers, changed its plan, and remained the same training run.", style="green")
+    console.print(f"Report: {file}", soft_wrap=True)
+    return 1 if failures else 0

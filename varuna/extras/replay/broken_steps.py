@@ -1,0 +1,219 @@
+"""How far each rank is at any moment of a step, so that a loss costs what the survivors' sums lack.
+
+One simulated pipeline stands for all that are cut alike. What survivors then say they hold is judged by the state
+machine of a run, which chooses sums and deals out the rest.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from varuna.calibration.format import Calibration
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.sums import (
+    HeldSums,
+    MicroBatchLoss,
+    RestOfStep,
+    SectionSum,
+    Spans,
+    count,
+    joined,
+    numbers_of,
+    spans_of,
+    union,
+)
+from varuna.extras.replay.copied import CopiedSum, copied_sums
+from varuna.planner.asking.request import PlanRequest
+from varuna.planner.choose import run_request
+from varuna.planner.copy_costs import copies_take_s
+from varuna.planner.pricing.costs import pipeline_costs
+from varuna.planner.pricing.profile import profile
+from varuna.schedule.actions import Kind
+from varuna.simulator.costs import PipelineCosts
+from varuna.simulator.step import simulate
+
+_WIDTH = 2
+"""A micro-batch's loss and weight: calibrated jobs have no metrics."""
+
+
+class _Added(NamedTuple):
+    """A backward of a stage; seconds since the step's begin."""
+
+    micro_batch: int
+    """of the replica, from 0"""
+    ends_s: float
+
+
+class _Course(NamedTuple):
+    """A step of one replica."""
+
+    step_s: float
+    added: tuple[tuple[_Added, ...], ...]
+    """by stage, in the order of their ends"""
+    reduced_s: tuple[float, ...]
+    """by stage: when its sums are those of all replicas"""
+    loss_s: tuple[float, ...]
+    """by micro-batch: when its loss is known"""
+    scale: float
+    """what the plan predicts, over what is simulated"""
+
+
+def _kind_of(plan: Plan, replica: int) -> int:
+    """Which of the plan's cuts a replica has."""
+    return next(kind for kind, (replicas, _) in enumerate(plan.cuts) if replica in replicas)
+
+
+class BrokenSteps:
+    """Steps of one job's plans, from begin to end; each is simulated once."""
+
+    def __init__(self, job: JobFacts, calibration: Calibration) -> None:
+        self._job, self._calibration = job, calibration
+        self._costs: dict[Plan, PipelineCosts] = {}
+        self._longer: dict[Plan, float] = {}
+        self._courses: dict[tuple[Plan, int, int], _Course] = {}
+
+    def seconds(self, plan: Plan, work: Sequence[Spans]) -> float:
+        """How long a step takes of which each replica runs some micro-batches."""
+        longest: dict[int, int] = {}
+        for each, spans in enumerate(work):
+            kind = _kind_of(plan, each)
+            longest[kind] = max(longest.get(kind, 0), count(spans))
+        return max(self._course(plan, number, kind).step_s for kind, number in longest.items()) * self.longer(plan)
+
+    def longer(self, plan: Plan) -> float:
+        """How many times as long a step takes with the copies that are made in it, if any are, as without."""
+        known = self._longer.get(plan)
+        if known is None:
+            cost_s = copies_take_s(plan, self._request(plan)) if plan.copies.are_made else 0.0
+            known = self._longer[plan] = 1 + cost_s / plan.step_s if plan.step_s else 1.0
+        return known
+
+    def held(self, plan: Plan, rank: int, rest: RestOfStep | None, stopped_s: Sequence[float]) -> HeldSums | None:
+        """What a rank says that it has of a step.
+
+        Args:
+            plan: of the generation.
+            rank: in its grid.
+            rest: what the rank had to do of the step, if not all.
+            stopped_s: by replica, how far into the step it came.
+        """
+        replica, stage = plan.place_of(rank)
+        sections = plan.sections_at(rank)
+        mine = plan.micro_batches_of(replica) if rest is None else numbers_of(rest.work)
+        course, until_s = self._course(plan, len(mine), _kind_of(plan, replica)), stopped_s[replica] / self.longer(plan)
+        everything: Spans = ((0, plan.micro_batches),)
+        done = spans_of(mine[each.micro_batch] for each in course.added[stage] if each.ends_s <= until_s)
+        if min(stopped_s) / self.longer(plan) >= course.reduced_s[stage]:
+            sums: Mapping[int, Spans] = dict.fromkeys(sections, everything)
+        else:
+            sums = self._with_inherited(sections, done, rest)
+        losses = self._losses(plan, rank, mine, rest, course, until_s)
+        held = tuple(SectionSum(section=section, micro_batches=spans) for section, spans in sums.items() if spans)
+        return HeldSums(micro_batch=plan.micro_batch, sections=held, losses=losses) if held else None
+
+    def copied(
+        self, plan: Plan, rank: int, rest: RestOfStep | None, *, state_complete_s: float, until_s: float
+    ) -> HeldSums | None:
+        """What a rank's keeper has of its sums; None: nothing.
+
+        Args:
+            plan: of the generation.
+            rank: whose sums they are.
+            rest: what the rank had to do of the step, if not all.
+            state_complete_s: when the copy of the rank's state was, if there is one, in seconds since the step's begin.
+            until_s: likewise, when the rank, its keeper or its pipeline stopped.
+        """
+        replica, stage = plan.place_of(rank)
+        mine = plan.micro_batches_of(replica) if rest is None else numbers_of(rest.work)
+        course = self._course(plan, len(mine), _kind_of(plan, replica))
+        longer = self.longer(plan)
+        added_s = [each.ends_s * longer for each in course.added[stage]]
+        sizes = {section: self._job.model.sections[section].summed_bytes for section in plan.sections_at(rank)}
+        newest: dict[int, CopiedSum] = {}
+        for copy in copied_sums(
+            added_s,
+            sizes,
+            state_complete_s=state_complete_s,
+            link_bytes_per_s=self._calibration.across_vms.link.bytes_per_s,
+            step_s=plan.step_s * longer,
+            goes_on=rest is not None and bool(rest.taken),
+            until_s=until_s,
+        ):
+            newest[copy.section] = copy
+        parts = []
+        for section, copy in newest.items():
+            taken_s = copy.taken_s / longer
+            done = spans_of(mine[each.micro_batch] for each in course.added[stage] if each.ends_s <= taken_s)
+            spans = self._with_inherited(range(section, section + 1), done, rest)[section]
+            losses = self._losses(plan, rank, mine, rest, course, taken_s)
+            held = SectionSum(section=section, micro_batches=spans)
+            if spans:
+                parts.append(HeldSums(micro_batch=plan.micro_batch, sections=(), copies=(held,), losses=losses))
+        return joined(parts)
+
+    def _losses(
+        self,
+        plan: Plan,
+        rank: int,
+        mine: Sequence[int],
+        rest: RestOfStep | None,
+        course: _Course,
+        until_s: float,
+    ) -> tuple[MicroBatchLoss, ...]:
+        """Losses that a rank knows: none but those of the last stage does."""
+        if plan.sections_at(rank).stop != plan.sections:
+            return ()
+        known = (mine[number] for number, at_s in enumerate(course.loss_s) if at_s <= until_s)
+        inherited = () if rest is None else rest.losses
+        return (*(MicroBatchLoss(micro_batch=number, values=(0.0,) * _WIDTH) for number in known), *inherited)
+
+    def _with_inherited(self, sections: range, done: Spans, rest: RestOfStep | None) -> Mapping[int, Spans]:
+        """By section: what was added here, and not by anyone before; and what the rank went on from."""
+        if rest is None:
+            return dict.fromkeys(sections, done)
+        taken = {s: union(each.micro_batches for each in rest.taken if each.section == s) for s in sections}
+        kept = {each.section: frozenset(numbers_of(each.micro_batches)) for each in rest.kept}
+        new = {section: spans_of(j for j in numbers_of(done) if j not in kept[section]) for section in sections}
+        return {section: union([new[section], taken[section]]) for section in sections}
+
+    def _course(self, plan: Plan, micro_batches: int, kind: int = 0) -> _Course:
+        """A replica's step of so many micro-batches, by how it is cut; a whole one takes as long as the plan says."""
+        known = self._courses.get((plan, micro_batches, kind))
+        if known is None:
+            whole = len(plan.micro_batches_of(0))
+            scale = None if (micro_batches, kind) == (whole, 0) else self._course(plan, whole).scale
+            alike = plan.as_if_all(plan.cuts[kind][1])
+            known = self._courses[plan, micro_batches, kind] = self._simulated(alike, micro_batches, scale)
+        return known
+
+    def _simulated(self, plan: Plan, micro_batches: int, scale: float | None) -> _Course:
+        trace = simulate(
+            self._costs_of(plan),
+            micro_batches=micro_batches,
+            policy=plan.policy,
+            stash_limits=[min(limit, micro_batches) for limit in plan.stash_limits],
+            split_last=min(plan.split_last, micro_batches),
+        )
+        scale = plan.step_s / trace.step_s if scale is None else scale  # of long steps, the planner simulates a part
+        added, loss_s = [], [0.0] * micro_batches
+        for row in trace.rows:
+            ended: list[_Added] = []
+            for (_, kind, micro_batch), _, end_s in row:
+                if kind in (Kind.BACKWARD, Kind.INPUT):  # what is left of halves is done before a rank stops
+                    ended.append(_Added(micro_batch, end_s * scale))
+                elif kind is Kind.FORWARD and row.stage == plan.stages - 1:
+                    loss_s[micro_batch] = end_s * scale
+            added.append(tuple(ended))
+        reduced_s = tuple(at_s * scale for at_s in trace.reduced_s)
+        return _Course(trace.step_s * scale, tuple(added), reduced_s, tuple(loss_s), scale)
+
+    def _costs_of(self, plan: Plan) -> PipelineCosts:
+        known = self._costs.get(plan)
+        if known is None:
+            request = self._request(plan)
+            figures = profile(request.calibration, plan.micro_batch)
+            known = self._costs[plan] = pipeline_costs(figures, plan, gpus_per_vm=request.vm_size)
+        return known
+
+    def _request(self, plan: Plan) -> PlanRequest:
+        return run_request(self._job, workers=plan.workers, calibration=self._calibration, micro_batch=plan.micro_batch)

@@ -1,0 +1,232 @@
+"""A run corrects the calibration that it was planned on. Pure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+
+from varuna.calibration.format import Calibration, OptimizerCosts, SectionKind
+from varuna.core.plan import Plan
+from varuna.core.times import RankTimes
+from varuna.fleet.feedback.cables import seen_networks, stretched
+from varuna.planner.pricing.costs import Around, around_sections
+from varuna.planner.pricing.predict import Prediction, predictions
+from varuna.planner.pricing.profile import profile
+from varuna.planner.pricing.spanning import spanning_costs
+from varuna.simulator.costs import PipelineCosts
+
+_ROUNDS = 25
+"""Of spreading the stages' factors over the kinds of sections that they share."""
+_LARGEST_FACTOR = 1e6
+"""FLOPs under a roofline may be that far off, of tiny sections that wait; anything beyond is a mistake."""
+_OVERHEADS = {"action_s": ("FRBIW", 0.5), "hand_over_s": ("FBI", 0.2), "samples_s": ("F", 0.2)}
+"""What actions take beyond their sections: in which, and the most that it may be of the shortest of them."""
+_CLOSE = 0.01
+"""So near to the measured step a prediction may stay."""
+_LARGEST_GAP, _HALVINGS = 8.0, 10
+"""By so much, at most, the network is corrected for a whole step; and how often the rest is halved."""
+_RUN_NOTE = "refined by a run"
+
+
+Options = Callable[[Calibration], Calibration]
+"""What a job's options change in a calibration, which is of no job."""
+
+
+def _as_it_is(calibration: Calibration) -> Calibration:
+    return calibration
+
+
+def refine(
+    calibration: Calibration,
+    plan: Plan,
+    stages: Sequence[RankTimes],
+    *,
+    options: Options = _as_it_is,
+    is_whole: bool = True,
+    is_apart: bool = False,
+    own: Sequence[int] | None = None,
+) -> Calibration:
+    """The calibration under which ``plan`` takes what it took.
+
+    Times of a stage's sections are scaled so that their sum is what its actions took. A kind of section that several
+    stages run gets what fits all of them best; relations between sections of a stage stay as they were. What a step
+    takes beyond that is put down to the network: not where other stages run on other devices, whose network it is, too.
+
+    Args:
+        calibration: that the plan was made from, or a nominal one.
+        plan: that ran.
+        stages: what its stages took.
+        options: of the job that ran.
+        is_whole: other pipelines than these do not make the step longer.
+        is_apart: others are in another region.
+        own: stages that run on the calibration's class of devices; None: all.
+    """
+    m, here = plan.micro_batch, range(plan.stages) if own is None else own
+    overheads = {
+        name: min(getattr(calibration, name), share * _least_s([stages[k] for k in here], letters))
+        for name, (letters, share) in _OVERHEADS.items()
+    }
+    calibration = calibration.model_copy(update=overheads)
+    known = profile(calibration, m)
+    around = [
+        around_sections(known, span.start, span.stop, is_one_of_many=plan.stages > 1)
+        for span in map(plan.first_cut.sections_of, range(plan.stages))
+    ]
+    kinds = dict(calibration.kinds)
+    order = calibration.kind_names
+    for letters, names in _COLUMNS:
+        spans = [[order[section] for section in _ran(plan, k, stages[k], letters)] for k in range(plan.stages)]
+        wanted = [_inside_s(stages[k], letters, around[k]) if k in here else None for k in range(plan.stages)]
+        kinds = _scaled(kinds, spans, wanted, m, names)
+    notes = tuple(note for note in calibration.notes if not note.startswith(_RUN_NOTE))
+    note = f"{_RUN_NOTE}: {plan.shape}, m = {m}, {min(each.steps for each in stages)} steps"
+    found = calibration.model_copy(update={"kinds": kinds, "notes": (*notes, note)})
+    if own is not None:
+        return found
+    networks = seen_networks(calibration, plan, stages, is_apart=is_apart)
+    shared = {"optimizer": _optimizer(calibration, options, plan, stages), **networks}
+    found = found.model_copy(update=shared)
+    return _with_whole_steps(found, options, plan, max(each.step_s for each in stages)) if is_whole else found
+
+
+_COLUMNS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    # What an action tells of: F and R of each other where only one is seen, as is B of its halves.
+    (("F", "R"), ("forward_s",)),
+    (("R", "F"), ("recompute_s",)),
+    (("B",), ("backward_s",)),
+    (("I",), ("input_s",)),
+    (("W",), ("weight_s",)),
+)
+
+
+def _least_s(stages: Sequence[RankTimes], letters: str) -> float:
+    found = [seconds for stage in stages for letter, (_, seconds) in stage.actions.items() if letter in letters]
+    return min(found, default=0.0)
+
+
+def _told(stage: RankTimes, letters: Sequence[str]) -> str | None:
+    """The first of some actions that was seen."""
+    return next((letter for letter in letters if letter in stage.actions), None)
+
+
+def _ran(plan: Plan, stage: int, times: RankTimes, letters: Sequence[str]) -> range:
+    """Sections that the action told of runs: R leaves out those that the plan keeps."""
+    sections = plan.first_cut.sections_of(stage)
+    kept = len(plan.first_cut.kept_sections_of(stage)) if _told(times, letters) == "R" else 0
+    return sections[: len(sections) - kept]
+
+
+def _inside_s(stage: RankTimes, letters: Sequence[str], around: Around) -> float | None:
+    """What the sections of an action took; None if no such action was seen."""
+    letter = _told(stage, letters)
+    if letter is None:
+        return None
+    beyond_s = {"F": around.forward_s, "B": around.backward_s, "I": around.backward_s}.get(letter, around.plain_s)
+    return max(0.0, stage.actions[letter].seconds - beyond_s)
+
+
+def _scaled(
+    kinds: Mapping[str, SectionKind],
+    spans: Sequence[Sequence[str]],
+    wanted: Sequence[float | None],
+    micro_batch: int,
+    names: Sequence[str],
+) -> dict[str, SectionKind]:
+    """Scale the times ``names`` of every kind, so that each stage's sections take what is ``wanted`` of it."""
+
+    def times_of(kind: SectionKind, name: str) -> tuple[float, ...]:
+        found: tuple[float, ...] = getattr(kind, name)
+        return kind.forward_s if name == "recompute_s" and not found else found
+
+    known = {
+        name: kind.at(times_of(kind, names[0]), micro_batch) if times_of(kind, names[0]) else 0.0
+        for name, kind in kinds.items()
+    }
+    factors = _factors(known, spans, wanted)
+    return {
+        name: kind.model_copy(
+            update={
+                field: tuple(factors[name] * seconds for seconds in times_of(kind, field))
+                for field in names
+                if times_of(kind, field)
+            }
+        )
+        for name, kind in kinds.items()
+    }
+
+
+def _factors(
+    known: Mapping[str, float], spans: Sequence[Sequence[str]], wanted: Sequence[float | None]
+) -> dict[str, float]:
+    """Factors by kind: stages pull their kinds in turn, each kind the further the more of the stage's time it is."""
+    factors = dict.fromkeys(known, 1.0)
+    seen: set[str] = set()
+    for _ in range(_ROUNDS):
+        pulls: dict[str, list[tuple[float, float]]] = {}
+        for span, seconds in zip(spans, wanted, strict=True):
+            sum_s = sum(known[name] * factors[name] for name in span)
+            if seconds is None or sum_s <= 0:
+                continue
+            for name in span:
+                pulls.setdefault(name, []).append((known[name] * factors[name] / sum_s, seconds / sum_s))
+        for name, pulled in pulls.items():
+            weight = sum(share for share, _ in pulled)
+            if weight > 0:
+                seen.add(name)
+                factors[name] *= sum(share * factor for share, factor in pulled) / weight
+    mean = _mean(factors, known, seen)
+    return {
+        name: min(max(factor if name in seen else mean, 1 / _LARGEST_FACTOR), _LARGEST_FACTOR)
+        for name, factor in factors.items()
+    }
+
+
+def _mean(factors: Mapping[str, float], known: Mapping[str, float], seen: set[str]) -> float:
+    """What kinds get that no stage told of."""
+    before_s = sum(known[name] for name in seen)
+    return sum(known[name] * factors[name] for name in seen) / before_s if before_s > 0 else 1.0
+
+
+def _optimizer(calibration: Calibration, options: Options, plan: Plan, stages: Sequence[RankTimes]) -> OptimizerCosts:
+    """What is fixed makes up for what is not as predicted; the stage that waited least for the vote tells the truth."""
+    known = calibration.optimizer
+    varying_s = costs_of(options(calibration), plan).optimizer_s - known.fixed_s
+    return known.model_copy(update={"fixed_s": max(0.0, min(each.ending_s for each in stages) - varying_s)})
+
+
+def _with_whole_steps(calibration: Calibration, options: Options, plan: Plan, measured_s: float) -> Calibration:
+    """The calibration with a network for which a step takes as long as measured, as far as a network can explain it.
+
+    What messages and all-reduces take by themselves says little about how they meet: on one cable, behind each other in
+    sockets, while a rank computes.
+    """
+    if plan.workers == 1:
+        return calibration
+
+    def network(factor: float) -> Calibration:
+        known = {"across_vms": calibration.across_vms, "within_vm": calibration.within_vm}
+        return calibration.model_copy(
+            update={name: stretched(each, factor) for name, each in known.items() if each is not None}
+        )
+
+    def step_s(factor: float) -> float:
+        return predicted(options(network(factor)), plan).step_s
+
+    low, high = 1 / _LARGEST_GAP, _LARGEST_GAP
+    if abs(step_s(1.0) / measured_s - 1) <= _CLOSE or not step_s(low) <= measured_s <= step_s(high):
+        return calibration  # near enough, or no network explains that
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        if step_s(middle) < measured_s:
+            low = middle
+        else:
+            high = middle
+    return network((low * high) ** 0.5)
+
+
+def predicted(calibration: Calibration, plan: Plan) -> Prediction:
+    """A step of the pipelines of a plan that end last."""
+    return max(predictions(plan, calibration), key=attrgetter("step_s"))
+
+
+def costs_of(calibration: Calibration, plan: Plan) -> PipelineCosts:
+    """What the simulator is told about a plan: about its first pipelines."""
+    return spanning_costs(plan, calibration.of, gpus_per_vm=None)
