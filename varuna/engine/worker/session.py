@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from varuna.checkpoint.io.frozen import LeftOut
-from varuna.core.errors import DamagedCheckpoint, FleetError, LinkError
+from varuna.core.errors import DamagedCheckpoint, DivergedError, FleetError, LinkError
 from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Assign, Assignment, Finish, WorkerPhase
 from varuna.core.model import JobFacts
@@ -218,7 +218,12 @@ class Session:
             if isinstance(directive, Apply):
                 standing.apply_verdict(directive)
             elif isinstance(directive, Assign):
-                finished = yield from self._run(directive.assignment)
+                try:
+                    finished = yield from self._run(directive.assignment)
+                except DivergedError:  # on all ranks at once: what is being written is of a good step
+                    if self._saver is not None:
+                        self._saver.flush()
+                    raise
         self._farewell()
         self._shown.finish()
         heart.at("saves the last checkpoint")
