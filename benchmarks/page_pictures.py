@@ -135,10 +135,10 @@ def _watch(album: _Album, run: Path) -> None:
 
 
 def _disturb(seen: Window, run: Path) -> None:
-    """Train until a worker was lost and another one came, and a checkpoint was verified after that."""
+    """Train until a worker was lost and another one came, and a checkpoint is complete."""
     seen.page.goto("about:blank")
     seen.page.goto(link_of(run))
-    seen.seen("#checkpoints-body li.good:has-text('read back')", BOUND_S)
+    seen.seen("#checkpoints-body li.good:has-text('complete since')", BOUND_S)
     members = seen.page.locator("#grid .cell-ok b").all_inner_texts()
     access = read_access(run)
     assert access is not None

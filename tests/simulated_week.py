@@ -20,7 +20,6 @@ from varuna.fleet.page.status import shown_plan
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.state.run_events import (
     CheckpointCommitted,
-    CheckpointVerified,
     GenerationRecord,
     GenerationStarted,
     Morphed,
@@ -67,7 +66,6 @@ class Week:
             )
             if step % STEPS_BETWEEN_CHECKPOINTS == 0:
                 self._take(CheckpointCommitted(step=step))
-                self._take(CheckpointVerified(step=step, read_bytes=2**26, total_bytes=2**36))
         self._take(Notice(text=HOSTILE, warning=True))
 
     def _take(self, event: Any, after_s: float = 0.0) -> None:

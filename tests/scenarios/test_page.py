@@ -152,7 +152,7 @@ def _change(seen: Window, run: Path) -> str:
     seen.page.click("#confirm-no")
     act(seen, "checkpoint", access.token)
     seen.seen("#story-list li.checkpoint", 60)
-    seen.seen("#checkpoints-body li.good:has-text('all of it read back')", 60)
+    seen.seen("#checkpoints-body li.good:has-text('complete since')", 60)
     seen.page.locator("#grid button").first.focus()
     seen.page.keyboard.press("ArrowRight")
     seen.page.keyboard.press("Enter")

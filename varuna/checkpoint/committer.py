@@ -18,14 +18,12 @@ from varuna.checkpoint.manifest import (
     look,
     mark_damaged,
     newest_intact,
-    read_manifest,
     survey,
 )
 from varuna.checkpoint.model_config_file import keep_configuration
 from varuna.checkpoint.names import DAMAGED, checkpoint_place
 from varuna.checkpoint.retention import Kept, prepare, retain
 from varuna.checkpoint.saved_sums import find_sums
-from varuna.checkpoint.verifier import ReadBack, Verifier
 from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectMissing
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -34,22 +32,22 @@ from varuna.core.sums import StoredSums
 from varuna.process.threads import start
 from varuna.store.base import Store
 from varuna.store.opening import open_store
-from varuna.store.retry import writer_id
+from varuna.store.retry import impatient, writer_id
 
 SETTLE_BOUND_S = 120.0
 """Bound on the wait for pending commits before the newest checkpoint is looked up."""
 SHOWN_AGAIN_S = 5.0
 """Between two looks at a store that does not show what this run has committed."""
-VERIFY_BOUND_S = 10.0
-"""How long the end of a run waits for its last checkpoint to be read back."""
+_LOOK_S = 30.0
+"""A store has so long to show what was just committed."""
 
 
 class CheckpointCommitter:
     """Holds the lease of a checkpoint directory, finds the newest checkpoint, commits new ones and removes old ones.
 
-    ``begin`` and ``collect`` return at once. ``say``, ``warn``, ``committed`` (with the steps of a new checkpoint) and
-    ``verified`` (with what reading it back has shown) are called on the committer's threads too. Checkpoints that
-    rescue a run, which do not outlive it, are not read back.
+    ``begin`` and ``collect`` return at once. ``say``, ``warn`` and ``committed`` (with the steps of a new checkpoint)
+    are called on the committer's threads too. A checkpoint counts once its manifest and all its parts are seen in the
+    store; those that rescue a run, which do not outlive it, are not looked at.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class CheckpointCommitter:
         say: Callable[[str], None],
         warn: Callable[[str], None],
         committed: Callable[[int], None] = lambda step: None,
-        verified: Callable[[ReadBack], None] = lambda finding: None,
         committed_step: int = -1,
     ) -> None:
         """Take the directory for this run, and make room if a fresh start is asked for.
@@ -73,7 +70,7 @@ class CheckpointCommitter:
             UsageError: ``overwrite`` without ``new``.
         """
         assert job.checkpoint_dir is not None
-        self._job, self._warn, self._committed, self._verified = job, warn, committed, verified
+        self._job, self._warn, self._committed = job, warn, committed
         self._kept = Kept(job.keep_last, job.keep_every)
         self._writer = writer_id()
         self._run_id = secrets.token_hex(4)
@@ -85,14 +82,14 @@ class CheckpointCommitter:
             self._lease.release()
             raise
         self._collector = self._new_collector()
-        self.verifier = Verifier(self.store, found=self._look_at, warn=warn)
         self._gathered: Gathered | None = None
         self._work: queue.Queue[Callable[[], None]] = queue.Queue()
         self._closed = threading.Event()
         self._is_unneeded = threading.Event()  # what ``newest`` waits for
         self._changed = threading.Condition()  # guards the fields below
         self._committed_step = self._reached_step = committed_step  # differ where the newest turned out to be damaged
-        self._proven: int | None = None  # step of the newest one that was read back or resumed from
+        self._proven: int | None = None  # step of the newest one that was seen whole or resumed from
+        self._is_blind = False  # the store has not shown the newest one, which was said
         self._open = 0  # pieces of work that are not done
         for name, target in (("commit", self._commit_all), ("lease", self._keep_lease)):
             start(name, target)
@@ -219,9 +216,6 @@ class CheckpointCommitter:
             return
         if not self.settle(timeout_s):
             self._warn(f"a checkpoint was still being committed after {timeout_s:.0f} s; the previous one stays valid")
-        elif self.verifier.wait(VERIFY_BOUND_S):
-            self.settle(VERIFY_BOUND_S)  # where it is damaged, that is written down
-        self.verifier.close()
         self._closed.set()
         self._post(lambda: None)
         lease, self._lease = self._lease, None
@@ -268,17 +262,20 @@ class CheckpointCommitter:
         standing = commit(self.store, manifest)
         dropped = self._collector.passed(standing.step)
         self._gathered = self._collector.gathered
+        is_whole = self._job.rescues or self._look_at(standing)
         with self._changed:
-            self._committed_step = self._reached_step = standing.step
+            self._reached_step = standing.step
+            if is_whole:
+                self._committed_step = standing.step
             self._changed.notify_all()
+        if not is_whole:
+            return
         self._committed(standing.step)
         if dropped and not self._job.rescues:
             self._warn(
                 f"{dropped} shards of checkpoints before that of step {standing.step} were dropped: other shards of "
                 "them never came"
             )
-        if not self._job.rescues:
-            self.verifier.begin(standing)
         self._retain(standing.step)
 
     def _make_room(self) -> None:
@@ -293,56 +290,47 @@ class CheckpointCommitter:
         except CheckpointError as error:
             self._warn(f"older checkpoints are not removed now: {error}")
 
-    def _look_at(self, manifest: Manifest, finding: ReadBack) -> None:
-        """What follows is done between commits, so that nothing is marked that was removed or replaced meanwhile."""
-        if finding.damage:
-            self._post(lambda: self._give_up_aloud(manifest, finding))
-        else:
-            self._post(lambda: self._rely_on(manifest.step))
-            self._verified(finding)
+    def _look_at(self, manifest: Manifest) -> bool:
+        """Look for what was committed: its manifest, and its parts with their sizes. False if it is damaged.
 
-    def _rely_on(self, step: int) -> None:
-        """An older one that was kept until this one was read back may go."""
-        with self._changed:
-            committed = self._committed_step
-            if step > committed:  # the run has fallen back before it meanwhile
-                return
-            older, self._proven = self._proven, max(step, self._proven or 0)
-        if older is not None and older < step and self._holds():
-            self._retain(committed)
-
-    def _give_up_aloud(self, manifest: Manifest, finding: ReadBack) -> None:
+        Where the store cannot be read, the one before stays: nobody knows whether this one can be used.
+        """
+        store, step = impatient(self.store, _LOOK_S), manifest.step
         try:
-            self._give_up(manifest, finding)
+            intact(store, look(store, step))
+        except DamagedCheckpoint as error:
+            self._give_up(step, str(error))
+            return False
+        except ObjectMissing:  # the manifest: a person has removed it
+            return True
+        except CheckpointError as error:
+            if not self._is_blind:
+                self._warn(
+                    f"the checkpoint of step {step} cannot be read: {error}. It was committed, and training goes on; "
+                    "whether it can be used is not known."
+                )
+            self._is_blind = True
+            return True
+        self._is_blind = False
+        with self._changed:
+            self._proven = max(step, self._proven or 0)
+        return True
+
+    def _give_up(self, step: int, damage: str) -> None:
+        """Mark a checkpoint that is not what was written; an older one counts."""
+        try:
+            mark_damaged(self.store, step, damage)
         except CheckpointError as error:
             self._warn(
-                f"the checkpoint of step {manifest.step} is damaged: {finding.damage}. It cannot be marked ({error}); "
-                "`varuna checkpoints verify` does that later"
+                f"the checkpoint of step {step} is damaged: {damage}. It cannot be marked ({error}); `varuna "
+                "checkpoints verify` does that later"
             )
-
-    def _give_up(self, manifest: Manifest, finding: ReadBack) -> None:
-        """Mark a checkpoint that is not what was written; an older one counts from now on."""
-        try:
-            if read_manifest(self.store, manifest.step) != manifest:
-                return
-        except ObjectMissing:
             return
-        except DamagedCheckpoint:
-            pass  # that is the damage
-        mark_damaged(self.store, manifest.step, finding.damage)
-        try:
-            found = newest_intact(self.store)
-        except CheckpointError:
-            found = None
-        instead = None if found is None else found[0].step
-        with self._changed:
-            if self._committed_step == manifest.step:
-                self._committed_step = -1 if instead is None else instead
+        older = self.committed_step
         self._warn(
-            f"the checkpoint of step {manifest.step} is damaged. Read back after its commit, it is not what was "
-            f"written: {finding.damage}. It is marked, so no run uses it, and training goes on. {_then(instead)}"
+            f"the checkpoint of step {step} is damaged. Looked at after its commit, it is not what was written: "
+            f"{damage}. It is marked, so no run uses it, and training goes on. {_then(None if older < 0 else older)}"
         )
-        self._verified(finding._replace(instead=instead))
 
     def _holds(self) -> bool:
         """Whether this run may commit. A lease that somebody removed is made again, unless another run was here."""

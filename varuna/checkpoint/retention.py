@@ -30,8 +30,8 @@ def superfluous(
         folders: (step, whether it is complete) of all folders.
         committed: step whose checkpoint is known to be intact, since it was just committed or restored.
         kept: the user's settings.
-        proven: step of the newest checkpoint that was read back, or resumed from. It stays, as one more if need be:
-            until a newer one is read back too, nobody knows whether that can be used.
+        proven: step of the newest checkpoint that was seen whole, or resumed from. It stays, as one more if need be:
+            until a newer one is seen whole too, nobody knows whether that can be used.
     """
     going, staying = [], 1
     for step, is_complete in sorted(folders, reverse=True):

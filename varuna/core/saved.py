@@ -22,10 +22,6 @@ _LEAST_S, _STALLS = 10.0, 20
 _COUNTED = 8
 """More replicas change nothing that anybody could wait for."""
 
-STRETCH_BYTES = 16 * 2**20
-"""Of a long piece so many bytes can be checked alone: a multiple of every element's size, and part of the format."""
-
-
 _DEEPEST = 500
 """Lists and objects in each other: whoever walks through them must not run out of stack."""
 _LARGEST_BYTES = 2**62
@@ -41,9 +37,6 @@ class Piece(Value):
     count: int = Field(ge=0, description="elements")
     offset: int = Field(ge=0, description="byte within the file where they begin")
     crc32: int = Field(default=0, ge=0, description="of the bytes")
-    running: tuple[int, ...] = Field(
-        default=(), description="CRC-32 of the bytes up to each multiple of STRETCH_BYTES: each stretch can be checked"
-    )
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -28,7 +28,7 @@ _KINDS = {
     "left": "dim",
     "joined": "dim",
 }
-_UNTOLD = {"checkpoint", "verified", "ended", "joined"}
+_UNTOLD = {"checkpoint", "ended", "joined"}
 """Said elsewhere in the view."""
 _ENDLESS_STEPS = 10**8
 _NARROW = 60
@@ -154,17 +154,12 @@ def _kept(status: Mapping[str, Any]) -> list[str]:
 
 
 def _newest_checkpoint(status: Mapping[str, Any]) -> str:
-    checkpoint, verified = status["checkpoint"], status.get("verified")
+    checkpoint = status["checkpoint"]
     if checkpoint is None:
         return "no checkpoint yet"
-    if checkpoint.get("damage"):
-        instead = checkpoint["instead"]
-        left = "no other is whole" if instead is None else f"step {instead} counts"
-        return f"checkpoint step {checkpoint['step']} is damaged: {left}"
     if checkpoint.get("resumed"):
         return f"resumed from the checkpoint of step {checkpoint['step']}"
-    is_verified = verified is not None and verified["step"] == checkpoint["step"]
-    return f"checkpoint step {checkpoint['step']}, {clock(checkpoint['time_s'])}{', verified' * is_verified}"
+    return f"checkpoint step {checkpoint['step']}, {clock(checkpoint['time_s'])}"
 
 
 def _saving(status: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """Saving in the background of the training thread."""
 
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from typing import NamedTuple
@@ -8,7 +9,6 @@ from typing import NamedTuple
 from varuna.checkpoint.header import header_of
 from varuna.checkpoint.io.snapshot import Copied
 from varuna.checkpoint.names import shard_file, step_folder
-from varuna.checkpoint.reading import checksums
 from varuna.core.errors import CheckpointError
 from varuna.core.saved import SavedShard
 from varuna.process.threads import Crew, start
@@ -146,7 +146,7 @@ def write_part(store: Store, step: int, copied: Copied, writer: str, beside: Cre
     """
     part, data = copied
     beginning = header_of(step, part.name, part.pieces, part.scalars)
-    sums = [beside.submit(checksums, data[p.offset : p.offset + p.size_bytes]) for p in part.pieces]
+    sums = [beside.submit(zlib.crc32, data[p.offset : p.offset + p.size_bytes]) for p in part.pieces]
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield beginning
@@ -164,10 +164,8 @@ def write_part(store: Store, step: int, copied: Copied, writer: str, beside: Cre
         file=file,
         size_bytes=len(beginning) + len(data),
         pieces=tuple(
-            piece.model_copy(
-                update={"offset": len(beginning) + piece.offset, "crc32": whole, "running": tuple(running)}
-            )
-            for piece, (*running, whole) in zip(part.pieces, (each.result() for each in sums), strict=True)
+            piece.model_copy(update={"offset": len(beginning) + piece.offset, "crc32": crc32.result()})
+            for piece, crc32 in zip(part.pieces, sums, strict=True)
         ),
         scalars=part.scalars,
     )

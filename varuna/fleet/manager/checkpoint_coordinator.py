@@ -7,7 +7,6 @@ from pathlib import Path
 from varuna.checkpoint.collector import Gathered
 from varuna.checkpoint.committer import CheckpointCommitter
 from varuna.checkpoint.names import checkpoint_place
-from varuna.checkpoint.verifier import ReadBack
 from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
@@ -23,9 +22,9 @@ _COMPLAINS_AGAIN_S = 300.0
 class CheckpointCoordinator:
     """Commits, retains and finds checkpoints in the job's ``checkpoint_dir``; without one it does nothing.
 
-    For one thread, which waits for the store in ``newest``, ``resume`` and ``close``; ``warn``, ``committed`` with the
-    steps of a new checkpoint, and ``verified`` with what reading it back has shown, are called by any. ``completed`` is
-    called as ``committed`` is, and also for checkpoints that do not outlive the run. The job comes from the first
+    For one thread, which waits for the store in ``newest``, ``resume`` and ``close``; ``warn``, and ``committed`` with
+    the steps of a new checkpoint, are called by any. ``completed`` is called as ``committed`` is, and also for
+    checkpoints that do not outlive the run. The job comes from the first
     machine that joins: with ``allowed`` it chooses a directory there or below, or none. ``known`` is what a manager
     before this one has committed.
 
@@ -42,11 +41,10 @@ class CheckpointCoordinator:
         allowed: str = "",
         committed: Callable[[int], None] = lambda step: None,
         completed: Callable[[int], None] = lambda step: None,
-        verified: Callable[[ReadBack], None] = lambda finding: None,
         known: KnownCheckpoint | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._committed, self._completed, self._verified = committed, completed, verified
+        self._committed, self._completed = committed, completed
         self._new, self._overwrite, self._warn, self._known = new, overwrite, warn, known
         self._allowed = location(allowed) if allowed else ""
         self._keeper: CheckpointCommitter | None = None
@@ -102,7 +100,6 @@ class CheckpointCoordinator:
                 say=self._warn,
                 warn=self._warn,
                 committed=self._tell,
-                verified=self._verified,
                 committed_step=-1 if known is None else known.step,
             )
         except CheckpointError:

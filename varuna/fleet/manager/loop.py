@@ -50,7 +50,6 @@ from varuna.fleet.state.questions import Answer, Planner, WhichCheckpoint, check
 from varuna.fleet.state.run_events import (
     Audited,
     CheckpointCommitted,
-    CheckpointVerified,
     GenerationStarted,
     GenerationTimed,
     Notice,
@@ -157,7 +156,7 @@ class Manager:
             self._close_store()
             self._planning.close()
             for event in self._mailbox.rest():  # what the keeper did and warned of at last
-                if isinstance(event, Notice | CheckpointCommitted | CheckpointVerified):
+                if isinstance(event, Notice | CheckpointCommitted):
                     self._publish(event)
         if ended is None or ended.exit_code:
             return ended
@@ -210,9 +209,7 @@ class Manager:
             case Request(event=wanted, done=done):
                 self._handle(wanted)
                 done.set()
-            case Audited() | Notice() | GenerationTimed() | WaitsSplit() | Priced():
-                self._publish(event)
-            case CheckpointCommitted() | CheckpointVerified():
+            case Audited() | Notice() | GenerationTimed() | WaitsSplit() | Priced() | CheckpointCommitted():
                 self._publish(event)
             case Broken(error=error):
                 raise error

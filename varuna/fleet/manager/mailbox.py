@@ -12,7 +12,6 @@ from varuna.fleet.state.inputs import Event
 from varuna.fleet.state.run_events import (
     Audited,
     CheckpointCommitted,
-    CheckpointVerified,
     GenerationTimed,
     Notice,
     Priced,
@@ -57,7 +56,6 @@ Posted = (
     | WaitsSplit
     | Priced
     | CheckpointCommitted
-    | CheckpointVerified
     | Broken
     | Leave
 )

@@ -35,7 +35,7 @@ def exposition(status: Mapping[str, Any]) -> str:
     workers = Counter(worker["state"] for worker in status.get("workers", []))
     phase = str(status.get("state", "")).split(":")[0].split(" ")[0]
     newest_s = next((s for each in reversed(generations[1:]) if (s := each["recovery_s"]) is not None), None)
-    checkpoint, verified = status.get("checkpoint") or {}, status.get("verified") or {}
+    checkpoint = status.get("checkpoint") or {}
     silent_s = [each["silent_s"] for each in status.get("workers", []) if each["silent_s"] is not None]
     parts = [
         _gauge("state", "1 for what the run does now.", _labelled("state", {s: float(s == phase) for s in STATES})),
@@ -60,34 +60,15 @@ def exposition(status: Mapping[str, Any]) -> str:
         _counter("redone_steps_total", "Steps that were computed again.", _one(_redone(generations))),
         _gauge("recovery_seconds", "The newest change of plan, from its cause to the next step.", _one(newest_s)),
         _counter("lost_workers_total", "Workers that were lost.", _one(status.get("lost_workers"))),
-        _gauge(
-            "checkpoint_step", "Steps in the newest complete checkpoint that can be used.", _one(_usable(checkpoint))
-        ),
+        _gauge("checkpoint_step", "Steps in the newest complete checkpoint.", _one(checkpoint.get("step"))),
         _gauge(
             "checkpoint_timestamp_seconds",
             "When the newest checkpoint was complete, or the run began, in seconds since 1970.",
             _one(checkpoint.get("time_s") or status.get("began_s")),
         ),
         _gauge("disk_free_bytes", "Free in the file system of the run's folder.", _one(status.get("disk_free_bytes"))),
-        _gauge(
-            "verified_checkpoint_step", "Steps in the newest checkpoint that was read back.", _one(verified.get("step"))
-        ),
-        _gauge(
-            "verified_checkpoint_timestamp_seconds",
-            "When that was read back, in seconds since 1970.",
-            _one(verified.get("time_s")),
-        ),
-        _counter(
-            "damaged_checkpoints_total",
-            "Checkpoints that were not what was written when they were read back.",
-            _one(status.get("damaged")),
-        ),
     ]
     return "".join(parts)
-
-
-def _usable(checkpoint: Mapping[str, Any]) -> Any:
-    return checkpoint.get("instead" if checkpoint.get("damage") else "step")
 
 
 def _redone(generations: Iterable[Mapping[str, Any]]) -> int:

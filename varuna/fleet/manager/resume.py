@@ -21,7 +21,6 @@ from varuna.fleet.state.run_events import (
     Answered,
     Asked,
     CheckpointCommitted,
-    CheckpointVerified,
     GenerationRecord,
     GenerationStarted,
     Morphed,
@@ -39,7 +38,7 @@ def lost_workers(past: Past) -> set[str]:
 
 
 class KnownCheckpoint(NamedTuple):
-    """The newest checkpoint that a run has committed and not found to be damaged."""
+    """The newest checkpoint that a run has committed."""
 
     directory: str
     step: int
@@ -47,17 +46,9 @@ class KnownCheckpoint(NamedTuple):
 
 def known_checkpoint(past: Past) -> KnownCheckpoint | None:
     """What a run that did not end must find again; None: nothing."""
-    step: int | None = None
-    for event in past.events:
-        match event:
-            case CheckpointCommitted():
-                step = event.step
-            case CheckpointVerified(damage=damage) if damage and event.step == step:
-                step = event.instead
-            case _:
-                pass
+    committed = [event.step for event in past.events if isinstance(event, CheckpointCommitted)]
     directory = past.job.checkpoint_dir if past.job is not None else None
-    return None if step is None or directory is None else KnownCheckpoint(directory, step)
+    return KnownCheckpoint(directory, committed[-1]) if committed and directory is not None else None
 
 
 def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:

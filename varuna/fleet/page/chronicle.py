@@ -11,12 +11,11 @@ from varuna.fleet.page.costs import Bill, Meter, shown
 from varuna.fleet.page.marks import MarkHistory
 from varuna.fleet.page.pace import StepPace
 from varuna.fleet.page.step_history import StepHistory, row
-from varuna.fleet.page.story import MOST_TEXT, told
+from varuna.fleet.page.story import told
 from varuna.fleet.page.waits import Waits
 from varuna.fleet.run_folder.past_events import PastStep, events_and_steps
 from varuna.fleet.state.run_events import (
     CheckpointCommitted,
-    CheckpointVerified,
     GenerationRecord,
     GenerationStarted,
     GenerationTimed,
@@ -62,8 +61,6 @@ class Chronicle:
         self._timed: dict[str, object] | None = None
         self._waits = Waits()
         self._checkpoint: dict[str, object] | None = None
-        self._verified: dict[str, object] | None = None
-        self._damaged = 0
         self._ended: dict[str, object] | None = None
         self._newest_step: int | None = None
         self._began_s: float | None = None
@@ -95,8 +92,6 @@ class Chronicle:
                 case CheckpointCommitted(step=step):
                     self._checkpoint = {"step": step, "time_s": round(time_s, 2)}
                     self._note("checkpoint", self._checkpoint)
-                case CheckpointVerified():
-                    self._look_at(event, time_s)
                 case RunEnded(exit_code=exit_code, text=text, worker=worker):
                     self._ended = {"exit_code": exit_code, "text": text, "worker": worker, "time_s": round(time_s, 2)}
                     self._note("ended", self._ended)
@@ -105,16 +100,6 @@ class Chronicle:
             if (mark := told(event, time_s, self._newest_step)) is not None:
                 self._marks.take(mark)
                 self._note("mark", mark._asdict())
-
-    def _look_at(self, found: CheckpointVerified, time_s: float) -> None:
-        self._damaged += bool(found.damage)
-        if not found.damage:
-            bytes_ = {"read_bytes": found.read_bytes, "total_bytes": found.total_bytes}
-            self._verified = {"step": found.step, "time_s": round(time_s, 2), **bytes_}
-            self._note("verified", self._verified)
-        elif self._checkpoint is not None and self._checkpoint["step"] == found.step:
-            self._checkpoint = {**self._checkpoint, "damage": found.damage[:MOST_TEXT], "instead": found.instead}
-            self._note("checkpoint", self._checkpoint)
 
     def read(self, run_dir: Path) -> None:
         """Note all that a run's journal has.
@@ -166,7 +151,6 @@ class Chronicle:
                 "timed": self._timed,
                 "waits": self._waits.describe(),
                 "checkpoint": self._checkpoint,
-                "verified": self._verified,
                 "ended": self._ended,
             }
 
@@ -179,8 +163,6 @@ class Chronicle:
                 "timed": self._timed,
                 "waits": self._waits.describe(),
                 "checkpoint": self._checkpoint,
-                "verified": self._verified,
-                "damaged": self._damaged,
                 "began_s": self._began_s,
                 **self._reckoned(total, now_s),
             }

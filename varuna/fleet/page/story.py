@@ -3,11 +3,10 @@
 from typing import Literal, NamedTuple
 
 from varuna.core.plan import Plan
-from varuna.core.units import counted, format_bytes, format_dollars, format_duration
+from varuna.core.units import counted, format_dollars, format_duration
 from varuna.fleet.state.run_events import (
     Asked,
     CheckpointCommitted,
-    CheckpointVerified,
     GenerationRecord,
     GenerationStarted,
     Morphed,
@@ -30,7 +29,6 @@ Kind = Literal[
     "notice",
     "warning",
     "checkpoint",
-    "verified",
     "asked",
     "ended",
     "failed",
@@ -78,8 +76,8 @@ def _sentence(event: RunEvent) -> tuple[Kind, str] | None:
             return "lost", cause if worker in cause else f"Lost worker {worker}: {cause}"
         case Notice(text=text, warning=warning, departs=departs):
             return "warning" if warning else "leaving" if departs else "notice", text
-        case CheckpointCommitted() | CheckpointVerified():
-            return _saved(event)
+        case CheckpointCommitted(step=step):
+            return "checkpoint", f"The checkpoint of step {step} is complete."
         case Asked(what=what, node=node, reason=reason):
             of = f" of node {node}" if node else ""
             return "asked", f"A {what}{of} was requested{f': {reason}' if reason else ''}."
@@ -89,16 +87,6 @@ def _sentence(event: RunEvent) -> tuple[Kind, str] | None:
             return "failed", f"The run ended with exit code {exit_code}: {text}"
         case _:
             return None
-
-
-def _saved(event: CheckpointCommitted | CheckpointVerified) -> tuple[Kind, str] | None:
-    if isinstance(event, CheckpointCommitted):
-        return "checkpoint", f"The checkpoint of step {event.step} is complete."
-    if event.damage:
-        return None  # a warning says it
-    parts = f"{format_bytes(event.read_bytes)} of {format_bytes(event.total_bytes)}"
-    much = "all of it" if event.read_bytes == event.total_bytes else parts
-    return "verified", f"The checkpoint of step {event.step} is verified: {much} was read back and compared."
 
 
 def _morph(record: GenerationRecord, old: Plan) -> str:

@@ -43,7 +43,7 @@ from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import CheckpointCompleted, FinishRequested, StopRequested
 from varuna.fleet.state.phases import Ended, Running
 from varuna.fleet.state.questions import Planner
-from varuna.fleet.state.run_events import CheckpointCommitted, CheckpointVerified, Notice, Priced, RunEvent
+from varuna.fleet.state.run_events import CheckpointCommitted, Notice, Priced, RunEvent
 from varuna.process.file_lock import own
 from varuna.process.signals import INTERRUPTED, handled
 
@@ -233,7 +233,6 @@ class ManagerService(Generic[B]):
                 allowed=place.checkpoints,
                 committed=lambda step: self.mailbox.post(CheckpointCommitted(step=step)),
                 completed=lambda step: self.mailbox.post(CheckpointCompleted(step)),
-                verified=lambda finding: self.mailbox.post(CheckpointVerified(**finding._asdict())),
                 known=None if past is None else known_checkpoint(past),
             )
             self._desk = StepDesk(

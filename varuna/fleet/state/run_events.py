@@ -166,17 +166,6 @@ class CheckpointCommitted(Value):
     step: int = Field(description="steps that it contains")
 
 
-class CheckpointVerified(Value):
-    """A committed checkpoint was read back: its manifest, its listing and random pieces, each with its checksum."""
-
-    kind: Literal["checkpoint_verified"] = "checkpoint_verified"
-    step: int = Field(description="steps that it contains")
-    read_bytes: int = Field(ge=0, description="of its parts, which were compared")
-    total_bytes: int = Field(ge=0, description="of its parts")
-    damage: str = Field(default="", description="what is wrong; then it is marked, and no run uses it")
-    instead: int | None = Field(default=None, description="with damage: the newest one that looks whole")
-
-
 class Notice(Value):
     """Something that a person should read."""
 
@@ -234,7 +223,6 @@ RunEvent = Annotated[
     | GenerationTimed
     | WaitsSplit
     | CheckpointCommitted
-    | CheckpointVerified
     | Notice
     | Audited
     | Asked

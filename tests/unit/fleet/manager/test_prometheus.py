@@ -30,8 +30,6 @@ STATUS: dict[str, Any] = {
     ],
     "lost_workers": 4,
     "checkpoint": {"step": 40, "time_s": 1000.25},
-    "verified": {"step": 30, "time_s": 900.5, "read_bytes": 5, "total_bytes": 9},
-    "damaged": 0,
     "still_s": 840.5,
     "waits_for": 'P=4 was requested, but there is 1 worker (worker "n1.0" closed\nits connection)',
     "wanted": 4,
@@ -74,9 +72,6 @@ def test_a_run_is_told_in_the_format_of_prometheus() -> None:
         "varuna_recovery_seconds": 0.25,
         "varuna_lost_workers_total": 4,
         "varuna_checkpoint_step": 40,
-        "varuna_verified_checkpoint_step": 30,
-        "varuna_verified_checkpoint_timestamp_seconds": 900.5,
-        "varuna_damaged_checkpoints_total": 0,
     }
     assert [name for name, value in found.items() if name.startswith("varuna_state[") and value] == [
         "varuna_state[training]"
@@ -88,13 +83,6 @@ def test_what_is_not_known_yet_is_left_out() -> None:
     assert found["varuna_state[starting]"] == 1
     assert not {"varuna_step", "varuna_loss", "varuna_steps", "varuna_stages"} & set(found)
     assert read({"state": "ended with exit code 1"})["varuna_state[ended]"] == 1
-
-
-def test_a_damaged_checkpoint_is_not_the_newest_one() -> None:
-    damaged = {"step": 40, "time_s": 1000.25, "damage": "a part is missing", "instead": 30}
-    found = read({**STATUS, "checkpoint": damaged, "damaged": 1})
-    assert (found["varuna_checkpoint_step"], found["varuna_damaged_checkpoints_total"]) == (30, 1)
-    assert "varuna_checkpoint_step" not in read({**STATUS, "checkpoint": {**damaged, "instead": None}})
 
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:

@@ -11,7 +11,6 @@ from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.live_feed import EventStream, LiveFeed, difference, position
 from varuna.fleet.state.run_events import (
     CheckpointCommitted,
-    CheckpointVerified,
     GenerationRecord,
     GenerationStarted,
     Morphed,
@@ -73,26 +72,6 @@ def test_a_page_hears_everything_once_and_then_what_changes() -> None:
     assert [kind for _, kind, _ in changes] == ["steps", "mark", "checkpoint", "mark"]
     assert changes[0][2] == [[1, 3.0, 1.5, 8.0], [2, 4.0, None, 8.0]]
     assert changes[1][2]["text"] == "two\nlines\n\n: and more"
-
-
-def test_what_reading_back_a_checkpoint_has_shown_is_told() -> None:
-    chronicle = Chronicle()
-    chronicle.take(CheckpointCommitted(step=3), 1.0)
-    chronicle.take(CheckpointVerified(step=3, read_bytes=2**20, total_bytes=2**22), 2.0)
-    chronicle.take(CheckpointCommitted(step=6), 3.0)
-    chronicle.take(CheckpointVerified(step=3, read_bytes=0, total_bytes=9, damage="old", instead=None), 3.5)
-    now = chronicle.newest(10, 4.0)
-    assert now["checkpoint"] == {"step": 6, "time_s": 3.0}
-    assert now["verified"] == {"step": 3, "time_s": 2.0, "read_bytes": 2**20, "total_bytes": 2**22}
-    chronicle.take(CheckpointVerified(step=6, read_bytes=0, total_bytes=9, damage="a part is missing", instead=3), 5.0)
-    assert (now["damaged"], chronicle.newest(10, 6.0)["damaged"]) == (1, 2)
-    _, whole = chronicle.describe()
-    assert whole["checkpoint"] == {"step": 6, "time_s": 3.0, "damage": "a part is missing", "instead": 3}
-    marks = whole["marks"]
-    assert isinstance(marks, list)
-    assert [mark["text"] for mark in marks if mark["kind"] == "verified"] == [
-        "The checkpoint of step 3 is verified: 1 MiB of 4 MiB was read back and compared."
-    ]
 
 
 def test_a_page_that_comes_back_hears_what_it_missed_and_everything_where_too_much_is_gone() -> None:

@@ -45,7 +45,7 @@ export function bytes(value) {
 
 export const counted = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
 
-const SENTENCES = { lost: "lost worker", morph: "morph", warning: "warning", checkpoint: "checkpoint", verified: "verification", notice: "notice", joined: "newcomer", left: "departure", leaving: "leaving machine", asked: "request", failed: "failure" };
+const SENTENCES = { lost: "lost worker", morph: "morph", warning: "warning", checkpoint: "checkpoint", notice: "notice", joined: "newcomer", left: "departure", leaving: "leaving machine", asked: "request", failed: "failure" };
 
 /** How many sentences of each kind: "3 lost workers, 1 morph". */
 export const tally = (counts) => Object.entries(SENTENCES).filter(([kind]) => counts[kind])

@@ -5,7 +5,7 @@ const MOST_MARKS = 600, MOST_OLDER = 1200;
 
 export function nothing() {
   return {
-    known: false, buckets: [], recent: [], bands: [], marks: [], older: { width_s: 1, rows: [] }, timed: null, waits: null, checkpoint: null, verified: null, ended: null,
+    known: false, buckets: [], recent: [], bands: [], marks: [], older: { width_s: 1, rows: [] }, timed: null, waits: null, checkpoint: null, ended: null,
     status: {}, workers: new Map(),
   };
 }

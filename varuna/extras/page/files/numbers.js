@@ -1,7 +1,7 @@
 /** The figures at the top, checkpoints, and what a run has cost so far where prices are known. */
 
 import { byId, make, say, term } from "./dom.js";
-import { bytes, clock, counted, number, percent, spaced, span } from "./format.js";
+import { clock, counted, number, percent, spaced, span } from "./format.js";
 import { newest } from "./model.js";
 
 export function drawNumbers(run) {
@@ -31,9 +31,9 @@ function fill(list, shown) {
 }
 
 export function drawCheckpoints(run) {
-  const { status, checkpoint, verified } = run, { saving } = status, folder = status.rescues ? null : status.checkpoint_dir, box = byId("checkpoints-body");
+  const { status, checkpoint } = run, { saving } = status, folder = status.rescues ? null : status.checkpoint_dir, box = byId("checkpoints-body");
   const durable = Math.max(status.durable_step ?? 0, checkpoint?.step ?? 0);
-  const key = JSON.stringify([folder, durable, saving, checkpoint, verified, status.steps]);
+  const key = JSON.stringify([folder, durable, saving, checkpoint, status.steps]);
   if (box.dataset.key === key) return;
   box.dataset.key = key;
   if (!folder && !status.steps) {
@@ -44,7 +44,7 @@ export function drawCheckpoints(run) {
     box.replaceChildren(make("p", { class: "soft" }, "The script keeps no checkpoints. With checkpoints= in its Trainer, a run survives the loss of all of its workers."));
     return;
   }
-  const states = [uploaded(saving, durable), committed(checkpoint), readBack(verified)];
+  const states = [uploaded(saving, durable), committed(checkpoint)];
   box.replaceChildren(
     make("ol", { class: "chain" }, ...states.map(([name, kind, value, note]) =>
       make("li", { class: kind }, make("span", {}, name), make("b", {}, value), make("small", {}, note)))),
@@ -62,16 +62,7 @@ function uploaded(saving, durable) {
 function committed(checkpoint) {
   if (!checkpoint) return ["committed", "", "none yet", ""];
   if (checkpoint.resumed) return ["committed", "good", `step ${checkpoint.step}`, "the run goes on from it"];
-  if (!checkpoint.damage) return ["committed", "good", `step ${checkpoint.step}`, `complete since ${clock(checkpoint.time_s)}`];
-  const then = checkpoint.instead === null ? "no other is whole" : `step ${checkpoint.instead} counts until the next one`;
-  return ["committed", "bad", `step ${checkpoint.step} is damaged`, then];
-}
-
-function readBack(verified) {
-  if (!verified) return ["verified", "", "none yet", "what is committed is read back, at most 64 MiB of it"];
-  const { read_bytes, total_bytes, step, time_s } = verified;
-  const much = read_bytes === total_bytes ? "all of it" : `${bytes(read_bytes)} of ${bytes(total_bytes)}`;
-  return ["verified", "good", `step ${step}`, `${much} read back, ${clock(time_s)}`];
+  return ["committed", "good", `step ${checkpoint.step}`, `complete since ${clock(checkpoint.time_s)}`];
 }
 
 /** Cents, and below a tenth of a dollar more. */

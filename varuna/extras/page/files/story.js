@@ -4,7 +4,7 @@ import { byId, make, prose } from "./dom.js";
 import { clock, tally } from "./format.js";
 
 const FEW = 30;
-const NAMES = { lost: "lost", warning: "warning", checkpoint: "saved", verified: "verified", morph: "morph", joined: "joined", left: "left", leaving: "leaving", failed: "failed", ended: "ended", begin: "start", asked: "asked", notice: "note" };
+const NAMES = { lost: "lost", warning: "warning", checkpoint: "saved", morph: "morph", joined: "joined", left: "left", leaving: "leaving", failed: "failed", ended: "ended", begin: "start", asked: "asked", notice: "note" };
 const state = { all: false, key: "" };
 
 /** `showNear(step)` shows a step's picture. */
@@ -26,7 +26,7 @@ export function drawStory(run) {
   more.hidden = run.marks.length <= FEW;
   more.textContent = state.all ? "show fewer" : `show ${run.older.rows.length ? "the newest" : "all"} ${run.marks.length}`;
   const list = byId("story-list");
-  list.replaceChildren(...together(shown).toReversed().map((mark) => make("li", { class: mark.kind },
+  list.replaceChildren(...shown.toReversed().map((mark) => make("li", { class: mark.kind },
     make("time", { datetime: new Date(mark.time_s * 1000).toISOString() }, clock(mark.time_s)), " ",
     make("span", { class: "kind" }, NAMES[mark.kind] ?? mark.kind), " ", make("span", { class: "text" }, ...prose(words(mark))),
     mark.kind === "morph" && mark.step !== null ? make("button", { type: "button", class: "look", "data-step": String(mark.step), title: "what each rank did there" }, `step ${mark.step}`) : null)));
@@ -35,17 +35,6 @@ export function drawStory(run) {
 
 /** Whatever follows the first line of a failure, such as a traceback, is on top of the logs. */
 const words = ({ kind, text }) => (kind === "failed" || kind === "lost" ? text.split("\n")[0] : text);
-
-/** A checkpoint and its verification, where nothing happened between them, are one sentence. */
-function together(marks) {
-  const found = [];
-  for (const mark of marks) {
-    const last = found.at(-1), saved = last?.kind === "checkpoint" ? last.text.replace("complete.", "") : null;
-    if (mark.kind === "verified" && saved && mark.text.startsWith(saved)) found[found.length - 1] = { ...last, text: mark.text.replace(" is ", " is complete and ") };
-    else found.push(mark);
-  }
-  return found;
-}
 
 function total(rows) {
   const sums = {};
