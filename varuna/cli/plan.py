@@ -18,11 +18,11 @@ from varuna.cli.shared import options
 from varuna.core.devices import ClassSize, reserved_bytes
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.plan import Copies
-from varuna.core.units import format_bytes, format_duration, format_line
+from varuna.core.units import format_bytes, format_duration
 from varuna.planner.asking.ranking import Rejection
 from varuna.planner.asking.request import Objective, PlanRequest
 from varuna.planner.choose import Flags, by_goodput, explain, with_options
-from varuna.planner.line import Line, line_of
+from varuna.planner.line import line_of
 from varuna.planner.report import RankingReport, report
 from varuna.planner.sweep import rank_plans
 from varuna.process.plain_console import PlainConsole
@@ -355,23 +355,13 @@ def _show_best(console: PlainConsole, found: RankingReport) -> None:
         kept = _COPIED.get(best.copies, "")
         lines.append(f"chosen by what is left at {found.losses_per_hour:g} losses per hour{kept}")
     if found.line is not None:
-        lines.append(_line(found.line))
+        lines.append(found.line.in_words())
     if best.dollars_per_hour is not None:
         lines.append(f"$ {best.dollars_per_hour:.4g} per hour for the VMs in use")
     for line in lines:
         console.print(f"  {line}")
     for plan in found.plans[1:]:
         console.print(f"{_spaced(plan.shape)}, m = {plan.micro_batch}: {plan.why}")
-
-
-def _line(line: Line) -> str:
-    """Say which line the best plan needs, and how fast its step is on others."""
-    found, needed = format_line(line.found_bits_per_s), line.needed_bits_per_s
-    tenth = f"on {format_line(line.found_bits_per_s / 10)} its step would take {line.at_a_tenth:.2g} times as long"
-    if needed is not None and needed <= line.found_bits_per_s:
-        return f"lines of {found} are enough: from {format_line(needed)} on compute sets the pace; {tenth}"
-    wanted = "" if needed is None else f" (from {format_line(needed)} on)"
-    return f"lines of {found} set the pace: faster ones{wanted} would save {1 - line.faster:.0%} of a step; {tenth}"
 
 
 def _rejected(found: RankingReport, rejection: Rejection) -> str:

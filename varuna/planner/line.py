@@ -10,6 +10,7 @@ from pydantic import Field
 
 from varuna.calibration.format import NetworkCosts
 from varuna.core.plan import Plan
+from varuna.core.units import format_line
 from varuna.core.value import Value
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.predict import predictions
@@ -28,6 +29,22 @@ class Line(Value):
     needed_bits_per_s: float | None = Field(description="at least, for compute to set the pace; null: none is enough")
     faster: float = Field(description="step time on a line without end, over that on the one found")
     at_a_tenth: float = Field(description="step time on a tenth of the line, over that on the one found")
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether compute sets the pace on the line found."""
+        return self.needed_bits_per_s is not None and self.needed_bits_per_s <= self.found_bits_per_s
+
+    def in_words(self) -> str:
+        """Say which line the plan needs, and how fast its step is on others."""
+        found, needed = format_line(self.found_bits_per_s), self.needed_bits_per_s
+        tenth = (
+            f"on {format_line(_TENTH * self.found_bits_per_s)} its step would take {self.at_a_tenth:.2g} times as long"
+        )
+        if needed is not None and self.is_enough:
+            return f"lines of {found} are enough: from {format_line(needed)} on compute sets the pace; {tenth}"
+        wanted = "" if needed is None else f" (from {format_line(needed)} on)"
+        return f"lines of {found} set the pace: faster ones{wanted} would save {1 - self.faster:.0%} of a step; {tenth}"
 
 
 def line_of(plan: Plan, request: PlanRequest) -> Line | None:

@@ -10,6 +10,7 @@ from varuna.extras.doctor.judging.judge_machine import is_full
 from varuna.fleet.run_folder.predictions import CheckedPrediction
 from varuna.fleet.run_folder.sample_ledger import SampleLedger
 from varuna.fleet.state.run_events import RunEnded
+from varuna.planner.line import Line
 
 FEW_BYTES = 1 << 30
 FEW_SHARE = 0.02
@@ -104,6 +105,8 @@ class Facts:
     still_s: float = 0.0
     waits_for: str = ""
     """for what a run waits that stands still"""
+    line: Line | None = None
+    """that the plan needs, by what the run has measured; None: not known, or nothing leaves a machine"""
     predictions: Sequence[CheckedPrediction] = ()
     """by generation, the oldest first"""
     disks: Sequence[Disk] = ()
@@ -122,6 +125,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         *_workers(facts),
         *_checkpoint(facts),
         *(_prediction(each) for each in facts.predictions[-_PREDICTIONS:]),
+        *([] if facts.line is None or facts.ended is not None else [_line(facts.line)]),
         *_disks(facts.disks),
         *(_ports(facts.listeners, facts.untold) if facts.ended is None else ()),
         *_clocks(facts.clocks),
@@ -241,6 +245,13 @@ def _prediction(checked: CheckedPrediction) -> Finding:
         "`varuna timeline` shows where the time goes."
     )
     return Finding(Severity.WARNING, "prediction", text, remedy)
+
+
+def _line(line: Line) -> Finding:
+    if line.is_enough or 1 - line.faster <= TOLERANCE:
+        return Finding(Severity.OK, "line", line.in_words())
+    remedy = "Use machines that are nearer to each other or have faster networks, or a larger global batch."
+    return Finding(Severity.WARNING, "line", line.in_words(), remedy)
 
 
 def _disks(disks: Sequence[Disk]) -> list[Finding]:

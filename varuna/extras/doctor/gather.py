@@ -20,6 +20,7 @@ from varuna.fleet.run_folder.past_events import NewestEvents, ending, kept_job, 
 from varuna.fleet.run_folder.predictions import checked_predictions
 from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.state.run_events import RunEnded
+from varuna.planner.line import Line
 from varuna.store.base import Store
 from varuna.store.opening import is_local, open_store
 from varuna.store.retry import SHOWN_S, impatient
@@ -64,6 +65,7 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
         single_holders=int(plan["sections"]) if plan.get("replicas") == 1 and not _copied(plan) else 0,
         checkpoint=seen,
         steps_since_checkpoint=step + 1 - seen.step if seen and seen.step is not None and step is not None else None,
+        line=None if unreachable else _line_of(access),
         predictions=() if unreadable else checked_predictions(events),
         disks=(*_disks(folder, directory), *_disks_of(hosts)),
         listeners=None if listeners is None else (*listeners, *_listeners_of(hosts)),
@@ -112,6 +114,17 @@ def _ask(access: Access) -> tuple[Mapping[str, Any], tuple[ClockReading, ...], s
         return {}, (), f"the manager answers with HTTP {answer.status}: this folder's token is not its own"
     status: Mapping[str, Any] = json.loads(answer.body)
     return status, _clocks(answer.headers, (before_s + after_s) / 2), ""
+
+
+def _line_of(access: Access) -> Line | None:
+    """The line that the plan needs, by what the run has measured; None: not known."""
+    try:
+        answer = access.remote().get("/plans")
+    except VarunaError:
+        return None
+    table = json.loads(answer.body) if answer.status < 300 else {}
+    line = table.get("running", {}).get("line") if table.get("measured") else None
+    return None if line is None else Line.model_validate(line)
 
 
 def _ask_of_hosts(access: Access) -> Mapping[str, Mapping[str, Any]]:

@@ -9,6 +9,7 @@ from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.state.fleet import Fleet
 from varuna.planner.asking.request import PlanRequest
+from varuna.planner.line import line_of
 from varuna.planner.report import report
 from varuna.planner.sweep import rank_plans
 
@@ -57,13 +58,14 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
 
 
 def _predicted(request: PlanRequest, plan: Plan) -> dict[str, object]:
-    """Seconds of a step of the plan that runs, by what is known now."""
-    prediction = predicted(request.calibration, plan)
+    """Seconds of a step of the plan that runs, by what is known now, and the line that it needs."""
+    prediction, line = predicted(request.calibration, plan), line_of(plan, request)
     return {
         "stages": plan.stages,
         "replicas": plan.replicas,
         "shape": plan.shape,
         "micro_batch": plan.micro_batch,
         "step_s": prediction.step_s,
+        "line": None if line is None else line.model_dump(mode="json"),
         **asdict(prediction.breakdown),
     }

@@ -18,17 +18,20 @@ from varuna.extras.doctor.judging.finding import Severity, is_healthy
 from varuna.fleet.run_folder.predictions import CheckedPrediction
 from varuna.fleet.run_folder.sample_ledger import SampleLedger
 from varuna.fleet.state.run_events import RunEnded
+from varuna.planner.line import Line
 
 LEDGER = SampleLedger(first_step=0, steps=10, samples=160, undone=0, weights=(16.0,) * 10, faults=())
 PREDICTION = CheckedPrediction(
     generation=0, shape="2x1", first=10, steps=40, predicted_s=1.02, measured_s=1.0, is_nominal=False
 )
+LINE = Line(found_bits_per_s=1e9, needed_bits_per_s=2.5e8, faster=0.99, at_a_tenth=2.0)
 WELL = Facts(
     state="training",
     ledger=LEDGER,
     workers=(WorkerSeen("w0", "local", "joined", 0.3), WorkerSeen("w1", "local", "starting", None)),
     checkpoint=CheckpointSeen("ck", 8, read_bytes=1 << 20),
     steps_since_checkpoint=2,
+    line=LINE,
     predictions=(PREDICTION,),
     disks=(Disk("logs", "/run", 50 << 30, 100 << 30),),
     listeners=(
@@ -54,6 +57,7 @@ def test_a_run_that_is_well_is_said_to_be_well() -> None:
         "leases",
         "checkpoint",
         "prediction",
+        "line",
         "disk",
         "ports",
         "clock",
@@ -91,6 +95,12 @@ def test_a_run_that_has_ended_needs_no_manager_and_no_workers() -> None:
             "prediction",
             Severity.WARNING,
             "11.1% more than predicted",
+        ),
+        (
+            replace(WELL, line=LINE.model_copy(update={"needed_bits_per_s": 4e9, "faster": 0.8})),
+            "line",
+            Severity.WARNING,
+            "lines of 1 Gb/s set the pace: faster ones (from 4 Gb/s on) would save 20% of a step",
         ),
         (replace(WELL, checkpoint=None), "checkpoint", Severity.WARNING, "keeps none"),
         (replace(WELL, checkpoint=CheckpointSeen("ck", None)), "checkpoint", Severity.WARNING, "none yet"),

@@ -23,6 +23,7 @@ from varuna.fleet.page.status import shown_plan
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access
 from varuna.fleet.workers.worker_server import WorkerServer
+from varuna.planner.line import Line
 from varuna.store.opening import keep_in_memory, open_store
 from varuna.testing.stores import HookedStore
 
@@ -92,7 +93,9 @@ def test_every_byte_of_the_newest_checkpoint_is_compared(tmp_path: Path) -> None
 
 
 @contextmanager
-def a_manager(folder: Path, status: dict[str, object], hosts: dict[str, object]) -> Iterator[Access]:
+def a_manager(
+    folder: Path, status: dict[str, object], hosts: dict[str, object], plans: dict[str, object] | None = None
+) -> Iterator[Access]:
     """Answers as a manager does."""
     people = OperatorApi(
         status=lambda: status,
@@ -100,6 +103,7 @@ def a_manager(folder: Path, status: dict[str, object], hosts: dict[str, object])
         ask=lambda event: True,
         audit=Audit(lambda event: None),
         hosts=lambda: hosts,
+        plans=lambda: plans or {"why": "there is no plan yet"},
         operator_token="operator",
     )
     server = WorkerServer(port=0, token="t", is_ours=lambda name: False, on_event=lambda event: None)
@@ -118,6 +122,14 @@ def test_a_section_with_a_copy_in_another_memory_is_not_held_by_one_worker_alone
     assert plan.replicas == 1
     with a_manager(tmp_path, {"state": "training", "plan": shown_plan(plan)}, {}) as access:
         assert gather(tmp_path, access, reads=False).single_holders == alone
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_line_that_a_plan_needs_is_told_once_lines_were_measured(tmp_path: Path, measured: bool) -> None:
+    line = Line(found_bits_per_s=1e9, needed_bits_per_s=4e9, faster=0.8, at_a_tenth=2.0)
+    plans: dict[str, object] = {"measured": measured, "running": {"line": line.model_dump(mode="json")}}
+    with a_manager(tmp_path, {"state": "training"}, {}, plans) as access:
+        assert gather(tmp_path, access, reads=False).line == (line if measured else None)
 
 
 def test_what_agents_tell_of_their_machines_is_looked_at_too(tmp_path: Path) -> None:

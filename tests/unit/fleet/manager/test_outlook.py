@@ -21,3 +21,6 @@ def test_the_table_deals_by_the_speeds_that_are_known(tmp_path: Path) -> None:
     assert (even["workers"], dealt["workers"]) == (4, 4)
     assert "dealt by speed" not in str(even["plans"])
     assert "dealt by speed" in str(dealt["plans"])
+    running = even["running"]
+    assert isinstance(running, dict)
+    assert running["line"]["needed_bits_per_s"] > 0  # each worker is a machine of its own
