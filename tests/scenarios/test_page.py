@@ -52,9 +52,8 @@ def act(seen: Window, name: str, token: str) -> None:
 def test_a_run_is_watched_disturbed_and_stopped_from_its_page(tmp_path: Path) -> None:
     run, saved = tmp_path / "run", tmp_path / "saved"
     job = ("--steps", "5000", "--slow", "0.15", "--checkpoint-dir", str(saved))
-    command = varuna_command(
-        4, ["--stages", "2", "--run-dir", str(run), "--price", "0.6", "--on-demand-price", "2"], *job
-    )
+    money = ("--price", "0.6", "--on-demand-price", "2", "--max-cost", "1000")
+    command = varuna_command(4, ["--stages", "2", "--run-dir", str(run), *money], *job)
     with (
         window() as seen,
         Process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()) as process,
@@ -67,7 +66,9 @@ def test_a_run_is_watched_disturbed_and_stopped_from_its_page(tmp_path: Path) ->
             seen.seen("body[data-view=training]", 90)
             seen.seen("#chart path.loss")
             assert seen.page.locator("#grid .cell-ok").count() == 4
-            assert "$2.40 per hour" in seen.seen("#cost").inner_text()
+            cost = seen.seen("#cost").inner_text()
+            assert "$2.40 per hour" in cost
+            assert re.search(r"left of the budget\s+\$\d+\.\d\d\s+it ends in 17 d", cost), cost
             assert seen.unfit() == []
             _look_into_a_step(seen)
             _disturb(seen, run)

@@ -46,6 +46,8 @@ def manager(
     ] = "",
     price: options.Price = None,
     on_demand_price: options.OnDemandPrice = None,
+    max_cost: options.MaxCost = None,
+    max_hours: options.MaxHours = None,
     json_log: options.JsonLog = None,
     new: options.New = False,
     overwrite: options.Overwrite = False,
@@ -72,6 +74,7 @@ def manager(
         overwrite=overwrite,
         checkpoints=checkpoints,
         price=options.price_of(price, on_demand_price, given),
+        budget=options.budget_of(max_cost, max_hours),
     )
     managed = ClusterRun(
         place=place, advertise=advertise, workers=workers, stages=stages, memory_bytes=memory_bytes, given=given

@@ -10,6 +10,7 @@ import typer
 
 from varuna.cli.cluster.engine_options import EngineNodes, engine_values, more_engines
 from varuna.cli.shared import options
+from varuna.cli.shared.last_export import export_cut_short
 from varuna.core.errors import UsageError
 from varuna.process.console import say
 from varuna.process.gpus import default_workers
@@ -21,10 +22,12 @@ varuna run --workers 4 train.py
 varuna run --workers 4 --memory-per-worker 2GiB train.py --lr 1e-3
 varuna run --workers 4 --stages 2 --json-log steps.jsonl train.py
 varuna run --on aws:trainers --nodes 4:32 train.py
+varuna run --on aws:trainers --nodes 4:32 --price 0.69 --max-cost 20 train.py
 varuna run --on aws:a100s --nodes 2:8 --on aws:t4s --nodes 0:32 train.py
 varuna run --on aws --help                   the options of this engine
 """
 _LOCAL = "local"
+_KEPT_HERE = Path("varuna-run")
 
 
 def run(
@@ -56,11 +59,14 @@ def run(
     calibration: options.PlannedFrom = None,
     price: options.Price = None,
     on_demand_price: options.OnDemandPrice = None,
+    max_cost: options.MaxCost = None,
+    max_hours: options.MaxHours = None,
     json_log: options.JsonLog = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Keep logs and journal here. Default: only if the run fails; with --on: varuna-run."
+            metavar="DIR",
+            help="Keep logs and journal here. Default: only if the run fails; with --on or a budget: varuna-run.",
         ),
     ] = None,
     new: options.New = False,
@@ -85,7 +91,7 @@ def run(
     options.check_replacing(new, overwrite)
     memory_bytes = options.memory_bytes_of(memory_per_worker)
     given = options.calibration_of(calibration)
-    priced = options.price_of(price, on_demand_price, given)
+    priced, budget = options.price_of(price, on_demand_price, given), options.budget_of(max_cost, max_hours)
     if on == _LOCAL and more_engines(context):
         raise UsageError("--on local has no other engine beside it: start an agent on this machine (varuna agent)")
     if on != _LOCAL:
@@ -96,13 +102,14 @@ def run(
             script=script,
             args=tuple(args or ()),
             workers=workers,
-            run_dir=run_dir or Path("varuna-run"),
+            run_dir=run_dir or _KEPT_HERE,
             port=port,
             advertise=advertise,
             stages=stages,
             memory_bytes=memory_bytes,
             given=given,
             price=priced,
+            budget=budget,
             json_log=json_log,
             new=new,
             overwrite=overwrite,
@@ -113,6 +120,7 @@ def run(
         if is_given:
             raise UsageError(f"{flag} needs an engine: --on NAME, such as --on aws:trainers")
     count = workers or default_workers()
+    run_dir = run_dir or (None if budget is None else _KEPT_HERE)  # what was spent must be known to the next start
     # Workers plan nothing, but need not measure either.
     environment = {"VARUNA_CALIBRATION": str(calibration.absolute())} if given is not None and calibration else {}
 
@@ -141,7 +149,15 @@ def run(
         is_over = True  # a folder of the run's own is kept only if the run fails
         try:
             service = ManagerService(
-                ServiceConfig(run_dir=folder, port=port, json_log=json_log, new=new, overwrite=overwrite, price=priced),
+                ServiceConfig(
+                    run_dir=folder,
+                    port=port,
+                    json_log=json_log,
+                    new=new,
+                    overwrite=overwrite,
+                    price=priced,
+                    budget=budget,
+                ),
                 LocalLaunch(script, args or [], environment=environment, is_kept=run_dir is not None),
                 config=FleetConfig(workers=count),
                 planner=calibrator.plan,
@@ -161,4 +177,5 @@ def run(
         if ended.exit_code:
             say(f"logs are kept in {folder}")
             say(ended.text)
+        export_cut_short(service, ended)
     raise typer.Exit(ended.exit_code)

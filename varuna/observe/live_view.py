@@ -107,7 +107,7 @@ def headline(status: Mapping[str, Any], width: int, doing_s: float | None) -> Re
 
 
 def numbers(status: Mapping[str, Any], width: int, *, plain: bool = False) -> list[Text]:
-    """Loss, speed and plan; then what is kept, and what it has cost."""
+    """Loss, speed and plan; then what is kept, what it has cost, and what is left of its budget."""
     found: list[Text] = []
     if status["step"] is not None:
         loss = "nan" if status["loss"] is None else f"{status['loss']:.4f}"
@@ -174,8 +174,8 @@ def _saving(status: Mapping[str, Any]) -> list[str]:
 
 
 def _spent(status: Mapping[str, Any]) -> list[str]:
-    cost = status["cost"]
-    return [] if cost is None else [cost["words"]]
+    cost, budget = status["cost"], status.get("budget")
+    return [*([] if cost is None else [cost["words"]]), *([] if budget is None else budget["phrases"])]
 
 
 def told(marks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

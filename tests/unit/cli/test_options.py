@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 from tests.unit.fleet.support import make_job
 from varuna.calibration.nominal import nominal_calibration
 from varuna.cli import main as cli
-from varuna.cli.shared.options import price_of
+from varuna.cli.shared.options import budget_of, price_of
 from varuna.core.errors import UsageError
-from varuna.fleet.state.run_events import Priced
+from varuna.fleet.state.run_events import Budgeted, Priced
 
 NOTHING = "import varuna\n"
 PARSES = "import argparse\nargparse.ArgumentParser().parse_args()\n"
@@ -75,3 +75,17 @@ def test_a_price_is_the_users_or_else_the_calibrations() -> None:
         price_of(None, 2.0, None)
     with pytest.raises(UsageError, match="--price nan is not a price"):
         price_of(float("nan"), None, None)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_budget_is_a_number_above_zero(value: float) -> None:
+    with pytest.raises(UsageError, match=r"--max-cost .* is no budget. Give dollars above 0"):
+        budget_of(value, None)
+    with pytest.raises(UsageError, match=r"--max-hours .* is no budget. Give hours above 0"):
+        budget_of(None, value)
+
+
+def test_a_budget_may_have_one_limit_or_both() -> None:
+    assert budget_of(None, None) is None
+    assert budget_of(20.0, None) == Budgeted(max_dollars=20.0)
+    assert budget_of(20.0, 0.5) == Budgeted(max_dollars=20.0, max_hours=0.5)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from varuna.fleet.engines.growth import GrowthConfig
     from varuna.fleet.service.cluster_workers import ClusterWorkers
     from varuna.fleet.service.service import ManagerService
-    from varuna.fleet.state.run_events import Priced
+    from varuna.fleet.state.run_events import Budgeted, Priced
 
 _TOKEN_USES, _TOKEN_LIFE_S = 1_000_000, 365 * 24 * 3600.0  # machines come and go for as long as the run lasts
 _PASSED_ON = ("OMP_NUM_THREADS", "VARUNA_PATIENCE")
@@ -43,6 +43,7 @@ class EngineRun:
     memory_bytes: int | None
     given: "Calibration | None"
     price: "Priced | None"
+    budget: "Budgeted | None"
     json_log: Path | None
     new: bool
     overwrite: bool
@@ -100,6 +101,7 @@ def manage_on_engine(run: EngineRun) -> int:
         new=run.new,
         overwrite=run.overwrite,
         price=run.price,
+        budget=run.budget,
     )
     managed = ClusterRun(
         place=place,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from varuna.cli.shared.last_export import export_cut_short
 from varuna.core.errors import FleetError
 from varuna.process.console import say, warn
 
@@ -102,6 +103,8 @@ def manage_cluster(
             say(f"the run continues without its manager; {again} to resume managing it")
         elif ended.exit_code:
             say(ended.text)
+        if ended is not None:
+            export_cut_short(service, ended)
     return 0 if ended is None else ended.exit_code
 
 

@@ -14,7 +14,7 @@ from varuna.process.scripts import may_read_arguments
 
 if TYPE_CHECKING:
     from varuna.calibration.format import Calibration
-    from varuna.fleet.state.run_events import Priced
+    from varuna.fleet.state.run_events import Budgeted, Priced
 
 _ON_RAY = "ray:"
 
@@ -70,6 +70,24 @@ OnDemandPrice = Annotated[
         min=0,
         metavar="DOLLARS",
         help="What a worker that nobody takes back would cost per hour, for comparison.",
+    ),
+]
+MaxCost = Annotated[
+    float | None,
+    typer.Option(
+        "--max-cost",
+        metavar="DOLLARS",
+        help="End with a checkpoint and an exported model before the run has cost more, at --price per worker and "
+        "hour; all starts in the same --run-dir count.",
+    ),
+]
+MaxHours = Annotated[
+    float | None,
+    typer.Option(
+        "--max-hours",
+        metavar="HOURS",
+        help="End with a checkpoint and an exported model before the run has taken longer by the clock; all starts in "
+        "the same --run-dir count.",
     ),
 ]
 JsonLog = Annotated[Path | None, typer.Option(metavar="FILE", help="Append one JSON line per committed step.")]
@@ -128,6 +146,22 @@ def price_of(price: float | None, on_demand_price: float | None, given: "Calibra
     if on_demand_price is not None:
         raise UsageError("--on-demand-price is for comparison: give --price, which workers of this run cost, too")
     return None
+
+
+def budget_of(max_cost: float | None, max_hours: float | None) -> "Budgeted | None":
+    """What a run may use up; None if nobody says.
+
+    Raises:
+        UsageError: not a budget.
+    """
+    from varuna.fleet.state.run_events import Budgeted
+
+    for flag, value, unit in (("--max-cost", max_cost, "dollars"), ("--max-hours", max_hours, "hours")):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UsageError(f"{flag} {value:g} is no budget. Give {unit} above 0, such as {flag} 20, or leave it out")
+    if max_cost is None and max_hours is None:
+        return None
+    return Budgeted(max_dollars=max_cost, max_hours=max_hours)
 
 
 def check_replacing(new: bool, overwrite: bool) -> None:

@@ -238,7 +238,10 @@ def finish(transition: Transition, phase: Finishing) -> None:
     if waiting and phase.deadline_s is None:
         transition.update(phase=Finishing(deadline_s=transition.now_s + fleet.config.leave_timeout_s))
     elif not waiting or (phase.deadline_s is not None and transition.now_s >= phase.deadline_s):
-        transition.end(0, f"{fleet.recorded_step + 1} steps done")
+        done, wish, job = fleet.recorded_step + 1, fleet.finish, fleet.job
+        is_cut_short = wish is not None and job is not None and done < job.steps
+        words = (f"{done} steps done", wish.reason if wish is not None and is_cut_short else "")
+        transition.end(0, ": ".join(filter(None, words)))
 
 
 def _miss_nobody(transition: Transition) -> None:

@@ -8,7 +8,7 @@ from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
 from varuna.fleet.page.status import Picture, shown_plan
 from varuna.fleet.run_folder.audit import Audit
-from varuna.fleet.run_folder.past_events import PastStep, events_and_steps, kept_job
+from varuna.fleet.run_folder.past_events import PastStep, carried, events_and_steps, kept_job
 from varuna.fleet.state.run_events import GenerationStarted, RunEnded
 
 
@@ -24,6 +24,7 @@ class KeptRun:
         self._plan: dict[str, object] | None = None
         self._generation = -1
         self._job, self._newest_s = kept_job(folder), 0.0
+        self.chronicle.carry(carried(folder))
         for time_s, event in events_and_steps(folder):
             self._newest_s = time_s
             if isinstance(event, PastStep):

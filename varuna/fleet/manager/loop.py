@@ -23,6 +23,7 @@ from varuna.core.messages import (
 )
 from varuna.core.plan import Plan
 from varuna.fleet.machine.advance import advance
+from varuna.fleet.manager.budget_keeper import BudgetKeeper
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.mailbox import Broken, Leave, Mailbox, Posted, Pulses, Request
@@ -49,6 +50,7 @@ from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.questions import Answer, Planner, WhichCheckpoint, checkpoint_answer, plan_answer
 from varuna.fleet.state.run_events import (
     Audited,
+    Budgeted,
     CheckpointCommitted,
     GenerationStarted,
     GenerationTimed,
@@ -64,6 +66,8 @@ from varuna.fleet.state.shared_work import SharedWork
 from varuna.process.background_work import BackgroundWork
 
 _TICK_S = 0.2
+_ACCOUNTS_S = 10.0
+"""A manager that is killed has not counted so much, at most."""
 _CLOSE_S = 150.0  # for the last commits, and for the lease
 
 Observer = Callable[[RunEvent], None]
@@ -113,6 +117,7 @@ class Manager:
         past: Past | None = None,
         calibrator: Calibrator | None = None,
         on_shown: Callable[[str, Shown], None] = lambda worker, shown: None,
+        budget: BudgetKeeper | None = None,
         sync_s: float = 1.0,
         hung_s: float = 2.0,
     ) -> None:
@@ -129,10 +134,12 @@ class Manager:
             past: of the run that a manager before this one left.
             calibrator: corrects what plans are made from.
             on_shown: hears what workers tell because somebody wanted to see it.
+            budget: says at each tick what the run's budget demands.
             sync_s: votes are forgotten by workers once the disk has them, which it is asked for this often.
             hung_s: how long the end waits for a store that has not answered at all.
         """
         self._calibrator, self._sync_s, self._hung_s, self._on_shown = calibrator, sync_s, hung_s, on_shown
+        self._budget, self._accounted_s = budget, float("-inf")
         self._planner, self._hands, self._journal, self._keeper = planner, hands, journal, keeper
         self._store, self._planning = BackgroundWork("store", mailbox.fail), BackgroundWork("planning", mailbox.fail)
         self._secret = ""  # of the newest generation, by which its members recognise each other
@@ -158,6 +165,8 @@ class Manager:
             for event in self._mailbox.rest():  # what the keeper did and warned of at last
                 if isinstance(event, Notice | CheckpointCommitted):
                     self._publish(event)
+            if self._budget is not None:
+                self._journal.keep_account(self._budget.account())
         if ended is None or ended.exit_code:
             return ended
         if (missing := self._keeper.account(self.fleet.recorded_step + 1)) is not None:
@@ -177,10 +186,20 @@ class Manager:
                 self._handle(Tick(0.0 if heard_s is None else deaf_s(heard_s, last_tick_s, now_s)))
                 next_tick_s, last_tick_s = now_s + _TICK_S, now_s
                 self._tell_recorded(now_s)
+                self._keep_to_budget(now_s)
                 continue
             if (event := self._mailbox.take(next_tick_s - now_s)) is not None:
                 self._take(event)
         return self.fleet.phase
+
+    def _keep_to_budget(self, now_s: float) -> None:
+        if self._budget is None:
+            return
+        for event in self._budget.look(self.fleet, now_s):
+            self._take(event)
+        if now_s >= self._accounted_s + _ACCOUNTS_S:
+            self._accounted_s = now_s
+            self._journal.keep_account(self._budget.account())
 
     def _tell_recorded(self, now_s: float) -> None:
         """Workers may forget a vote once it survives a power cut: the disk is asked for that once a second."""
@@ -209,7 +228,9 @@ class Manager:
             case Request(event=wanted, done=done):
                 self._handle(wanted)
                 done.set()
-            case Audited() | Notice() | GenerationTimed() | WaitsSplit() | Priced() | CheckpointCommitted():
+            case (
+                Audited() | Notice() | GenerationTimed() | WaitsSplit() | Priced() | Budgeted() | CheckpointCommitted()
+            ):
                 self._publish(event)
             case Broken(error=error):
                 raise error

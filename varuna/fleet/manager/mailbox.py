@@ -11,6 +11,7 @@ from varuna.fleet.manager.reconcile import Reconciliation
 from varuna.fleet.state.inputs import Event
 from varuna.fleet.state.run_events import (
     Audited,
+    Budgeted,
     CheckpointCommitted,
     GenerationTimed,
     Notice,
@@ -55,6 +56,7 @@ Posted = (
     | GenerationTimed
     | WaitsSplit
     | Priced
+    | Budgeted
     | CheckpointCommitted
     | Broken
     | Leave

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from varuna.core.times import RankTimes
-from varuna.fleet.page.costs import Bill, Meter, shown
+from varuna.fleet.machine.budget import Used
+from varuna.fleet.page.costs import Bill, Meter, shown, shown_budget
 from varuna.fleet.page.marks import MarkHistory
 from varuna.fleet.page.pace import StepPace
 from varuna.fleet.page.step_history import StepHistory, row
 from varuna.fleet.page.story import told
 from varuna.fleet.page.waits import Waits
-from varuna.fleet.run_folder.past_events import PastStep, events_and_steps
+from varuna.fleet.run_folder.past_events import PastStep, carried, events_and_steps
+from varuna.fleet.state.account import Account
 from varuna.fleet.state.run_events import (
+    Budgeted,
     CheckpointCommitted,
     GenerationRecord,
     GenerationStarted,
@@ -67,6 +70,11 @@ class Chronicle:
         self._number = 0
         self._changes: deque[PageChange] = deque(maxlen=changes_kept)
 
+    def carry(self, before: Account) -> None:
+        """Before any event: what the run had used up when it started again."""
+        with self._lock:
+            self._meter = Meter(before)
+
     def take(self, event: RunEvent, time_s: float) -> None:
         """Note an event; ``time_s`` in seconds since 1970."""
         with self._lock:
@@ -107,6 +115,7 @@ class Chronicle:
         Raises:
             UsageError: there is no run, or it is another version's.
         """
+        self.carry(carried(run_dir))
         for time_s, event in events_and_steps(run_dir):
             if isinstance(event, PastStep):
                 self.take_step(event)
@@ -174,12 +183,32 @@ class Chronicle:
 
     def _reckoned(self, total: int, now_s: float) -> dict[str, object]:
         left_s = self._pace.left_s(total) if self._ended is None else None
-        return {"left_s": None if left_s is None else round(left_s, 1), "cost": shown(self._meter.cost(now_s))}
+        used, is_over = self._meter.used(now_s), self._ended is not None
+        return {
+            "left_s": None if left_s is None else round(left_s, 1),
+            "cost": shown(self._meter.cost(now_s)),
+            "budget": shown_budget(self._meter.budget, used, is_over=is_over),
+        }
 
     def cost(self, now_s: float) -> Bill | None:
         """Until now, in seconds since 1970; None where nobody gave a price."""
         with self._lock:
             return self._meter.cost(now_s)
+
+    def used(self, now_s: float, price: Priced | None = None) -> Used:
+        """Until now, in seconds since 1970, by all starts of the run; hours without a price count at ``price``."""
+        with self._lock:
+            return self._meter.used(now_s, price)
+
+    def account(self, now_s: float) -> Account:
+        """The same, for the next start of the run."""
+        with self._lock:
+            return self._meter.account(now_s)
+
+    @property
+    def budget(self) -> Budgeted | None:
+        """What the run may use up; None: nobody has said."""
+        return self._meter.budget
 
     @property
     def price(self) -> Priced | None:

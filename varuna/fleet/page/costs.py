@@ -1,11 +1,17 @@
-"""What a run has cost so far, from its events, and what the same work would cost on demand. Pure."""
+"""What a run has cost so far, from its events, and what the same work would cost on demand; what is left of its budget.
+
+Pure.
+"""
 
 from collections.abc import Set
 from typing import NamedTuple
 
-from varuna.core.units import format_dollars
+from varuna.core.units import format_dollars, format_duration
+from varuna.fleet.machine.budget import Used, left_of
 from varuna.fleet.run_folder.past_events import PastStep
+from varuna.fleet.state.account import Account
 from varuna.fleet.state.run_events import (
+    Budgeted,
     GenerationStarted,
     Priced,
     RunEnded,
@@ -51,23 +57,39 @@ class _Stretch:
 
 
 class Meter:
-    """Adds up what workers cost. Hours from before the first price was given are charged at that price."""
+    """Adds up what workers cost. Hours from before the first price was given are charged at that price.
 
-    def __init__(self) -> None:
+    Args:
+        before: what the run had used up when this start of it began.
+    """
+
+    def __init__(self, before: Account | None = None) -> None:
+        before = before or Account()
         self.price: Priced | None = None
+        self.budget: Budgeted | None = None
         self._here: set[str] = set()
         self._seats = self._global_batch = 0
-        self._stretches: list[_Stretch] = []
+        first = _Stretch(0)
+        first.last, first.worker_s = before.steps - 1, before.worked_s
+        self._stretches: list[_Stretch] = [first]
         self._time_s = float("-inf")
-        self._worker_s = self._spent = 0.0
+        self._began_s: float | None = None
+        self._ended_s: float | None = None
+        self._wall_s, self._worker_s = before.wall_s, before.worker_s
+        self._spent, self._unpriced_s = before.dollars, before.unpriced_s
 
     @property
     def here(self) -> Set[str]:
         """Workers that are paid for now."""
         return self._here
 
+    def begin(self, time_s: float) -> None:
+        """The run starts, unless it has already; ``time_s`` in seconds since 1970."""
+        self._began_s = time_s if self._began_s is None else self._began_s
+
     def take(self, event: RunEvent, time_s: float) -> None:
         """Note an event; ``time_s`` in seconds since 1970."""
+        self.begin(time_s)
         match event:
             case WorkerJoined(worker=worker):
                 self._go_on_to(time_s)
@@ -78,11 +100,13 @@ class Meter:
             case RunEnded():
                 self._go_on_to(time_s)
                 self._here.clear()
+                self._ended_s = time_s
             case Priced(per_hour=per_hour):
                 self._go_on_to(time_s)
-                if self.price is None:
-                    self._spent = self._worker_s / _HOUR_S * per_hour
-                self.price = event
+                self._spent += self._unpriced_s / _HOUR_S * per_hour
+                self.price, self._unpriced_s = event, 0.0
+            case Budgeted():
+                self.budget = event
             case GenerationStarted(record=record):
                 self._seats, self._global_batch = record.plan.workers, record.plan.global_batch
                 self._stretches.append(_Stretch(record.first_step))
@@ -112,14 +136,42 @@ class Meter:
         left_s = self._left_s(now_s)
         on_demand = None
         if self.price.on_demand_per_hour is not None:
-            worked_s = sum(each.worker_s for each in self._stretches)
-            on_demand = worked_s / _HOUR_S * self.price.on_demand_per_hour
+            on_demand = self._worked_s / _HOUR_S * self.price.on_demand_per_hour
         return Bill(
             spent=self._spent + left_s / _HOUR_S * self.price.per_hour,
             per_hour=len(self._here) * self.price.per_hour,
             on_demand=on_demand,
             worker_hours=(self._worker_s + left_s) / _HOUR_S,
         )
+
+    def used(self, now_s: float, price: Priced | None = None) -> Used:
+        """Until now, in seconds since 1970, for a budget; hours without a price count at ``price``."""
+        cost, found = self.cost(now_s), self.account(now_s)
+        unpriced = 0.0 if price is None else found.unpriced_s / _HOUR_S * price.per_hour
+        return Used(found.wall_s, found.dollars + unpriced, 0.0 if cost is None else cost.per_hour)
+
+    def account(self, now_s: float) -> Account:
+        """All of it, for the next start of the run, as if this one had ended now; in seconds since 1970."""
+        left_s = self._left_s(now_s)
+        rate = 0.0 if self.price is None else self.price.per_hour / _HOUR_S
+        return Account(
+            wall_s=self._wall(now_s),
+            worker_s=self._worker_s + left_s,
+            unpriced_s=self._unpriced_s + (left_s if self.price is None else 0.0),
+            dollars=self._spent + left_s * rate,
+            steps=max(each.last for each in self._stretches) + 1,
+            worked_s=self._worked_s,
+        )
+
+    @property
+    def _worked_s(self) -> float:
+        return sum(each.worker_s for each in self._stretches)
+
+    def _wall(self, now_s: float) -> float:
+        if self._began_s is None:
+            return self._wall_s
+        until_s = max(now_s, self._time_s) if self._ended_s is None else self._ended_s
+        return self._wall_s + max(0.0, until_s - self._began_s)
 
     def _left_s(self, now_s: float) -> float:
         """Worker-seconds since the newest event; a clock that was set back adds none."""
@@ -130,6 +182,8 @@ class Meter:
         self._worker_s += left_s
         if self.price is not None:
             self._spent += left_s / _HOUR_S * self.price.per_hour
+        else:
+            self._unpriced_s += left_s
         self._time_s = max(self._time_s, time_s)
 
 
@@ -157,3 +211,29 @@ def spent(cost: Bill | None) -> str:
         return words
     share = f"{100 * abs(cost.saved):.0f} % {'saved' if cost.saved >= 0 else 'more'}"
     return f"{words}, {format_dollars(cost.on_demand)} on demand ({share})"
+
+
+def shown_budget(budget: Budgeted | None, used: Used, *, is_over: bool) -> dict[str, object] | None:
+    """What is left of a budget, for people; None without one."""
+    if budget is None:
+        return None
+    left = left_of(budget, used)
+    dollars, hours = budget.max_dollars, budget.max_hours
+    phrases: list[str] = []
+    if dollars is not None:
+        phrases.append(f"{format_dollars(max(0.0, dollars - used.dollars))} of {format_dollars(dollars)} left")
+    if hours is not None:
+        left_s = max(0.0, hours * _HOUR_S - used.wall_s)
+        phrases.append(f"{format_duration(left_s)} of {format_duration(hours * _HOUR_S)} left")
+    goes_on = not is_over and 0 < left.until_s < float("inf")
+    if goes_on:
+        phrases.append(f"{left.flag} ends it in {format_duration(left.until_s)} at this rate")
+    return {
+        "max_dollars": dollars,
+        "max_hours": hours,
+        "used_hours": round(used.wall_s / _HOUR_S, 6),
+        "left_dollars": None if dollars is None else round(dollars - used.dollars, 4),
+        "left_hours": None if hours is None else round(hours - used.wall_s / _HOUR_S, 6),
+        "ends_in_s": round(left.until_s, 1) if goes_on else None,
+        "phrases": phrases,
+    }

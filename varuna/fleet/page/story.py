@@ -4,8 +4,10 @@ from typing import Literal, NamedTuple
 
 from varuna.core.plan import Plan
 from varuna.core.units import counted, format_dollars, format_duration
+from varuna.fleet.machine.budget import limit_words, limits_of
 from varuna.fleet.state.run_events import (
     Asked,
+    Budgeted,
     CheckpointCommitted,
     GenerationRecord,
     GenerationStarted,
@@ -69,9 +71,8 @@ def _sentence(event: RunEvent) -> tuple[Kind, str] | None:
             return "joined", f"Worker {worker} joined."
         case WorkerLeft(worker=worker):
             return "left", f"Worker {worker} left."
-        case Priced(per_hour=per_hour, on_demand_per_hour=on_demand):
-            beside = "" if on_demand is None else f", and {format_dollars(on_demand)} on demand"
-            return "notice", f"A worker costs {format_dollars(per_hour)} per hour{beside}."
+        case Priced() | Budgeted():
+            return "notice", _money(event)
         case WorkerLost(worker=worker, cause=cause):
             return "lost", cause if worker in cause else f"Lost worker {worker}: {cause}"
         case Notice(text=text, warning=warning, departs=departs):
@@ -87,6 +88,15 @@ def _sentence(event: RunEvent) -> tuple[Kind, str] | None:
             return "failed", f"The run ended with exit code {exit_code}: {text}"
         case _:
             return None
+
+
+def _money(event: Priced | Budgeted) -> str:
+    if isinstance(event, Budgeted):
+        limits = [limit_words(event, flag) for flag, value in limits_of(event).items() if value is not None]
+        return f"The run may use up {' and '.join(limits)}, all its starts together."
+    on_demand = event.on_demand_per_hour
+    beside = "" if on_demand is None else f", and {format_dollars(on_demand)} on demand"
+    return f"A worker costs {format_dollars(event.per_hour)} per hour{beside}."
 
 
 def _morph(record: GenerationRecord, old: Plan) -> str:

@@ -17,6 +17,7 @@ from varuna.core.value import Value
 from varuna.fleet.run_folder.database import FILE, open_database
 from varuna.fleet.run_folder.reserve import Reserve
 from varuna.fleet.run_folder.step_log import StepLog
+from varuna.fleet.state.account import Account
 from varuna.fleet.state.run_events import Asked, GenerationStarted, RunEnded, RunEvent, StepRecorded, VerdictReached
 from varuna.process.console import warn
 
@@ -203,10 +204,22 @@ class Journal:
         """Whether no run was ever written down here."""
         return self._newest() == 0 and not self._database.execute("SELECT 1 FROM facts WHERE name = 'run'").fetchone()
 
-    def begin(self, run: str) -> None:
-        """A new run starts: what came before is history."""
+    def keep_account(self, account: Account) -> None:
+        """Record what the run has used up until now, for its next start."""
+        self._attempt(lambda: self._keep("account", account.model_dump_json()))
+
+    def account(self) -> Account:
+        """What the newest run here had used up when that was recorded last."""
+        row = self._database.execute("SELECT body FROM facts WHERE name = 'account'").fetchone()
+        return Account() if row is None else Account.model_validate_json(row[0])
+
+    def begin(self, run: str, before: Account | None = None) -> None:
+        """A new run starts, or starts again and has used up so much before: its earlier events are history."""
+        body = (before or Account()).model_dump_json()
 
         def insert() -> None:
+            self._keep("carried", body)
+            self._keep("account", body)
             for name in ("job", "version", "wire", "vote", "identity"):
                 self._database.execute("DELETE FROM facts WHERE name = ?", (name,))
             self._keep("run", run)

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 from varuna.fleet.run_folder.database import FILE, unreadable
+from varuna.fleet.state.account import Account
 from varuna.fleet.state.run_events import RunEnded, RunEvent
 
 _event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
@@ -45,6 +46,17 @@ def events_and_steps(run_dir: Path) -> Iterator[tuple[float, RunEvent | PastStep
         )
         for time_s, kind, body in database.execute(query, (_BEGINNING, _first(database))):
             yield time_s, _step(body, time_s) if kind == "step_recorded" else _event.validate_json(body)
+
+
+def carried(run_dir: Path) -> Account:
+    """What the run in a folder had used up when its newest start began.
+
+    Raises:
+        UsageError: there is no run, or it is another version's.
+    """
+    with _reading(run_dir) as database:
+        body = _fact(database, "carried")
+        return Account() if body is None else Account.model_validate_json(body)
 
 
 def read_events(run_dir: Path) -> list[RunEvent]:

@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute
 
 from varuna.core.errors import UsageError
 from varuna.core.version import __version__
+from varuna.fleet.manager.budget_keeper import BudgetKeeper
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.loop import Executor, Manager, Observer
@@ -35,15 +36,17 @@ from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.costs import spent
 from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
+from varuna.fleet.page.spendable import check_budget
 from varuna.fleet.page.status import Picture
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish, read_access, remember
-from varuna.fleet.run_folder.journal import Journal
+from varuna.fleet.run_folder.journal import Journal, Past
+from varuna.fleet.state.account import Account
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import CheckpointCompleted, FinishRequested, StopRequested
 from varuna.fleet.state.phases import Ended, Running
 from varuna.fleet.state.questions import Planner
-from varuna.fleet.state.run_events import CheckpointCommitted, Notice, Priced, RunEvent
+from varuna.fleet.state.run_events import Budgeted, CheckpointCommitted, Notice, Priced, RunEvent
 from varuna.process.file_lock import own
 from varuna.process.signals import INTERRUPTED, handled
 
@@ -61,6 +64,8 @@ class ServiceConfig:
         overwrite: with ``new``: move existing checkpoints aside.
         checkpoints: the job may save checkpoints here or below, and nowhere else; empty: where it wants.
         price: of workers; None: what the run folder says, if it goes on.
+        budget: of the run, with all that it used up in this folder since it was begun with ``new``; None: what the run
+            folder says, if it goes on.
     """
 
     run_dir: Path
@@ -71,6 +76,7 @@ class ServiceConfig:
     overwrite: bool = False
     checkpoints: str = ""
     price: Priced | None = None
+    budget: Budgeted | None = None
 
 
 @dataclass(frozen=True)
@@ -212,15 +218,14 @@ class ManagerService(Generic[B]):
                 _refuse_another_version(place.run_dir, journal.written_by())
             is_new, past = journal.is_new, journal.read() if launch.outlives else None
             run = past.run if past is not None else secrets.token_hex(8)
-            if past is None:
-                journal.begin(run)
-            for event in past.events if past is not None else ():
-                self._picture.take(event)
-                on_past(event)
+            before = Account() if is_new or place.new else journal.account()
+            self._chronicle.carry(before)
             if past is not None:
-                self._chronicle.read(place.run_dir)
-            if place.price is not None and place.price != self._chronicle.price:
-                self.mailbox.post(place.price)
+                self._recall(past, on_past)
+            self._take_up_money(place)
+            if past is None:
+                journal.begin(run, before)
+            self._budget = BudgetKeeper(self._chronicle, before.saving_s)
             audit = Audit(self.mailbox.post, warn=self.mailbox.warn)
             self.workers = launch.open(place, Parts(run, is_new, self.mailbox, audit, write or to_stdout))
             """The back end."""
@@ -256,6 +261,7 @@ class ManagerService(Generic[B]):
                 past=past,
                 calibrator=calibrator,
                 on_shown=self._desk.hear,
+                budget=self._budget,
             )
             known = read_access(place.run_dir) if launch.outlives else None
             token = known.token if known is not None else secrets.token_urlsafe(24)
@@ -288,6 +294,28 @@ class ManagerService(Generic[B]):
             if ownership.warning:
                 self._observe(Notice(text=ownership.warning, warning=True))
             self._closing = undo.pop_all()
+
+    def _recall(self, past: Past, on_past: Observer) -> None:
+        """Take up what a manager before this one has seen."""
+        for event in past.events:
+            self._picture.take(event)
+            on_past(event)
+        self._chronicle.read(self._run_dir)
+
+    def _take_up_money(self, place: ServiceConfig) -> None:
+        """Note price and budget where they are new.
+
+        Raises:
+            UsageError: the budget means nothing, or is used up.
+        """
+        known = self._chronicle
+        price, budget = place.price or known.price, place.budget or known.budget
+        if budget is not None:
+            check_budget(budget, price, known.used(time.time(), price), place.run_dir)
+        if place.price is not None and place.price != known.price:
+            self.mailbox.post(place.price)
+        if place.budget is not None and place.budget != known.budget:
+            self.mailbox.post(place.budget)
 
     @property
     def port(self) -> int:
@@ -353,6 +381,22 @@ class ManagerService(Generic[B]):
         return {"saving": None if gathered is None else gathered._asdict()}
 
     @property
+    def run_dir(self) -> Path:
+        """Its folder."""
+        return self._run_dir
+
+    @property
+    def budget(self) -> Budgeted | None:
+        """What the run may use up; None if nobody has said."""
+        return self._chronicle.budget
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether somebody, or the budget, wanted the run to end before its last step."""
+        fleet = self.manager.fleet
+        return fleet.finish is not None and (fleet.job is None or fleet.recorded_step + 1 < fleet.job.steps)
+
+    @property
     def spent(self) -> str:
         """What the run has cost, in words; empty where nobody gave a price."""
         return spent(self._chronicle.cost(time.time()))
@@ -383,6 +427,7 @@ class ManagerService(Generic[B]):
     def _observe(self, event: RunEvent) -> None:
         self._picture.take(event)
         self._chronicle.take(event, time.time())
+        self._budget.take(event, time.monotonic())
         self._desk.take(event)
         self._on_event(event)
 

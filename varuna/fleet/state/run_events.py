@@ -98,6 +98,14 @@ class Priced(Value):
     on_demand_per_hour: float | None = Field(default=None, ge=0, description="the same of one that is not taken back")
 
 
+class Budgeted(Value):
+    """What the run may use up, all its starts together; None: as much as it takes."""
+
+    kind: Literal["budgeted"] = "budgeted"
+    max_dollars: float | None = Field(default=None, gt=0)
+    max_hours: float | None = Field(default=None, gt=0)
+
+
 class VerdictReached(Value):
     """COMMIT of the step in flight: it is binding once it is on disk, whoever dies next."""
 
@@ -216,6 +224,7 @@ RunEvent = Annotated[
     | WorkerLost
     | WorkerLeft
     | Priced
+    | Budgeted
     | VerdictReached
     | GenerationStarted
     | Morphed

@@ -593,6 +593,19 @@ def test_a_wish_to_finish_needs_no_words() -> None:
     assert [message.flag for _, message in sends(said, RaiseFlag)] == ["stop"]
 
 
+@pytest.mark.parametrize(("steps", "why"), [(2, ": the money is gone"), (100, "")])
+def test_a_run_that_ended_before_its_last_step_says_why(steps: int, why: str) -> None:
+    driver = running(2)
+    for step in range(steps):
+        driver.voted(step)
+    driver.feed(FinishRequested("the money is gone"))
+    driver.leave("w0", "w1")
+    for name in ("w0", "w1"):
+        driver.kill(name, code=0)
+    driver.wait(1.2)
+    assert driver.end == EndRun(0, f"{steps} steps done{why}")
+
+
 def test_the_worker_whose_failure_ends_a_run_is_named_apart_from_the_sentence() -> None:
     driver = running(2)
     driver.say("w1", Failed(summary="boom", traceback="T"))

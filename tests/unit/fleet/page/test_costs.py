@@ -3,9 +3,12 @@
 import pytest
 
 from tests.unit.observe.recorded_events import plan
-from varuna.fleet.page.costs import Bill, Meter, shown, spent
+from varuna.fleet.machine.budget import Used
+from varuna.fleet.page.costs import Bill, Meter, shown, shown_budget, spent
 from varuna.fleet.run_folder.past_events import PastStep
+from varuna.fleet.state.account import Account
 from varuna.fleet.state.run_events import (
+    Budgeted,
     GenerationRecord,
     GenerationStarted,
     Priced,
@@ -122,3 +125,59 @@ def test_money_is_told_with_what_was_saved_or_was_not() -> None:
     told = shown(Bill(1.0, 1.0, 4.0, 1.0))
     assert told is not None
     assert (told["spent"], told["saved"]) == (1.0, 0.75)
+
+
+def started_again(*, price: float | None) -> Meter:
+    """A run whose first start had one worker for an hour, and which went on a day later with two."""
+    first = Meter()
+    if price is not None:
+        first.take(Priced(per_hour=price), 0.0)
+    first.take(joined("w0"), 0.0)
+    first.take(RunEnded(exit_code=0, text=""), HOUR_S)
+    later_s = 25 * HOUR_S
+    again = Meter(first.account(2 * HOUR_S))
+    for event in (Priced(per_hour=2.0), joined("w0"), joined("w1")):
+        again.take(event, later_s)
+    return again
+
+
+@pytest.mark.parametrize(("price", "before"), [(1.0, 1.0), (None, 2.0)])
+def test_a_run_that_starts_again_goes_on_from_what_it_has_used_up(price: float | None, before: float) -> None:
+    again = started_again(price=price)
+    assert bill(again, 26 * HOUR_S) == Bill(spent=before + 4.0, per_hour=4.0, on_demand=None, worker_hours=3.0)
+    assert again.used(26 * HOUR_S) == Used(wall_s=2 * HOUR_S, dollars=before + 4.0, dollars_per_hour=4.0)
+    assert Meter(again.account(26 * HOUR_S)).account(99 * HOUR_S) == again.account(26 * HOUR_S)
+
+
+def test_hours_without_a_price_can_be_weighed_before_one_is_said() -> None:
+    meter = Meter(Account(worker_s=HOUR_S, unpriced_s=HOUR_S, wall_s=HOUR_S))
+    assert meter.used(0.0).dollars == 0.0
+    assert meter.used(0.0, Priced(per_hour=3.0)).dollars == 3.0
+
+
+def test_steps_of_an_earlier_start_that_run_again_count_once_on_demand() -> None:
+    first = Meter()
+    first.take(Priced(per_hour=1.0, on_demand_per_hour=36.0), 0.0)
+    first.take(begun(0, 0, (1, 1)), 0.0)
+    for number in range(10):
+        first.take_step(step(number, 1.0))
+    again = Meter(first.account(0.0))
+    again.take(Priced(per_hour=1.0, on_demand_per_hour=36.0), 0.0)
+    again.take(begun(0, 8, (1, 1)), 0.0)  # from the checkpoint of step 8
+    again.take_step(step(8, 5.0))
+    assert bill(again, 0.0).on_demand == pytest.approx((8 + 5) * 0.01)
+
+
+def test_what_is_left_of_a_budget_is_told_with_its_end_at_this_rate() -> None:
+    used = Used(wall_s=HOUR_S, dollars=15.0, dollars_per_hour=10.0)
+    told = shown_budget(Budgeted(max_dollars=20.0, max_hours=10.0), used, is_over=False)
+    assert told is not None
+    assert told["phrases"] == [
+        "$5.00 of $20.00 left",
+        "9h 00m of 10h 00m left",
+        "--max-cost ends it in 30m 00s at this rate",
+    ]
+    over = shown_budget(Budgeted(max_hours=10.0), used, is_over=True)
+    assert over is not None
+    assert (over["phrases"], over["ends_in_s"]) == (["9h 00m of 10h 00m left"], None)
+    assert shown_budget(None, used, is_over=False) is None

@@ -1,4 +1,4 @@
-/** The figures at the top, checkpoints, and what a run has cost so far where prices are known. */
+/** The figures at the top, checkpoints, and what a run has cost so far and may still cost. */
 
 import { byId, make, say, term } from "./dom.js";
 import { clock, counted, number, percent, spaced, span } from "./format.js";
@@ -68,17 +68,22 @@ function committed(checkpoint) {
 /** Cents, and below a tenth of a dollar more. */
 const money = (cost, value) => `${cost.currency}${value.toFixed(value > 0 && value < 0.1 ? 4 : 2)}`;
 
-/** What the run has cost: shown where somebody has said what a worker costs. */
+/** What the run has cost, where somebody has said what a worker costs, and what is left of its budget. */
 export function drawCost(run) {
-  const { cost } = run.status, section = byId("cost");
-  section.hidden = !cost;
-  if (!cost) return;
-  const hours = `${number(cost.worker_hours, 3)} worker hours`, isOver = run.status.read_only || run.ended;
-  const shown = [[isOver ? "spent" : "spent so far", money(cost, cost.spent), hours]];
-  if (!isOver) shown.push(["now", `${money(cost, cost.per_hour)} per hour`, ""]);
-  if (cost.on_demand !== null) {
+  const { cost, budget } = run.status, section = byId("cost"), isOver = run.status.read_only || run.ended, shown = [];
+  section.hidden = !cost && !budget;
+  if (cost) {
+    shown.push([isOver ? "spent" : "spent so far", money(cost, cost.spent), `${number(cost.worker_hours, 3)} worker hours`]);
+    if (!isOver) shown.push(["now", `${money(cost, cost.per_hour)} per hour`, ""]);
+  }
+  if (cost && cost.on_demand !== null) {
     const saved = cost.saved === null ? "" : `${percent(Math.abs(cost.saved))} ${cost.saved >= 0 ? "saved" : "more was spent"}`;
     shown.push(["the same work on demand", money(cost, cost.on_demand), saved]);
+  }
+  if (budget) {
+    const ends = budget.ends_in_s === null || isOver ? "" : `it ends in ${span(budget.ends_in_s)} at this rate`;
+    if (cost && budget.max_dollars !== null) shown.push(["left of the budget", money(cost, Math.max(0, budget.left_dollars)), ends]);
+    if (budget.max_hours !== null) shown.push(["left of its hours", span(Math.max(0, budget.left_hours) * 3600), `of ${number(budget.max_hours, 3)} hours`]);
   }
   fill(byId("cost-body"), shown);
 }
