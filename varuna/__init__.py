@@ -22,7 +22,7 @@ from varuna.core.version import TORCH_RANGE, __version__, is_tested_torch
 if TYPE_CHECKING:
     from varuna.core.model import Memory, Network
     from varuna.engine.stage.cross_stage import all_reduce_shared, owned
-    from varuna.job.options import Checkpoints, Collate, Loss, Weights
+    from varuna.job.options import Checkpoints, Collate, Loss, Publish, Weights
     from varuna.results import Evaluation, Step
     from varuna.trainer import Trainer
 
@@ -41,6 +41,7 @@ __all__ = [
     "Network",
     "NoPlanError",
     "Plan",
+    "Publish",
     "Step",
     "Trainer",
     "UsageError",
@@ -60,6 +61,7 @@ _LATE = {
     "Loss": "varuna.job.options",
     "Memory": "varuna.core.model",
     "Network": "varuna.core.model",
+    "Publish": "varuna.job.options",
     "Step": "varuna.results",
     "Trainer": "varuna.trainer",
     "Weights": "varuna.job.options",

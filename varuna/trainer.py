@@ -34,7 +34,7 @@ from varuna.job.built import GivenModel, as_functions
 from varuna.job.charts import Tracker, charts_of
 from varuna.job.handed_functions import functions_of
 from varuna.job.handed_over.watching import HandedOver
-from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Weights
+from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Publish, Weights
 from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
 from varuna.job.spec import JobSpec
@@ -78,6 +78,7 @@ class Trainer:
         after_step: AfterStep | None = None,
         cut: int | Sequence[str] | None = None,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
+        publish: Publish | None = None,
         state: Mapping[str, Kept] | None = None,
         loggers: Sequence[str | Tracker] = (),
         device: str | torch.device | None = None,
@@ -130,6 +131,8 @@ class Trainer:
                 cut where each is entered and nowhere else. Default: every place where few bytes cross.
             checkpoints: folder or URL (``s3://``, ``gs://``, ``az://``) to save to every 10 minutes, or
                 ``Checkpoints(path, every=, keep_last=, ...)``. The same command then resumes from it.
+            publish: ``Publish(path, every=, keep=)``: every so many steps the model, or of one of PEFT's the adapter,
+                appears in a folder as Hugging Face writes it, whole, for a server that watches it.
             state: what else is saved with each checkpoint and the same on all workers, by name: dicts, or objects with
                 ``state_dict()`` and ``load_state_dict(state)``, which the loop changes.
             loggers: where each step is charted once: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, or objects with
@@ -177,6 +180,7 @@ class Trainer:
             after_step=after_step,
             cut=cut,
             checkpoints=saved,
+            publish=publish,
             state=state,
             loggers=loggers,
             device=where,

@@ -15,6 +15,7 @@ FACE = {
         "varuna.job.options.Checkpoints",
         "varuna.job.options.Collate",
         "varuna.job.options.Loss",
+        "varuna.job.options.Publish",
         "varuna.job.options.Weights",
         "varuna.core.model.Memory",
         "varuna.core.model.Network",

@@ -163,6 +163,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--break-at", type=int, help="step after which rank 0 leaves the loop")
     parser.add_argument("--unstable", action="store_true")
     parser.add_argument("--export")
+    parser.add_argument("--publish", help="folder; after every step")
     parser.add_argument("--init", default="constructor")
     parser.add_argument("--differs", action="store_true", help="the model is another one in each process")
     parser.add_argument("--batch-norm", action="store_true")
@@ -212,6 +213,7 @@ def main() -> None:
         cut=args.layers + 1,  # more would cost each step more than the small model itself
         clip_grad_norm=1.0,
         checkpoints=args.checkpoint_dir and varuna.Checkpoints(args.checkpoint_dir, every=every),
+        publish=varuna.Publish(args.publish, every=1, keep=1000) if args.publish else None,
         init=args.init,
         memory=varuna.Memory(offload_optimizer=args.offload, shard_optimizer=args.share),
         precision=args.precision,

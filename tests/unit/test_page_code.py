@@ -76,6 +76,7 @@ FRAGMENTS = {
     "losses.md": "functions for a model of the reader's; examples/ has whole scripts that tests run",
     "partitioning.md": "the operator is run by tests/unit/partition/test_refusals.py",
     "precision.md": "one argument",
+    "publish.md": "one argument, and a watcher that never ends",
     "testing.md": "a test of the reader's own script; tests/unit/testing runs such ones",
     "trackers.md": "charts, which need a service",
     "trainer.md": "arguments, one at a time",

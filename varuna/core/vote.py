@@ -13,7 +13,19 @@ from pydantic import Field
 from varuna.core.sums import square_sum
 from varuna.core.value import Value
 
-FLAGS = ("stop", "regroup", "checkpoint", "compare", "keep", "kept", "lr", "measured", "written", "written_by")
+FLAGS = (
+    "stop",
+    "regroup",
+    "checkpoint",
+    "compare",
+    "keep",
+    "kept",
+    "lr",
+    "measured",
+    "written",
+    "written_by",
+    "publishing",
+)
 
 
 class VoteLayout(Value):
@@ -57,6 +69,7 @@ class VoteLayout(Value):
 
         ``kept`` counts ranks of whose newest memory checkpoint there is a copy. ``keep``: after this step another is
         made, if there are copies of all ranks' (1), or whatever became of the newest (2).
+        ``publishing`` counts ranks that still write what was published last.
         ``measured`` and ``written`` are sums of numbers that are the same on all ranks, and ``written_by`` is that of
         ``written`` times rank + 1, which tells one rank that differs.
         """
@@ -84,6 +97,7 @@ class VoteLayout(Value):
             compare=vector[self.flag("compare")] > 0,
             keep=int(vector[self.flag("keep")]),
             kept=int(vector[self.flag("kept")]),
+            publishing=int(vector[self.flag("publishing")]),
             lr=vector[self.flag("lr")],
         )
 
@@ -123,6 +137,7 @@ class StepTotals(Value):
     compare: bool = False
     keep: int = 0
     kept: int = 0
+    publishing: int = 0
     lr: float
 
 

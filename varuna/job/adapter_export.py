@@ -1,10 +1,11 @@
 """Adapters of PEFT, as ``PeftModel.from_pretrained`` reads them back: only them, and their configuration."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -41,6 +42,41 @@ def export_adapter(generation: Generation | None, spec: JobSpec, folder: Path, *
         adapter = AdapterFolder(spec.built, None if spec.weights is None else Path(spec.weights.path))
         write_tensors(adapter.tensors(own), folder / ADAPTER, {"format": "pt"})
         adapter.write_config(folder)
+
+
+class AdapterForm:
+    """A publication of an adapter: parts of what was trained become one file, beside the adapter's configuration."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        """Build the model without data, now: it is the user's code.
+
+        Args:
+            spec: the job, whose model is one of PEFT's.
+        """
+        self._trained = {f"parameters/{name}" for name in spec.partitioned.trainable}
+        self._folder = AdapterFolder(spec.built, None if spec.weights is None else Path(spec.weights.path))
+        self.metadata: Mapping[str, str] = {}
+
+    def wants(self, path: str) -> bool:
+        """Whether an entry was trained."""
+        return path in self._trained
+
+    def file_of(self, part: int, parts: int) -> str:
+        """A name that PEFT does not look at."""
+        return f".part-{part}.safetensors"
+
+    def complete(self, folder: Path, files: Sequence[str]) -> None:
+        """Join the parts.
+
+        Raises:
+            CheckpointError: this kind of adapter needs more than what was trained.
+            OSError: the folder cannot be written.
+        """
+        own = {name: value for file in files for name, value in load_file(folder / file).items()}
+        write_tensors(self._folder.tensors(own), folder / ADAPTER, {"format": "pt"})
+        self._folder.write_config(folder)
+        for file in files:
+            (folder / file).unlink()
 
 
 class AdapterFolder:

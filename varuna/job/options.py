@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal, get_args
 
 from varuna.core.errors import UsageError
@@ -81,6 +82,43 @@ class Checkpoints:
     def place(self) -> str:
         """The path as all processes of a run should name it: absolute, or a URL."""
         return location(self.path)
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Where a run publishes its model while it trains, for a server that watches the folder.
+
+    Attributes:
+        path: folder. If workers run on several machines, all of them must share it.
+        every: steps between publications; the last step of a run is published, too.
+        keep: number of newest publications to keep.
+
+    Raises:
+        UsageError: one of them is out of range, or the path is no folder.
+    """
+
+    path: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, os.PathLike)) or "://" in str(self.path):
+            raise UsageError(
+                f"Publish({self.path!r}): publications appear in a folder, which all machines share, and not in "
+                f"{'a bucket' if isinstance(self.path, str) else described(self.path)}. For a bucket, give "
+                "checkpoints= a URL, and export from there with varuna checkpoints export."
+            )
+        check_whole(every=self.every, keep=self.keep)
+        if self.every < 1:
+            raise UsageError(f"every={self.every} must be at least 1: steps between publications")
+        if self.keep < 1:
+            raise UsageError(f"keep={self.keep} must be at least 1: the newest publication is always kept")
+
+    @property
+    def folder(self) -> Path:
+        """The path, absolute."""
+        return Path(self.path).absolute()
 
 
 @dataclass(frozen=True)

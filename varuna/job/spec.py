@@ -28,7 +28,7 @@ from varuna.job.charts import Tracker
 from varuna.job.given_optimizer import OptimizerLike
 from varuna.job.handed_over.code_reads import Reads
 from varuna.job.model_config import Configured
-from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Weights
+from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Publish, Weights
 from varuna.job.shared_capture import captured_once
 from varuna.partition.after_step import AfterStep
 from varuna.partition.capture.capture import MetricsFunction, Recipe
@@ -42,6 +42,7 @@ from varuna.partition.optimizers import AveragingFactory
 from varuna.partition.parameter_marks import Marked
 from varuna.partition.written.key import capture_key, recipe_digest
 from varuna.process.garbage import old_left_out
+from varuna.store.opening import location
 
 CAPTURED_SAMPLES = 2
 
@@ -79,6 +80,7 @@ class JobSpec:
     after_step: AfterStep | None = None
     cut: int | Sequence[str] | None = None
     checkpoints: Checkpoints | None = None
+    publish: Publish | None = None
     state: Mapping[str, Kept] | None = None
     loggers: Sequence[str | Tracker] = ()
     device: torch.device = field(default_factory=choose_device)
@@ -105,6 +107,7 @@ class JobSpec:
         self._check_cut()
         check_kind("memory", Memory, self.memory)
         check_kind("network", Network, self.network)
+        self._check_publish()
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
         if self.on_nan not in get_args(OnNan):
@@ -387,6 +390,13 @@ class JobSpec:
             )
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise UsageError(f"clip_grad_norm={self.clip_grad_norm} must be above 0; leave it out for no clipping")
+
+    def _check_publish(self) -> None:
+        if self.publish is None:
+            return
+        check_kind("publish", Publish, self.publish)
+        if self.checkpoints is not None and location(self.publish.folder) == self.checkpoints.place:
+            raise UsageError(f"publish= and checkpoints= both name {self.publish.folder}. Give each its own folder.")
 
     def _check_cut(self) -> None:
         cut: Any = self.cut

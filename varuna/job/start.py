@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from varuna.checkpoint.io.export import ModelForm
 from varuna.checkpoint.io.frozen import LeftOut
+from varuna.checkpoint.published import PublishedFolder
 from varuna.checks.mixing import check_mixing
 from varuna.checks.remembering import check_repeats
 from varuna.core.errors import UsageError
@@ -23,12 +25,14 @@ from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import unit_near
 from varuna.engine.worker.loop_state import LoopState
+from varuna.engine.worker.publisher import Publisher
 from varuna.engine.worker.session import Session
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
+from varuna.job.adapter_export import AdapterForm
 from varuna.job.built import GivenModel, WithLoss
 from varuna.job.first_calibration import first_calibration
 from varuna.job.given_optimizer import OptimizerLike
-from varuna.job.options import CHECKPOINTED_EVERY
+from varuna.job.options import CHECKPOINTED_EVERY, Publish
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.membership.launched import at_end
 from varuna.partition.batch_weight import weight_of
@@ -80,12 +84,26 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
     _check_ramp(spec)
     if spec.checkpoints is None and (place := _rescue_place(spec)):
         saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
+    publisher = None if spec.publish is None else _publisher(spec, spec.publish)
     spec.update_check.of_names()
     if saver is not None or membership.survives:
         spec.update_check.of_moves()
-    session = open_session(spec, n, membership, saver=saver, measures=membership.measures)
+    session = open_session(spec, n, membership, saver=saver, publisher=publisher, measures=membership.measures)
     at_end(session.leave, session.close)
     return session
+
+
+def _publisher(spec: JobSpec, publish: Publish) -> Publisher:
+    """Publishes the model, or the adapter.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    folder = PublishedFolder(publish.folder, publish.keep)
+    folder.prepare()
+    model = spec.partitioned  # which tells what it is
+    form = AdapterForm(spec) if spec.built.has_adapters else ModelForm(spec.built.json, model.aliases)
+    return Publisher(folder, publish.every, form)
 
 
 def _rescue_place(spec: JobSpec) -> str:
@@ -105,6 +123,7 @@ def open_session(
     *,
     beginning: InitialParameters | None = None,
     saver: Snapshotter | None = None,
+    publisher: Publisher | None = None,
     global_batch: int | None = None,
     measures: bool = False,
 ) -> Session:
@@ -129,6 +148,7 @@ def open_session(
         spec.training_source,
         weight=spec.loss.weight,
         saver=saver,
+        publisher=publisher,
         initial=lambda names, checks: first.parameters(names, partial(spec.checks.run, model) if checks else None),
         connect=lambda assignment: membership.store(assignment.generation),
         interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),

@@ -182,7 +182,9 @@ class Setup:
             return self.beginning.parameters(names)
         return {name: self._parameters[name].clone() for name in names}
 
-    def session(self, membership: Any, store: Any, steps: int, saver: Any = None, rank: int = 0) -> Session:
+    def session(
+        self, membership: Any, store: Any, steps: int, saver: Any = None, rank: int = 0, publisher: Any = None
+    ) -> Session:
         if self.beginning.name == "constructor":
             _ = self._parameters  # made before ranks run: it is not theirs
         session = Session(
@@ -192,6 +194,7 @@ class Setup:
             SampleSource(self.dataset, seed=self.seed, collate=self.collate),
             weight=self.weight,
             saver=saver,
+            publisher=publisher,
             initial=lambda names, _checks: self.initial(rank, names),
             connect=lambda _assignment: store,
             interface_host="127.0.0.1",

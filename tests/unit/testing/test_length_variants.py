@@ -90,7 +90,9 @@ class Unreadable(Sentences):
 
 
 class OneUnreadable(Setup):
-    def session(self, membership: Any, store: Any, steps: int, saver: Any = None, rank: int = 0) -> Session:
+    def session(
+        self, membership: Any, store: Any, steps: int, saver: Any = None, rank: int = 0, publisher: Any = None
+    ) -> Session:
         self.dataset = Unreadable() if rank == 1 else Sentences()
         return super().session(membership, store, steps, saver, rank)
 

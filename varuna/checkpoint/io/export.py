@@ -1,11 +1,12 @@
 """A checkpoint as a Hugging Face folder: safetensors files by the model's own names, index, ``config.json``."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -104,13 +105,58 @@ def export_checkpoint(
         for file, group in zip(names, _read(store, manifest, groups, average=average), strict=True):
             save_file(group, str(folder / file), metadata={"format": "pt"})
         if len(groups) > 1:
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": homes}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            _write_index(folder, homes, sum(sizes.values()))
         if text is not None:
             (folder / CONFIG).write_text(text)
     except OSError as error:
         raise unwritable("write", folder, error) from error
     return ExportedFolder(len(groups), len(sizes), sum(sizes.values()), text is not None)
+
+
+class ModelForm:
+    """A publication of a whole model: a file for each part, with an index if there are several, and ``config.json``."""
+
+    def __init__(self, config: str | None, aliases: Mapping[str, str]) -> None:
+        """Describe it.
+
+        Args:
+            config: text of ``config.json``.
+            aliases: other names of tied parameters, as ``safetensors.torch.load_model`` expects them.
+        """
+        self._config = config
+        self.metadata: Mapping[str, str] = {"format": "pt", **aliases}
+
+    def wants(self, path: str) -> bool:
+        """Whether an entry is part of the model."""
+        return is_exported(path)
+
+    def file_of(self, part: int, parts: int) -> str:
+        """As Hugging Face names it."""
+        return "model.safetensors" if parts == 1 else f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
+
+    def complete(self, folder: Path, files: Sequence[str]) -> None:
+        """Write index and configuration.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        if len(files) > 1:
+            homes: dict[str, str] = {}
+            size_bytes = 0
+            for file in files:
+                with safe_open(str(folder / file), framework="pt") as opened:
+                    homes.update(dict.fromkeys(opened.keys(), file))
+                    slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  no mapping
+                    size_bytes += sum(ITEM_BYTES[each.get_dtype()] * prod(each.get_shape()) for each in slices)
+            _write_index(folder, homes, size_bytes)
+        if self._config is not None:
+            (folder / CONFIG).write_text(self._config)
+
+
+def _write_index(folder: Path, homes: Mapping[str, str], size_bytes: int) -> None:
+    """Say in which file each tensor is."""
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": homes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _check_whole(manifest: Manifest) -> None:

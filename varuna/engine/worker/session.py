@@ -40,6 +40,7 @@ from varuna.engine.worker.generation import (
 )
 from varuna.engine.worker.heartbeat import Heartbeat
 from varuna.engine.worker.loop_state import Committed, LoopState, Told, Turn
+from varuna.engine.worker.publisher import Publisher
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import run_step
 from varuna.engine.worker.sums_saver import SumsSaver
@@ -74,6 +75,7 @@ class Session:
         patience: Patience | None = None,
         device_class: str = "",
         cut_check: Callable[[], None] = lambda: None,
+        publisher: Publisher | None = None,
     ) -> None:
         """Prepare; nothing runs before ``steps``.
 
@@ -92,12 +94,13 @@ class Session:
             patience: of waits for other ranks.
             device_class: of the device that this worker computes on; empty: unknown.
             cut_check: refuses several stages, if the user's update cannot be divided.
+            publisher: publishes the model during the run, if it is to be published.
         """
         self._loop = loop or LoopState()
         self._setting = Setting(
             job, source, weight, facts.steps, initial, connect, interface_host, self._loop, left_out
         )
-        self._facts, self._membership, self._saver = facts, membership, saver
+        self._facts, self._membership, self._saver, self._publisher = facts, membership, saver, publisher
         self._device_class = device_class
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
@@ -131,6 +134,8 @@ class Session:
         self.heartbeat.inbox.abort(GenerationEnded(self.standing.generation))
         if self._saver is not None:
             self._saver.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self._setting.source.close()
         self._membership.close()
 
@@ -229,6 +234,9 @@ class Session:
         heart.at("saves the last checkpoint")
         if self._saver is not None:
             self._saver.flush()
+        if self._publisher is not None:
+            heart.at("publishes the last step")
+            self._publisher.flush()
         standing.report_unrecorded()
         self._membership.leaving(standing.next_step or 0)
 
@@ -288,6 +296,8 @@ class Session:
             standing.forget_votes()
         if self._saver is not None:
             self._saver.inherit(assignment)
+        if self._publisher is not None:
+            self._publisher.enter(assignment)
         heart.reporter.begin()  # before a beat can name the new generation, with times of the old one
         arrived = partial(standing.arrived, assignment.generation)
         if assignment.is_spare:
@@ -334,11 +344,16 @@ class Session:
             if totals.checkpoint or is_over:
                 self._saves_next = False
                 self._save(generation, is_last=is_over)
+            if self._publisher is not None:
+                self._publish(generation, self._publisher, totals, is_last=is_over)
             yield from self._turn(generation, Turn(step, totals, step_s), regroup=totals.regroup and not is_over)
             if is_over:
                 return True
             generation.inbox.check()
         self._save(generation, is_last=True)
+        if self._publisher is not None and self._is_sound and plan.workers == 1 and not generation.is_as_it_began:
+            self._publisher.flush()
+            self._publisher.publish(generation)
         return True
 
     def _turn(self, generation: Generation, turn: Turn, *, regroup: bool = False) -> Iterator[Committed]:
@@ -398,6 +413,8 @@ class Session:
         flags["measured"] = self._loop.mark
         flags["written"] = 0.0 if self._loop.written is None else self._loop.written.mark
         flags["written_by"] = flags["written"] * (generation.assignment.rank + 1)
+        if self._publisher is not None:
+            flags["publishing"] = float(self._publisher.is_writing)
         if generation.checkpoints is not None and step + 1 < self._facts.steps:
             flags |= generation.checkpoints.flags()
         if generation.assignment.rank == 0:
@@ -433,6 +450,20 @@ class Session:
             saver.flush()
         with generation.phase("save", stage.next_step - 1) if not in_step else contextlib.nullcontext():
             saver.save(stage, assignment, lambda: self._loop.saved(self.standing.newest()))
+
+    def _publish(self, generation: Generation, publisher: Publisher, totals: StepTotals, *, is_last: bool) -> None:
+        """Publish the state as it is, if that is due; all ranks decide alike, by the vote."""
+        if not self._is_sound or not (is_last or publisher.is_due(generation.stage.next_step - 1)):
+            return
+        if totals.publishing and not is_last:
+            publisher.skip(generation)
+            return
+        generation.wait_until_whole()
+        if is_last:
+            self.heartbeat.at("waits until the publication before the last one is written", WorkerPhase.LOOP)
+            publisher.flush()
+        with generation.phase("publish", generation.stage.next_step - 1):
+            publisher.publish(generation)
 
     def _farewell(self) -> None:
         """Wait for slower ranks, which still need the links for the last vote.
