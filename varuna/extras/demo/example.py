@@ -5,7 +5,7 @@ from pathlib import Path
 
 from varuna.core.errors import UsageError
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 
 def example_folder(name: str) -> Path:

@@ -8,7 +8,7 @@ import pytest
 
 from varuna.cli.main import main
 
-FOLDER = Path(__file__).parents[3] / "examples" / "calibrations"
+FOLDER = Path(__file__).parents[4] / "examples" / "calibrations"
 FAST, SLOW = "gpt2-2.5b-h100.json", "gpt2-2.5b-v100.json"
 
 
