@@ -87,7 +87,7 @@ class Job:
     """What its user says of a training: independent of P and D. [Correctness-preserving morphing | job.spec]"""
 
     build: Callable[[], nn.Module]  # the model: given a sample's tensors by name, it returns a mean cross-entropy
-    dataset: Callable[[], Sequence[Batch]]
+    dataset: Callable[[], Any]  # has a length, and samples by number: tensors by name
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
     global_batch: int  # M, examples of a step: the same in every plan
     micro_batch: int  # m, examples that flow through the pipeline together
@@ -154,9 +154,7 @@ class Generation:
 
     number: int
     plan: Plan
-    members: dict[
-        str, tuple[str, int]
-    ]  # workers by rank, and where their links end; spares, which may send state, last
+    members: dict[str, tuple[str, int]]  # workers by rank, spares last, and where their links end
     moves: tuple[tuple[int, int, int], ...]  # a section, whose state goes from a rank to a rank
 
 
@@ -227,6 +225,7 @@ def train(job: Job, plan: Plan, faults: Sequence[Fault] = (), room: float = math
     fleet = Fleet(job, plan.workers, faults, outcome)
     try:
         reports = fleet.gather("hello", START_S)
+        plan = plan if len(reports) == plan.workers else best_plan(model, job, len(reports), room)
         while True:
             generation = form(plan, len(outcome.generations) + 1, reports)
             outcome.generations.append((str(plan), max(report.applied for report in reports.values())))
@@ -958,7 +957,7 @@ class SectionState:
                 self._parameters[parameter].data.copy_(value)
 
 
-def read(job: Job, data: Sequence[Batch], step: int, micro_batch: int) -> Batch:
+def read(job: Job, data: Any, step: int, micro_batch: int) -> Batch:
     """The samples of a micro-batch, the same in every plan: each epoch is shuffled anew. [data.loader, data.order]"""
     first, samples = step * job.global_batch + micro_batch * job.micro_batch, []
     for epoch, place in (divmod(position, len(data)) for position in range(first, first + job.micro_batch)):
@@ -1051,8 +1050,6 @@ class Policy:
 
 FLOPS_PER_S, BYTES_PER_S, LATENCY_S = 50e9, 1e8, 1e-4  # assumed; the product measures (varuna.calibration)
 STATE_BYTES = 16  # of each element of a parameter: its value, its gradient, and two moments of Adam
-
-
 Span = tuple[Action, float, float]  # an action, and when it begins and ends, in seconds
 
 
@@ -1176,17 +1173,18 @@ def main() -> int:
     parser.add_argument("--freeze", action="store_true", help="stop workers (SIGSTOP) instead of killing them")
     given, job, begin_s = parser.parse_args(), DEMONSTRATION, time.monotonic()
     strike = signal.SIGSTOP if given.freeze else signal.SIGKILL
-    parts = [fault.replace("@", ":").split(":") for fault in given.fault]
-    faults = [Fault(int(rank), int(step), place, strike, n) for n, (rank, step, place) in enumerate(parts, 1)]
     torch.set_num_threads(1)
     model = capture(job)
     whole = STATE_BYTES * sum(section.elements for section in model.sections)
     try:
+        parts = [fault.replace("@", ":").split(":") for fault in given.fault]
+        faults = [Fault(int(rank), int(step), place, strike, n) for n, (rank, step, place) in enumerate(parts, 1)]
         plan = make_plan(model, job, *map(int, given.plan.split("x")))
         outcome = train(job, plan, faults, room=max(ROOM * whole, state_bytes(model, plan)))
-    except NanoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (NanoError, ValueError) as error:
+        parser.error(str(error))
+    if len(outcome.lost) < len(faults):
+        parser.error(f"a fault did not happen: choose a rank and a step of plan {plan}, and one of {', '.join(PLACES)}")
     print("\nstep        loss  plain loop  difference")
     differences = []
     for step, expected in enumerate(plain_loop(job)):

@@ -3,12 +3,15 @@
 import dataclasses
 import json
 import sys
+from functools import partial
 from typing import Any
 
 from examples import nano_varuna as nano
 from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw
 
-JOB = nano.Job(SmallLanguage, Tokens, adamw, global_batch=8, micro_batch=2, steps=4, sections=16)
+PADDED = partial(Tokens, padded=True)
+"""Each sample has another number of targets."""
+JOB = nano.Job(SmallLanguage, PADDED, adamw, global_batch=8, micro_batch=2, steps=4, sections=16)
 
 
 def run(stages: int, replicas: int, faults: list[list[Any]], *, dropout: bool) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import random
 import re
 import tokenize
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -75,6 +74,11 @@ def prose() -> Iterator[str]:
             yield re.sub(r"\[[^\]]*\]", "", token.string.strip('"')) + "\n"
 
 
+def is_there(module: str) -> bool:
+    place = ROOT / "varuna" / module.replace(".", "/")
+    return (place / "__init__.py").is_file() or place.with_suffix(".py").is_file()
+
+
 def documented() -> Iterator[tuple[str, str]]:
     """Functions and classes of the file but those of the demonstration, with their docstrings."""
     code, _, _ = SOURCE.partition("# -- 9.")
@@ -102,10 +106,12 @@ def test_everything_says_which_module_of_the_product_does_the_same() -> None:
             silent.append(name)
             continue
         modules = re.split(r",\s*", " ".join(found["modules"].split()))
-        missing += [(name, each) for each in modules if find_spec(f"varuna.{each}") is None]
+        missing += [(name, each) for each in modules if not is_there(each)]
         if found["paper"] and " ".join(found["paper"].split()) not in PAPER:
             unknown.append((name, found["paper"]))
-    assert silent == missing == unknown == []
+    assert not silent
+    assert not missing
+    assert not unknown
     assert len(list(documented())) > 30
 
 
@@ -282,7 +288,7 @@ def test_what_it_cannot_do_is_refused() -> None:
 
     class Squared(Normed):
         def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return (self.embed(input_ids) ** 2).mean()
+            return torch.mean(self.embed(input_ids) ** 2)
 
     with pytest.raises(nano.NanoError, match=r"forward\(\) changes tensors in place: .*batch_norm"):
         nano.capture(job(Normed))
