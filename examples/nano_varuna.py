@@ -1180,7 +1180,9 @@ def main() -> int:
         parts = [fault.replace("@", ":").split(":") for fault in given.fault]
         faults = [Fault(int(rank), int(step), place, strike, n) for n, (rank, step, place) in enumerate(parts, 1)]
         plan = make_plan(model, job, *map(int, given.plan.split("x")))
-        outcome = train(job, plan, faults, room=max(ROOM * whole, state_bytes(model, plan)))
+        room = max(ROOM * whole, state_bytes(model, plan))
+        print(f"{whole:,} bytes of state in {len(model.sections)} sections; a worker has room for {room:,.0f}")
+        outcome = train(job, plan, faults, room)
     except (NanoError, ValueError) as error:
         parser.error(str(error))
     if len(outcome.lost) < len(faults):
