@@ -336,7 +336,6 @@ class Fleet:
         self._outcome.lost.append(f"{self._doing.get(name, name)}: lost, since {why}")
 
     def close(self) -> None:
-        """Leave no process behind; who was told to leave has some time for it."""
         for process in self._processes.values():
             process.join(2.0 if sys.exc_info()[0] is None else 0.0)
             process.kill()
@@ -596,7 +595,8 @@ class Worker:
 
     def _keep(self, step: int) -> None:
         """With D = 1, send the sums to the rank that keeps a copy of these sections, and take those of its own copies,
-        which the update changes, too. So copies are of the newest step, and no step is undone. [engine.copies]
+        which the update changes, too. So copies are of the newest step, and no step is undone. The product sends state
+        and sums, since another device may round otherwise. [engine.copies]
         """
         kept, plan = self._plan.kept_by(self._stage), self._plan
         for k in plan.sections_of(self._stage) if kept else ():
@@ -967,7 +967,7 @@ def read(job: Job, data: Any, step: int, micro_batch: int) -> Batch:
 
 
 def number_from(*parts: int) -> int:
-    """A seed for random numbers, the same in every process. [data.randomness]"""
+    """A seed for dropout and order, the same in every process. Those of the product are others. [data.randomness]"""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
