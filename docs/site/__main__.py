@@ -2,7 +2,7 @@
 
 The pages of docs/, and some that are made from the code, are laid out in build/; Zensical makes the site of them and
 refuses links and anchors that lead nowhere; what it made is read once more for anything that a browser would fetch from
-elsewhere.
+elsewhere. llms.txt, beside the pages, says to programs what there is.
 """
 
 import subprocess
@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from docs.site.built import fetched_from_elsewhere, torn
-from docs.site.staging import stage
+from docs.site.llms import write_llms
+from docs.site.staging import GENERATED, stage
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +30,7 @@ def main() -> int:
     if found := torn(site):
         print("A heading on these pages is too long for the table of contents:", *found, sep="\n  ", file=sys.stderr)
         return 1
+    write_llms(config.parent / "pages", site, {title: path for title, (path, _) in GENERATED.items()})
     print(
         f"{len(list(site.rglob('*.html')))} pages in {site}. Open {site / 'index.html'}, or serve them: "
         f"python -m http.server --directory {site}"

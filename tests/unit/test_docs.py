@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*(ROOT / each for each in ("README.md", "CONTRIBUTING.md", "AGENTS.md")), *ROOT.glob("docs/**/*.md")])
 SOURCES = sorted(
     path for folder in ("varuna", "examples", "benchmarks", "tests") for path in ROOT.glob(f"{folder}/**/*.py")
 )
@@ -138,3 +138,17 @@ def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
     assert pages - set(LINK.findall(index)) == {"README.md"}
+
+
+def test_agents_get_a_page_that_they_read_at_once_and_that_leads_to_the_rules() -> None:
+    page = (ROOT / "AGENTS.md").read_text()
+    assert len(page.splitlines()) <= 60
+    assert {"CONTRIBUTING.md", "examples/nano_varuna.py", "docs/rooms.md", "docs/glossary.md"} <= set(
+        LINK.findall(page)
+    )
+    targets = set(re.findall(r"`make ([\w-]+)", page))
+    rules = set(re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.M))
+    assert {"install", "unit", "test", "check", "docs"} <= targets <= rules
+    folders = re.findall(r"^\| (`varuna/.+?) \|", page, re.M)
+    named = {name for row in folders for name in re.findall(r"`(?:varuna/)?(\w+)`", row)}
+    assert set(PACKAGES) - {"replay", "process", "membership", "trackers", "integrations", "testing", "demo"} <= named

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from docs.site.built import fetched_from_elsewhere, torn
 from docs.site.commands import commands, help_page
+from docs.site.llms import first_sentence, llms_text, write_llms
 from docs.site.messages import error_classes, messages, texts
 from docs.site.nav import entries, nav
 from docs.site.python import python_page
@@ -126,3 +127,42 @@ def test_what_the_page_of_errors_quotes_is_said() -> None:
     assert len(quoted) > 60
     stale = [words for words in quoted if not is_said(words, said)]
     assert not stale, f"no message of the code has these words any more: mend docs/errors.md: {stale}"
+
+
+def test_the_first_sentence_of_a_page_is_that_of_its_first_paragraph() -> None:
+    table = "| a | b |\n|---|---|\n\n- an item. Too.\n\n"
+    code = "```\nvaruna run\n\nRuns. It.\n```\n\nwhich goes on.\n\n`a command`\n\n"
+    text = "**`precision`** says [what\n`step.loss` is](x.md), e.g. *bf16*. More of it. And:\n"
+    assert first_sentence(f"# Title\n\n{table}{code}{text}") == "precision says what step.loss is, e.g. bf16."
+    assert first_sentence("# Title\n\nWrite this:\n\n```\nx\n```\n") == "Write this"
+    assert first_sentence("# Title\n\n" + table) == ""
+
+
+def test_llms_txt_lists_pages_by_heading_with_their_first_sentences(tmp_path: Path) -> None:
+    pages, site = tmp_path / "pages", tmp_path / "site"
+    (pages / "sub").mkdir(parents=True)
+    index = "# Docs\n\nVaruna **trains**. It does more.\n\n## How to\n\n- [One](one.md): first\n"
+    index += "    - [`two`](sub/two.md)\n\n"
+    (pages / "README.md").write_text(index + "## Reference\n\n- [Three](three.md)\n\n## Notes\n\n- [Old](old.md)\n")
+    (pages / "one.md").write_text("# Number `one`\n\nIt is first. Of two.\n")
+    (pages / "sub/two.md").write_text("No title, but a sentence.\n")
+    (pages / "three.md").write_text("# Three\n\n| table |\n")
+    (pages / "old.md").write_text("# Old\n\nLong ago.\n")
+    (pages / "made.md").write_text("# Made\n\nBy a program.\n")
+    assert llms_text(pages, {"Made": "made.md"}) == (
+        "# Varuna\n\n> Varuna trains.\n"
+        "\n## How to\n\n- [Number one](one.md): It is first.\n- [two](sub/two.md): No title, but a sentence.\n"
+        "\n## Reference\n\n- [Three](three.md)\n- [Made](made.md): By a program.\n"
+        "\n## Optional\n\n- [Old](old.md): Long ago.\n"
+    )
+    text = write_llms(pages, site, {"Made": "made.md"}).read_text()
+    linked = re.findall(r"\]\(([^)]+)\)", text)
+    assert linked == ["one.md", "sub/two.md", "three.md", "made.md", "old.md"]
+    assert all((site / page).read_text() == (pages / page).read_text() for page in linked)
+
+
+def test_llms_txt_has_every_page() -> None:
+    text = llms_text(ROOT / "docs", {})
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")} - {"README.md"}
+    assert set(re.findall(r"^- \[[^\]]+\]\(([^)]+)\)", text, re.M)) == pages
+    assert text.startswith("# Varuna\n\n> Varuna trains PyTorch models that are too big")
