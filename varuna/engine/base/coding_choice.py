@@ -23,6 +23,8 @@ _ON_SHARE, _OFF_SHARE = 0.5, 0.25
 _MOST_SENT, _MOST_WORK, _MOST_S = 0.9, 0.75, 0.95
 """For encoding: what may be left of a message's bytes; what encoding and decoding may take of the seconds of a byte on
 the line, as tried; and what a byte may take of them once it is encoded."""
+_HOPELESS_S = 1e-9
+"""For a byte of a line: nothing encodes and decodes so fast, and the line is not worth a try."""
 _STAYS = 32
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGER = 8, 128, 4
 
@@ -88,7 +90,7 @@ def chosen(before: Choice, seen: Window) -> Choice:
         plain = before._replace(plain_s_per_byte=seen.s_per_byte or before.plain_s_per_byte)
         if plain.windows:
             return plain._replace(windows=plain.windows - 1)
-        waits = seen.share >= _ON_SHARE and plain.plain_s_per_byte > 0
+        waits = seen.share >= _ON_SHARE and plain.plain_s_per_byte > _HOPELESS_S
         return plain._replace(encodes=True, windows=_STAYS) if waits else plain
     if seen.share < _OFF_SHARE:
         return before._replace(encodes=False, windows=0)

@@ -34,6 +34,10 @@ def test_a_line_that_few_bytes_wait_for_is_not() -> None:
     assert not after(window(share=0.0, s_per_byte=0.0)).encodes
 
 
+def test_a_line_that_no_processor_keeps_up_with_is_not_tried() -> None:
+    assert not after(window(s_per_byte=0.5e-9)).encodes, "at 16 Gb/s"
+
+
 def test_it_goes_on_while_bytes_pass_faster_and_wait() -> None:
     faster = window(s_per_byte=LINE_S / 1.4, ratio=1.4)
     assert after(window(), *[faster] * 20).encodes
