@@ -177,7 +177,8 @@ def main() -> None:
         message_bytes=MESSAGE_BYTES[args.model],
     )
     options = options_of(args.model, args.global_batch, args.micro_batch, args.width, tied=args.tied)
-    options["network"] = varuna.Network(reduction=args.reduction)
+    # Calibrations measure lines without compression, and rows of equal numbers would hardly need any bytes.
+    options["network"] = varuna.Network(reduction=args.reduction, compress=False)
     if args.plan:
         run(JobSpec(**options), Plan.model_validate_json(args.plan), args.steps)
     else:

@@ -36,11 +36,11 @@ LATER_S = 0.03
 LIMIT_S = 300.0
 
 
-def worker(rank: int, section_bytes: int, rounds: int) -> None:
+def worker(rank: int, section_bytes: int, rounds: int, *, compresses: bool) -> None:
     """Take part in all transfers; the later one prints medians."""
     torch.set_num_threads(1)
     store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), hosts=rank == 0)
-    group = Group(store, "swap", rank, WORKERS, os.environ["VARUNA_INTERFACE"])
+    group = Group(store, "swap", rank, WORKERS, os.environ["VARUNA_INTERFACE"], compresses=compresses)
     mine = [section for section in range(SECTIONS) if section % WORKERS == rank]
     held = {each: SectionState(each, _adam(section_bytes // 4)) for each in mine}
     swap = [Transfer(section=each, source_rank=each % 2, target_rank=1 - each % 2) for each in range(SECTIONS)]
@@ -92,10 +92,11 @@ def main() -> None:
     parser.add_argument("--line", type=float, default=200, metavar="MBIT", help="of every host, in each direction")
     parser.add_argument("--megabytes", type=float, default=8, help="of a section's parameters; each worker sends two")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compress", action="store_true", help="where that is faster, as a run does")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        worker(options.rank, int(options.megabytes * 1e6), options.rounds)
+        worker(options.rank, int(options.megabytes * 1e6), options.rounds, compresses=options.compress)
     if reason := why_not("tc"):
         raise SystemExit(reason)
     with closing(Hosts(WORKERS, 1, options.line * 1e6)) as hosts:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from math import isinf
 from pathlib import Path
 
 from tests.scenarios.network import NAMESPACE, Network
@@ -27,12 +28,16 @@ class Hosts:
     """As many hosts as ranks need, each with one line, of one rate in each direction."""
 
     def __init__(self, ranks: int, per_host: int, bits_per_s: float, *, keeps_pace: bool = False) -> None:
-        """Build them. Neighbouring ranks share a host, ``per_host`` of them; ``keeps_pace``: also after pauses."""
+        """Build them. Neighbouring ranks share a host, ``per_host`` of them; ``keeps_pace``: also after pauses.
+
+        Lines without a limit are as wide as this machine makes them.
+        """
         names = [f"h{number}" for number in range(-(-ranks // per_host))]
         self._network = Network(*names)
         self._of = [names[rank // per_host] for rank in range(ranks)]
         self._ports = iter(range(_PORT, _PORT + 1000))
-        self._network.shape(bits_per_s)
+        if not isinf(bits_per_s):
+            self._network.shape(bits_per_s)
         if keeps_pace:
             self._network.keep_pace()
 

@@ -24,6 +24,7 @@ from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
 from benchmarks.emulated.work import LENGTHS, lengths_of, work
 from benchmarks.forked import run_ranks
 from benchmarks.timed import step_times
+from varuna.core.model import Network
 from varuna.core.plan import Plan
 from varuna.engine.base.transport import Group
 from varuna.engine.stage.section import Examples, Tape
@@ -123,6 +124,7 @@ def main() -> None:
         micro_batch=MICRO_BATCH,
         cut=[f"layers.{k}" for k in range(1, stages)],
         collate=Collate(lengths=LENGTHS if differs else None),
+        network=Network(compress=False),  # peers send as many bytes, and rows of equal numbers would hardly need any
     )
     torch.set_num_threads(1)
     assert len(spec.partitioned.sections) == stages

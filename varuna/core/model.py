@@ -41,6 +41,7 @@ class Network:
         links: ``"nccl"`` sends from GPU to GPU where each has one worker; ``"host"`` through host memory.
         reduction: ``"bf16"`` sends gradients between replicas, summed in fp32, as bf16, which halves the bytes.
             Losses then depend on the number of replicas by that rounding.
+        compress: what crosses a line that is waited for is compressed, where that is faster; no bit changes.
 
     Raises:
         UsageError: one of them is none of these.
@@ -50,12 +51,15 @@ class Network:
 
     links: Links = "host"
     reduction: Reduction = "fp32"
+    compress: bool = True
 
     def __post_init__(self) -> None:
         if self.links not in LINKS:
             raise UsageError(f"links={self.links!r} must be one of {', '.join(LINKS)}")
         if self.reduction not in REDUCTIONS:
             raise UsageError(f"reduction={self.reduction!r} must be one of {', '.join(REDUCTIONS)}")
+        if not isinstance(self.compress, bool):
+            raise UsageError(f"compress={self.compress!r} must be True or False")
 
 
 class SectionBytes(Value):

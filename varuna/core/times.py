@@ -4,6 +4,7 @@ And of a single step, if somebody asks, what every rank did and when, as workers
 """
 
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
@@ -27,6 +28,22 @@ class Carried(NamedTuple):
     seconds: float
 
 
+class Compressed(NamedTuple):
+    """Bytes of messages that crossed compressed, and bytes that were sent of them."""
+
+    size_bytes: int = 0
+    sent_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Of the two; 1 where there were none."""
+        return self.size_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    def plus(self, other: "Compressed", sign: int = 1) -> "Compressed":
+        """Both together, or the one without the other."""
+        return Compressed(self.size_bytes + sign * other.size_bytes, self.sent_bytes + sign * other.sent_bytes)
+
+
 class RankTimes(Value):
     """Whole steps of one rank in one generation; medians over a heartbeat, means of those over a run."""
 
@@ -42,6 +59,7 @@ class RankTimes(Value):
     round_s: float | None = Field(
         default=None, description="of the all-reduce of the fastest vote: latency, since a vote has hardly any bytes"
     )
+    compressed: Compressed = Field(default=Compressed(), description="of all that the rank sent in these steps")
 
     @property
     def compute_s(self) -> float:
@@ -78,6 +96,7 @@ def merged(times: Iterable[RankTimes]) -> RankTimes:
         messages=_carried([each.messages for each in found if each.messages is not None]),
         reductions=_carried([each.reductions for each in found if each.reductions is not None]),
         round_s=min((each.round_s for each in found if each.round_s is not None), default=None),
+        compressed=reduce(Compressed.plus, (each.compressed for each in found)),
     )
 
 

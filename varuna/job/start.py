@@ -226,7 +226,7 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
         bf16_reduction=spec.network.reduction == "bf16",
         compiler=spec.compiler,
         memory=spec.memory,
-        traffic=traffic_of(spec.device, spec.network.links),
+        traffic=traffic_of(spec.device, spec.network.links, compresses=spec.network.compress),
         is_steered=spec.is_steered,
     )
 

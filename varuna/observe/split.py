@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from rich.console import RenderableType
 from rich.table import Table
 
-from varuna.core.units import format_duration
+from varuna.core.units import format_bytes, format_duration
 
 HEIGHT = 3
 """Lines of the table."""
@@ -84,6 +84,19 @@ def split_table(status: Mapping[str, Any], width: int) -> list[RenderableType]:
         if split is not None:
             table.add_row(name, *_cells(split, is_split=is_split))
     return [table]
+
+
+def compression_line(status: Mapping[str, Any]) -> str:
+    """Say which stages send compressed messages, and what that saves; empty where none does."""
+    timed = status["timed"]
+    if timed is None or timed["generation"] != status["generation"]:
+        return ""
+    sent = [(each.get("compressed_bytes", 0.0), each.get("sent_bytes", 0.0)) for each in timed["stages"]]
+    found = [f"{stage} ({before / after:.2f} times smaller)" for stage, (before, after) in enumerate(sent) if after]
+    if not found:
+        return ""
+    saved = format_bytes(int(sum(before - after for before, after in sent)))
+    return f"compressed     what stages send: {', '.join(found)}; {saved} less in a step of each pipeline"
 
 
 def _cells(split: StepSeconds, *, is_split: bool) -> list[str]:

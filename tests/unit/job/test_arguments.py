@@ -78,6 +78,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: Collate(lengths=[4, 4]), r"lengths=\[4, 4\] contains a length twice"),
     (lambda: Network(links="tcp"), r"links='tcp' must be one of host, nccl"),  # type: ignore[arg-type]
     (lambda: Network(reduction="fp16"), r"reduction='fp16' must be one of fp32, bf16"),  # type: ignore[arg-type]
+    (lambda: Network(compress="zstd"), r"compress='zstd' must be True or False"),  # type: ignore[arg-type]
 ]
 
 

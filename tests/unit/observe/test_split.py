@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.observe.test_live_view import drawn, status_of
-from varuna.observe.split import split_table
+from varuna.observe.split import compression_line, split_table
 
 PREDICTED = {"compute_s": 0.8, "transfer_s": 0.08, "reduce_s": 0.04, "optimizer_s": 0.0, "idle_s": 0.08}
 
@@ -52,6 +52,14 @@ def test_the_prediction_stands_below_in_the_same_parts() -> None:
 @pytest.mark.parametrize("changes", [{"generation": 4}, {"timed": None}, {"timed": timed(stages=[])}])
 def test_nothing_is_told_of_another_generation_or_before_times_are_known(changes: dict[str, Any]) -> None:
     assert lines(status_of(**{"timed": timed(predicted=PREDICTED), **changes})) == []
+
+
+def test_a_line_says_where_messages_are_compressed_and_what_that_saves() -> None:
+    stages = [stage(compressed_bytes=3e6, sent_bytes=2e6), stage(compressed_bytes=0.0, sent_bytes=0.0)]
+    said = compression_line(status_of(timed=timed(stages=stages)))
+    assert said == "compressed     what stages send: 0 (1.50 times smaller); 977 KiB less in a step of each pipeline"
+    for other in (timed(), timed(stages=stages[1:]), timed(stages=stages, generation=2), None):
+        assert compression_line(status_of(timed=other)) == ""
 
 
 def test_a_low_or_narrow_view_has_no_room_for_it() -> None:

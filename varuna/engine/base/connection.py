@@ -10,6 +10,8 @@ stays with its sender::
 Asks of a tag are answered in their order. An ask goes out before bodies that wait, so it is never behind more than the
 one that is being written.
 
+Where the line is what is waited for, a body may be encoded (``coding``); its frame says so.
+
 Every transfer ends: with its bytes, or with the error that ended the connection. This is why we do not use Gloo, which
 forgets the message that was half-way when a connection broke: who waits for it, and its memory, stay for hours.
 """
@@ -28,6 +30,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from varuna.core.times import Compressed
+from varuna.engine.base.codec import HEADER_BYTES, PLAIN, Codec, Damaged, check, read_header
+from varuna.engine.base.coding import LARGE_BYTES, Coding
 from varuna.process.threads import start
 
 SILENT_S = 30.0
@@ -42,7 +47,7 @@ _WRITES_S = 1.0
 """Longest that a write may take to fail once the connection has ended."""
 _HEADER = struct.Struct("<qqB")
 """tag, size in bytes, kind"""
-_ASK, _BODY = 0, 1
+_ASK, _BODY, _ENCODED = 0, 1, 2
 
 
 class Unreachable(RuntimeError):
@@ -117,6 +122,38 @@ class _Frame:
         return True
 
 
+class _LargeFrame(_Frame):
+    """A body by which the line is measured, and that is encoded where that is faster."""
+
+    def __init__(self, tag: int, work: Work, coding: Coding) -> None:
+        super().__init__(_BODY, tag, work.view.nbytes, work)
+        self._tag, self._view, self._coding = tag, work.view, coding
+        self._is_begun = self._may_encode = False
+
+    def write(self, connected: socket.socket, *, may_block: bool) -> bool:
+        """Write, all of it if it may block; the writing thread, which may, encodes."""
+        if not self._is_begun:
+            self._coding.begin(len(self._view))
+            self._is_begun, self._may_encode = True, self._coding.encodes
+        form = PLAIN
+        if self._may_encode:
+            if not may_block:
+                return False
+            form = self._coding.form_of(self._tag, self._view)
+        size_bytes, sent_bytes = len(self._view), len(self._view)
+        if form != PLAIN:
+            self._left = [memoryview(_HEADER.pack(self._tag, size_bytes, _ENCODED))]
+            sent_bytes = 0
+            for pieces in self._coding.encoded(self._view, form):
+                self._left += map(memoryview, pieces)
+                sent_bytes += sum(map(len, pieces))
+                super().write(connected, may_block=True)
+        elif not super().write(connected, may_block=may_block):
+            return False
+        self._coding.end(size_bytes, sent_bytes, is_encoded=form != PLAIN)
+        return True
+
+
 class Connection:
     """Transfers between this member and one other.
 
@@ -125,7 +162,15 @@ class Connection:
     would be another's, under the hands of who still uses it.
     """
 
-    def __init__(self, connected: socket.socket, peer: str, rank: int = -1, silent_s: float | None = None) -> None:
+    def __init__(
+        self,
+        connected: socket.socket,
+        peer: str,
+        rank: int = -1,
+        silent_s: float | None = None,
+        *,
+        compresses: bool = False,
+    ) -> None:
         """Take over a connected, blocking socket.
 
         Args:
@@ -133,6 +178,7 @@ class Connection:
             peer: names its other end in errors.
             rank: the same in reports.
             silent_s: how long that may take nothing; None: as long as the system finds.
+            compresses: where the line is what is waited for; never within a machine.
         """
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if silent_s is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
@@ -151,6 +197,13 @@ class Connection:
         self._is_deaf = False
         """the peer takes nothing any more"""
         self._problem: Callable[[], RuntimeError] | None = None
+        self._coding = Coding(connected) if compresses and not _is_within_a_machine(connected) else None
+        self._codec: Codec | None = None  # the reading thread's
+
+    @property
+    def compressed(self) -> Compressed:
+        """What compression has done to what was sent."""
+        return Compressed() if self._coding is None else self._coding.compressed
 
     def send(self, buffer: Tensor, tag: int) -> Work:
         """Start to send; returns at once."""
@@ -227,7 +280,10 @@ class Connection:
             work, size_bytes = self._to_send[tag].popleft(), self._asked_bytes[tag].popleft()
             if work.view.nbytes != size_bytes:
                 return f"the peer asked for {size_bytes} bytes of tag {tag}, and {work.view.nbytes} are to be sent"
-            self._bodies.append(_Frame(_BODY, tag, size_bytes, work))
+            if self._coding is not None and size_bytes >= LARGE_BYTES:
+                self._bodies.append(_LargeFrame(tag, work, self._coding))
+            else:
+                self._bodies.append(_Frame(_BODY, tag, size_bytes, work))
         return ""
 
     def _go_on(self, problem: str, has_turn: bool) -> None:
@@ -309,14 +365,14 @@ class Connection:
                 if kind == _ASK:
                     self._was_asked(tag, size_bytes)
                 else:
-                    self._take(tag, size_bytes)
+                    self._take(tag, size_bytes, is_encoded=kind == _ENCODED)
         except EOFError:
             self._let_writing_end()
             self.end("connection closed by the peer")
         except OSError as error:
             self._let_writing_end()
             self._broke(error)
-        except _Unasked as error:
+        except (_Unasked, Damaged) as error:
             self.end(str(error))
         except Exception as error:  # noqa: BLE001 - a thread that ends in silence would leave all waiting
             self.end(f"{type(error).__name__}: {error}")
@@ -342,14 +398,33 @@ class Connection:
             has_turn = self._takes_turn()
         self._go_on(problem, has_turn)
 
-    def _take(self, tag: int, size_bytes: int) -> None:
+    def _take(self, tag: int, size_bytes: int, *, is_encoded: bool) -> None:
         with self._lock:
             waiting = self._to_receive[tag]
             work = waiting.popleft() if waiting else None
         if work is None or work.view.nbytes != size_bytes:
             raise _Unasked(f"the peer sent {size_bytes} bytes of tag {tag} that nobody asked for")
-        self._fill(work.view)
+        if is_encoded:
+            self._decode(work.view)
+        else:
+            self._fill(work.view)
         self._done(work)
+
+    def _decode(self, view: memoryview) -> None:
+        """Fill memory with what comes encoded, in parts."""
+        self._codec = self._codec or Codec()
+        begin = bytearray(HEADER_BYTES)
+        while view.nbytes:
+            self._fill(memoryview(begin))
+            header = read_header(begin, view.nbytes)
+            part, view = view[: header.size_bytes], view[header.size_bytes :]
+            if header.form == PLAIN:
+                self._fill(part)
+                check(header, part)
+            else:
+                body = memoryview(bytearray(header.body_bytes))
+                self._fill(body)
+                self._codec.decode(header, body, part)
 
     def _fill(self, view: memoryview) -> None:
         while view.nbytes:
@@ -361,6 +436,11 @@ class Connection:
     def _close_if_unused(self) -> None:
         if self._problem is not None and not self._is_writing and not self._is_reading:
             self._socket.close()
+
+
+def _is_within_a_machine(connected: socket.socket) -> bool:
+    here, there = connected.getsockname(), connected.getpeername()
+    return not isinstance(here, tuple) or here[0] == there[0]
 
 
 class _Unasked(Exception):

@@ -9,13 +9,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from varuna.core.times import Compressed
 from varuna.engine.base.connection import OPERATION_BOUND_S, Connection, Unreachable, Work
 from varuna.engine.base.meeting import meet
 
@@ -47,6 +48,7 @@ class Group:
         *,
         ranks: Sequence[int] | None = None,
         silent_s: float | None = None,
+        compresses: bool = False,
     ) -> None:
         """Connect to all other members; blocks until they do the same.
 
@@ -58,6 +60,7 @@ class Group:
             interface_host: address of the private interface to bind to.
             ranks: of the generation, which the members are; the same numbers by default.
             silent_s: how long a member may take nothing, where somebody can go on without it; None: for long.
+            compresses: what is sent, where a line is waited for. Not to measure the line itself.
 
         Raises:
             RuntimeError: a member did not come within the bound.
@@ -68,7 +71,13 @@ class Group:
         except Unreachable as error:
             raise Unreachable(str(error), known[error.peer]) from error
         self._connections = {
-            other: Connection(each, f"{name}, rank {known[rank]} with rank {known[other]}", known[other], silent_s)
+            other: Connection(
+                each,
+                f"{name}, rank {known[rank]} with rank {known[other]}",
+                known[other],
+                silent_s,
+                compresses=compresses,
+            )
             for other, each in connected.items()
         }
         self._rank = rank
@@ -76,6 +85,11 @@ class Group:
         # Where nobody abandons it. Not at the end of a forked process, whose sockets are this one's, too.
         dropped = weakref.finalize(self, _hang_up, os.getpid(), tuple(self._connections.values()))
         dropped.atexit = False
+
+    @property
+    def compressed(self) -> Compressed:
+        """What compression has done to what this member has sent."""
+        return reduce(Compressed.plus, (each.compressed for each in self._connections.values()), Compressed())
 
     def abandon(self) -> None:
         """End all transfers, with an error for who waits."""

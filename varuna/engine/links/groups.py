@@ -6,8 +6,10 @@ error for each thread that waits for one.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
+from varuna.core.times import Compressed
 from varuna.engine.base.connection import SILENT_S
 from varuna.engine.base.transport import Group
 from varuna.engine.links.authentication import prove
@@ -40,6 +42,12 @@ class Groups:
         assert self.grid is not None, "a pipeline of several stages has a grid of several ranks"
         return self.grid
 
+    @property
+    def compressed(self) -> Compressed:
+        """What compression has done to what this rank has sent."""
+        distinct = {id(group): group for group in (self.world, self.grid, *self.sums.values()) if group is not None}
+        return reduce(Compressed.plus, (each.compressed for each in distinct.values()), Compressed())
+
     def abandon(self, *, exiting: bool = False) -> None:
         """Free every thread that is blocked on these groups, without waiting for any peer.
 
@@ -63,6 +71,7 @@ def form(
     homes: Mapping[int, Sequence[int]],
     interface_host: str,
     secret: str = "",
+    compresses: bool = False,
 ) -> Groups:
     """Create the groups of a generation; blocks until every member does the same.
 
@@ -75,6 +84,7 @@ def form(
         homes: by section of this rank: the ranks that run it, by replica.
         interface_host: address of the private interface to bind to.
         secret: of the generation, by which members recognise each other; empty: they do not.
+        compresses: what crosses a line that is waited for, where that is faster.
 
     Raises:
         RuntimeError: a member did not come, or has not proven that it belongs to the generation.
@@ -92,6 +102,7 @@ def form(
             interface_host,
             ranks=ranks,
             silent_s=SILENT_S if secret else None,
+            compresses=compresses,
         )
         own.append(made)
         if secret and size > 1:

@@ -49,15 +49,18 @@ class Traffic(NamedTuple):
     """inputs that wait for their R in host memory"""
     state: HostCopies = CPU_COPIES
     """state on its way to another rank, which keeps a copy"""
+    compresses: bool = True
+    """what crosses a line that is waited for, where that is faster"""
 
 
-def traffic_of(device: torch.device, links: Links = "host") -> Traffic:
+def traffic_of(device: torch.device, links: Links = "host", *, compresses: bool = True) -> Traffic:
     """Return the traffic of a worker on ``device``.
 
     Raises:
         UsageError: there is no NCCL for such links.
     """
-    return traffic_over(streams_of(device), Nccl(device) if links == "nccl" and device.type == "cuda" else None)
+    fabric = Nccl(device) if links == "nccl" and device.type == "cuda" else None
+    return traffic_over(streams_of(device), fabric)._replace(compresses=compresses)
 
 
 def traffic_over(streams: Streams | None, fabric: Fabric | None = None) -> Traffic:

@@ -146,6 +146,7 @@ def form_generation(
         homes={section: plan.homes_of(section) for section in sections},
         interface_host=interface_host,
         secret=assignment.secret,
+        compresses=traffic.compresses,
     )
     made.append(groups)
     if ended():

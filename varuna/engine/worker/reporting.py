@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from statistics import median
 
-from varuna.core.times import Carried, RankTimes, Typical
+from varuna.core.times import Carried, Compressed, RankTimes, Typical
 from varuna.engine.pipeline.timeline import StepTimes
 
 WARM_STEPS = 2
@@ -25,11 +25,13 @@ class Reporter:
         self._messages: deque[tuple[float, float]] = deque(maxlen=TRANSFERS_KEPT)
         self._reductions: deque[tuple[int, float]] = deque(maxlen=TRANSFERS_KEPT)
         self._rounds_s: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._compressed = self._told_compressed = Compressed()
 
     def begin(self) -> None:
         """Begin a generation: drop what was under another plan."""
         with self._lock:
             self._skip = WARM_STEPS
+            self._compressed = self._told_compressed = Compressed()
             self._clear()
 
     def pass_over(self) -> None:
@@ -45,6 +47,7 @@ class Reporter:
         messages: Sequence[tuple[float, float]],
         reductions: Sequence[tuple[int, float]],
         voters: int,
+        compressed: Compressed,
     ) -> None:
         """Take the times of a step.
 
@@ -54,11 +57,14 @@ class Reporter:
             messages: bytes and seconds between here and the next stage, one way, of those that waited for no other.
             reductions: bytes and seconds of every all-reduce.
             voters: ranks whose all-reduce the vote is, in 2 (voters - 1) rounds.
+            compressed: in this generation so far.
         """
         with self._lock:
             if self._skip:
                 self._skip -= 1
+                self._compressed = self._told_compressed = compressed
                 return
+            self._compressed = compressed
             self._steps.append((step_s, times))
             self._messages += messages
             self._reductions += reductions
@@ -83,7 +89,9 @@ class Reporter:
                 messages=_carried(self._messages),
                 reductions=_carried(self._reductions),
                 round_s=min(self._rounds_s, default=None),
+                compressed=self._compressed.plus(self._told_compressed, -1),
             )
+            self._told_compressed = self._compressed
             self._clear()
             return told
 

@@ -130,6 +130,7 @@ def _report(generation: Generation, reporter: Reporter, recent: RecentSteps, beg
         messages=runtime.take_trips(),
         reductions=[(carry.size_bytes, carry.seconds) for carry in sums],
         voters=generation.plan.workers,
+        compressed=generation.groups.compressed,
     )
     assignment = generation.assignment
     recent.take(RanStep(assignment.generation, assignment.rank, runtime.times, runtime.take_messages(), sums))

@@ -1,12 +1,13 @@
 """What messages, all-reduces and votes of a run tell of its network. Pure."""
 
 from collections.abc import Sequence
+from functools import reduce
 from statistics import median
 from typing import NamedTuple, TypeVar
 
 from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
 from varuna.core.plan import Plan
-from varuna.core.times import Carried, RankTimes
+from varuna.core.times import Carried, Compressed, RankTimes
 from varuna.planner.pricing.network import across_regions, crossings
 
 _LEAST, _MOST = 0.1, 0.9
@@ -37,6 +38,7 @@ def seen_networks(
     vm_size = calibration.hardware.gpus_per_vm
     crossed = crossings(plan.stages, plan.replicas, vm_size)
     rounds_s = [each.round_s for each in stages if each.round_s is not None]
+    ratio = reduce(Compressed.plus, (each.compressed for each in stages), Compressed()).ratio
     rounds, found = 2 * (plan.replicas - 1), dict[str, NetworkCosts]()
 
     def seen(known: NetworkCosts, messages: Sequence[Carried], sums: Sequence[Carried]) -> NetworkCosts:
@@ -46,6 +48,7 @@ def seen_networks(
             [(each.size_bytes / plan.replicas, each.seconds / rounds) for each in sums],
             replicas=plan.replicas,
             round_s=min(rounds_s, default=None),
+            ratio=ratio,
         )
 
     summed = [each.reductions for each in stages if rounds and each.reductions]
@@ -80,11 +83,18 @@ def _cable(wire: Link | Ring) -> _Cable:
 
 
 def _seen(
-    network: NetworkCosts, messages: _Transfers, rounds: _Transfers, *, replicas: int, round_s: float | None
+    network: NetworkCosts,
+    messages: _Transfers,
+    rounds: _Transfers,
+    *,
+    replicas: int,
+    round_s: float | None,
+    ratio: float,
 ) -> NetworkCosts:
     """A network on which messages, and rounds of all-reduces, take what they took.
 
-    Where only one of the two was seen, the other has the same cables: each byte takes as much longer there.
+    Where only one of the two was seen, the other has the same cables: each byte takes as much longer there. What was
+    seen may have crossed compressed, by ``ratio``; whether the other does is not known, so it does not.
     """
     link = _cable(network.link)
     ring = _cable(next((each for each in network.rings if each.ranks in (None, replicas)), network.rings[0]))
@@ -99,14 +109,19 @@ def _seen(
             bytes_per_s=1 / _moved(known.s_per_byte, before.s_per_byte, after.s_per_byte),
         )
 
-    seen = (link, by_link) if by_link is not None else (ring, by_ring)
-    other = (ring, by_ring) if by_ring is not None else (link, by_link)
+    seen = (link, by_link) if by_link is not None else (ring, _as_it_is(by_ring, ratio))
+    other = (ring, by_ring) if by_ring is not None else (link, _as_it_is(by_link, ratio))
     return network.model_copy(
         update={
             "link": changed(network.link, *seen),
             "rings": tuple(changed(each, *other) for each in network.rings),
         }
     )
+
+
+def _as_it_is(cable: _Cable | None, ratio: float) -> _Cable | None:
+    """Return what a cable is for bytes that are not compressed."""
+    return None if cable is None else cable._replace(s_per_byte=cable.s_per_byte * ratio)
 
 
 def _explained(known: _Cable, seen: _Transfers, round_s: float | None) -> _Cable | None:

@@ -264,11 +264,13 @@ def timed(event: GenerationTimed) -> dict[str, object]:
 
 
 def parts(times: RankTimes) -> dict[str, float]:
-    """Seconds of a step of one stage; waits are for messages, samples and other stages alike."""
+    """Seconds of a step of one stage, and its bytes; waits are for messages, samples and other stages alike."""
     return {
         "step_s": times.step_s,
         "compute_s": times.compute_s,
         "waited_s": times.waited_s,
         "reduced_s": times.reduced_s,
         "ending_s": times.ending_s,
+        "compressed_bytes": times.compressed.size_bytes / times.steps,
+        "sent_bytes": times.compressed.sent_bytes / times.steps,
     }

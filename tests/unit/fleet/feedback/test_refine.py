@@ -3,7 +3,7 @@ import pytest
 from tests.unit.planner.models import FAST, calibrated, model, section
 from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
 from varuna.core.plan import Plan
-from varuna.core.times import Carried, RankTimes, Typical
+from varuna.core.times import Carried, Compressed, RankTimes, Typical
 from varuna.fleet.feedback.gap import explain_gap
 from varuna.fleet.feedback.refine import costs_of, predicted, refine
 from varuna.planner.pricing.predict import predict
@@ -190,6 +190,22 @@ def test_a_slow_message_is_a_narrow_cable_rather_than_a_long_one() -> None:
     assert after.link.latency_s + 160_000 / after.link.bytes_per_s == pytest.approx(0.065)
     added = 1 / after.link.bytes_per_s - 1 / before.across_vms.link.bytes_per_s
     assert 1 / after.rings[0].bytes_per_s - 1 / before.across_vms.rings[0].bytes_per_s == pytest.approx(added)
+
+
+def test_a_link_whose_messages_are_compressed_does_not_make_rings_faster_that_nobody_saw() -> None:
+    """Messages pass at once and a half the line's own pace; sums in fp32 would not."""
+    before = calibrated(FACTS)
+    rate = before.across_vms.link.bytes_per_s
+    seen = {"messages": Carried(5, 10**9, 10**9 / rate / 1.5), "round_s": 1e-6}
+    told = [each.model_copy(update=seen) for each in as_predicted(before, plan())]
+    plain = refine(before, plan(), told, is_whole=False).across_vms
+    done = Compressed(1_500_000, 1_000_000)
+    packed = [each.model_copy(update={"compressed": done}) for each in told]
+    after = refine(before, plan(), packed, is_whole=False).across_vms
+    assert after.link == plain.link
+    assert after.link.bytes_per_s == pytest.approx(1.5 * rate, rel=0.01)
+    assert plain.rings[0].bytes_per_s == pytest.approx(1.5 * before.across_vms.rings[0].bytes_per_s, rel=0.01)
+    assert after.rings[0].bytes_per_s == pytest.approx(before.across_vms.rings[0].bytes_per_s, rel=0.01)
 
 
 def test_a_long_cable_is_not_taken_for_a_narrow_one() -> None:
