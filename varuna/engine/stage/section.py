@@ -16,6 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.fx import GraphModule
 
 from varuna.data.randomness import derive_key, generator_lock
+from varuna.engine.graphs.direct_calls import direct
 from varuna.engine.graphs.gradient_kernels import without_graph
 from varuna.engine.graphs.run_once import Run, Seeded
 from varuna.engine.graphs.user_place import note_place
@@ -149,14 +150,14 @@ class SectionRunner:
     def _without_graph(self, arguments: list[Any]) -> Run:
         """The section's graph for F."""
         if self._plain is None:
-            self._plain = without_graph(self.section.module, arguments)
+            self._plain = direct(without_graph(self.section.module, arguments))
         run: Run = self._plain.forward
         return run
 
     def _run(self, arguments: list[Any], examples: Examples, seeded: Seeded) -> Run:
         """The section's graph, or what it was compiled to."""
         if self._compiled is None:
-            graph: Run = self.section.module.forward
+            graph: Run = direct(self.section.module).forward
             return graph
         key = examples.size, examples.sizes
         if key not in self._runs:
