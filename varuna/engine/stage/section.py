@@ -1,4 +1,4 @@
-"""Runs one section: forward without or with a graph, and backward.
+"""Runs one section: forward without or with a graph.
 
 Values are detached at every section boundary, also within a stage, so that a section computes the same bits
 wherever the stage boundaries lie.
@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.fx import GraphModule
 
 from varuna.data.randomness import derive_key, generator_lock
@@ -20,9 +20,13 @@ from varuna.engine.graphs.direct_calls import direct
 from varuna.engine.graphs.gradient_kernels import without_graph
 from varuna.engine.graphs.run_once import Run, Seeded
 from varuna.engine.graphs.user_place import note_place
+from varuna.engine.stage.tape import Tape, crossing
 from varuna.partition.cut.split import Crossing, SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
+
+_QUIET = nullcontext()
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,6 @@ class Examples(NamedTuple):
     def samples(self) -> int:
         """Samples that it counts for."""
         return self.size if self.there is None else self.there
-
-
-class Tape(NamedTuple):
-    """What B needs from the forward of one section."""
-
-    section: SectionGraph
-    taken: dict[str, Tensor]
-    made: tuple[Tensor, ...]
-    pending: PendingWeights | None = None
-    """where its weight gradients are left; None: they come with the input gradients"""
-    micro_batch: int = 0
 
 
 Halved = Callable[[SectionGraph, list[Any], Seeded], Run | None]
@@ -95,6 +88,7 @@ class SectionRunner:
         self._note, self._guard = note, guard
         self._tensors = tensors
         self._halved = halved if compiled is None else None  # a compiled section's backward is one whole
+        self.is_compiled = compiled is not None
         self._grad_taken = tuple(crossings[name].differentiable for name in section.takes)
         self._seed = seed
         self._compiled = compiled
@@ -123,10 +117,26 @@ class SectionRunner:
             return crossing(made)
 
     def record(
-        self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, *, split: bool = False
+        self,
+        values: Mapping[str, Tensor],
+        examples: Examples,
+        step: int,
+        micro_batch: int,
+        *,
+        split: bool = False,
+        joined: Mapping[str, Tensor] = _NOTHING,
     ) -> Tape:
-        """Run with a graph, for a backward to follow; ``split``: in two halves, where the section can."""
-        taken = self._taken(values)
+        """Run with a graph, for a backward to follow.
+
+        Args:
+            values: what crosses into the section, by name; the first dimension counts examples.
+            examples: the micro-batch.
+            step: keys the randomness, with ``micro_batch``.
+            micro_batch: its global number.
+            split: the backward is to run in two halves, where the section can.
+            joined: those that it takes with their graph.
+        """
+        taken = self._taken(values, joined)
         arguments = self._arguments(taken, examples)
         seeded = partial(self._seeded, step, micro_batch)
         run, pending = self._run(arguments, examples, seeded), None
@@ -138,7 +148,10 @@ class SectionRunner:
                 run, arguments = halved, [pending, *arguments]
         with _QUIET if torch.is_grad_enabled() else torch.enable_grad(), seeded():
             made = self._noted(self._called(run, arguments), micro_batch)
-        return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made, pending, micro_batch)
+        leaves = dict(zip(self.section.takes, taken, strict=True))
+        for name in joined:
+            del leaves[name]
+        return Tape(self.section, leaves, list(made), pending, micro_batch)
 
     def _called(self, run: Run, arguments: list[Any]) -> tuple[Tensor, ...]:
         try:
@@ -164,10 +177,10 @@ class SectionRunner:
             self._runs[key] = self._compiled(self.section, arguments, seeded)
         return self._runs[key]
 
-    def _taken(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        """The values that the section takes, as leaves of its own; F and R get the same kind."""
+    def _taken(self, values: Mapping[str, Tensor], joined: Mapping[str, Tensor] = _NOTHING) -> list[Tensor]:
+        """The values that the section takes, as leaves of its own but for the joined; F and R get the same kind."""
         return [
-            values[name].detach().requires_grad_() if grad else values[name]
+            joined[name] if name in joined else values[name].detach().requires_grad_() if grad else values[name]
             for name, grad in zip(self.section.takes, self._grad_taken, strict=True)
         ]
 
@@ -192,9 +205,6 @@ class SectionRunner:
         return _Seeded(derive_key(self._seed, step, micro_batch, self.section.index)) if self.section.random else _QUIET
 
 
-_QUIET = nullcontext()
-
-
 class _Seeded(AbstractContextManager[object]):
     """Holds the process-wide generator while a section draws from it."""
 
@@ -210,51 +220,6 @@ class _Seeded(AbstractContextManager[object]):
 
     def __exit__(self, *_: object) -> None:
         generator_lock.release()
-
-
-def crossing(made: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Values as they cross a section boundary, also within a stage: without a graph, dense, nothing left to conjugate.
-
-    A message makes them so; they must not be others where no message is sent.
-    """
-    return tuple(_dense(value.detach()) for value in made)
-
-
-def _dense(value: Tensor) -> Tensor:
-    dense = value.contiguous()
-    return dense.resolve_conj().resolve_neg() if dense.is_conj() or dense.is_neg() else dense
-
-
-def backward(tape: Tape, gradients: dict[str, Tensor]) -> None:
-    """Backward of one section, in place of ``gradients``: those of what it made go, those of what it took come.
-
-    ``gradients`` sums the contributions of later sections first, so the order of additions does not depend
-    on where stages begin. Gradients of parameters accumulate in the leaves.
-    """
-    pairs = [
-        (made, gradient)
-        for name, made in zip(tape.section.makes, tape.made, strict=True)
-        if (gradient := gradients.pop(name, None)) is not None and made.requires_grad
-    ]
-    if pairs:
-        try:
-            _run_backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
-        except Exception as error:
-            note_place(error, tape.section)
-            raise
-    for name, taken in tape.taken.items():
-        if taken.grad is not None:
-            known = gradients.get(name)
-            gradients[name] = _dense(taken.grad) if known is None else known + taken.grad
-            taken.grad = None
-
-
-def _run_backward(made: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """``torch.autograd.backward`` without its preparations, which cost as much as a small graph.
-
-    They fill in what is not given, and compare shapes; the engine itself refuses gradients that do not fit.
-    """
-    _engine_run_backward(tuple(made), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def flow_on(
