@@ -177,9 +177,8 @@ class _Timed:
         micro_batch: int,
         *,
         split: bool,
-        joined: Mapping[str, Tensor],
     ) -> Tape:
-        tape = self._runner.record(values, examples, step, micro_batch, split=split, joined=joined)
+        tape = self._runner.record(values, examples, step, micro_batch, split=split)
         self._mark(self.section.index)
         return tape
 

@@ -31,6 +31,8 @@ from varuna.schedule.buffers import GRADIENTS_COMING, MESSAGES_LEAVING
 from varuna.schedule.policy import Policy, make_policy
 
 _GRADIENT_TAG = 2
+_FEW = 3
+"""To keep the backwards of so few sections together costs as much as their calls of autograd."""
 
 
 @dataclass
@@ -317,12 +319,13 @@ class Runtime:
         *,
         split: bool,
     ) -> None:
-        is_final = action.micro_batch == policy.backward_order[-1]  # its sections are reduced one by one
+        is_final = action.micro_batch == policy.backward_order[-1]
+        joined = not is_final and len(self._stage.sections) > _FEW  # of the last one, sections are reduced one by one
         if action.kind is Kind.FORWARD:
             keep = len(self._stage.sections) if policy.keeps(action.micro_batch) else self._kept
-            flights[micro_batch] = self._forward(step, micro_batch, keep=keep, split=split, joined=not is_final)
+            flights[micro_batch] = self._forward(step, micro_batch, keep=keep, split=split, joined=joined)
         elif action.kind is Kind.RECOMPUTE:
-            self._recompute(step, micro_batch, flights[micro_batch], split=split, joined=not is_final)
+            self._recompute(step, micro_batch, flights[micro_batch], split=split, joined=joined)
         elif action.kind is Kind.BACKWARD:
             self._backward(step, micro_batch, flights.pop(micro_batch), is_final=is_final)
         elif action.kind is Kind.INPUT:

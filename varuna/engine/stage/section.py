@@ -4,7 +4,7 @@ Values are detached at every section boundary, also within a stage, so that a se
 wherever the stage boundaries lie.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -93,6 +93,7 @@ class SectionRunner:
         self._seed = seed
         self._compiled = compiled
         self._plain: GraphModule | None = None
+        self._graph: Run | None = None
         # by examples and open sizes: all else that decides on kernels is fixed here
         self._runs: dict[tuple[int, tuple[int, ...]], Run] = {}  # compiled
         self._halves: dict[int, Run | None] = {}
@@ -136,7 +137,7 @@ class SectionRunner:
             split: the backward is to run in two halves, where the section can.
             joined: those that it takes with their graph.
         """
-        taken = self._taken(values, joined)
+        taken = self._taken({**values, **joined}, joined) if joined else self._taken(values)
         arguments = self._arguments(taken, examples)
         seeded = partial(self._seeded, step, micro_batch)
         run, pending = self._run(arguments, examples, seeded), None
@@ -149,8 +150,8 @@ class SectionRunner:
         with _QUIET if torch.is_grad_enabled() else torch.enable_grad(), seeded():
             made = self._noted(self._called(run, arguments), micro_batch)
         leaves = dict(zip(self.section.takes, taken, strict=True))
-        for name in joined:
-            del leaves[name]
+        if joined:
+            leaves = {name: leaf for name, leaf in leaves.items() if name not in joined}
         return Tape(self.section, leaves, list(made), pending, micro_batch)
 
     def _called(self, run: Run, arguments: list[Any]) -> tuple[Tensor, ...]:
@@ -170,17 +171,18 @@ class SectionRunner:
     def _run(self, arguments: list[Any], examples: Examples, seeded: Seeded) -> Run:
         """The section's graph, or what it was compiled to."""
         if self._compiled is None:
-            graph: Run = direct(self.section.module).forward
-            return graph
+            if self._graph is None:
+                self._graph = direct(self.section.module).forward
+            return self._graph
         key = examples.size, examples.sizes
         if key not in self._runs:
             self._runs[key] = self._compiled(self.section, arguments, seeded)
         return self._runs[key]
 
-    def _taken(self, values: Mapping[str, Tensor], joined: Mapping[str, Tensor] = _NOTHING) -> list[Tensor]:
+    def _taken(self, values: Mapping[str, Tensor], joined: Collection[str] = ()) -> list[Tensor]:
         """The values that the section takes, as leaves of its own but for the joined; F and R get the same kind."""
         return [
-            joined[name] if name in joined else values[name].detach().requires_grad_() if grad else values[name]
+            values[name].detach().requires_grad_() if grad and name not in joined else values[name]
             for name, grad in zip(self.section.takes, self._grad_taken, strict=True)
         ]
 

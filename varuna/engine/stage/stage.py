@@ -258,11 +258,13 @@ class Stage:
         joined: bool,
     ) -> Results:
         """Run a section with a graph, behind ``tapes``; returns what it makes, without."""
-        section, taken = runner.section.index, dict[str, Tensor]()
+        if split or not joined or runner.is_compiled:
+            tapes.append(runner.record(values, examples, step, micro_batch, split=split))
+            return crossing(tapes[-1].made)
+        section = runner.section.index
         links = self._links[examples.variant][section]
-        if joined and not split and not runner.is_compiled:
-            taken = joined_values(tapes, section, links)
-        tape = runner.record(values, examples, step, micro_batch, split=split, joined=taken)
+        taken = joined_values(tapes, section, links)
+        tape = runner.record(values, examples, step, micro_batch, joined=taken)
         if taken:
             join(tapes, tape, links, taken)
         else:
@@ -274,22 +276,29 @@ class Stage:
     ) -> dict[str, Tensor]:
         """B: consume the tapes from the last section to the first; returns gradients of what was received."""
         while tapes:
-            row = take_row(tapes)
-            backward(row, gradients, self._adding)
-            for tape in row:
-                section_done(tape.section.index)
+            if tapes[-1].row is not None:
+                row = take_row(tapes)
+                backward(row, gradients, self._adding)
+                for tape in row:
+                    section_done(tape.section.index)
+                continue
+            tape = tapes.pop()
+            section = tape.section.index
+            with self.sums.adding(section, tape.micro_batch):
+                backward((tape,), gradients)
+                if tape.pending is not None:
+                    tape.pending.flush()
+                self.buckets[section].collect()
+            section_done(section)
         self._skip(section_done)
         return gradients
 
     @contextmanager
     def _adding(self, tape: Tape) -> Iterator[None]:
-        """In this block the backward of a section runs."""
-        section = tape.section.index
-        with self.sums.adding(section, tape.micro_batch):
+        """In this block the backward of a section runs, one of several that have one graph."""
+        with self.sums.adding(tape.section.index, tape.micro_batch):
             yield
-            if tape.pending is not None:
-                tape.pending.flush()
-            self.buckets[section].collect()
+            self.buckets[tape.section.index].collect()
 
     def _skip(self, section_done: Callable[[int], None]) -> None:
         for section in reversed(self.sections[: self.gradient_free]):

@@ -1,7 +1,7 @@
 """What forwards leave for backwards, and the backward of one section, or of several that have one graph."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -111,7 +111,7 @@ def take_row(tapes: list[Tape]) -> list[Tape]:
 # -- backward ------------------------------------------------------------------------------------------------
 
 
-def backward(row: Sequence[Tape], gradients: dict[str, Tensor], inside: Inside = lambda tape: nullcontext()) -> None:
+def backward(row: Sequence[Tape], gradients: dict[str, Tensor], inside: Inside | None = None) -> None:
     """Backward of sections of one graph, in place of ``gradients``: those of what they made go, of what they took come.
 
     ``gradients`` sums the contributions of later sections first, so the order of additions does not depend
@@ -120,7 +120,7 @@ def backward(row: Sequence[Tape], gradients: dict[str, Tensor], inside: Inside =
     Args:
         row: of the sections, from the last to the first: one, but for those that are joined.
         gradients: by name.
-        inside: what the part of each section is run in.
+        inside: what the part of each section is run in, if anything.
     """
     pairs = [
         (made, gradient)
@@ -128,14 +128,16 @@ def backward(row: Sequence[Tape], gradients: dict[str, Tensor], inside: Inside =
         for name, made in zip(tape.section.makes, tape.made, strict=True)
         if (gradient := gradients.pop(name, None)) is not None and made.requires_grad
     ]
-    passage = _Passage(row, inside)
-    with passage.all():
-        if pairs:
-            try:
-                _run_backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
-            except Exception as error:
-                note_place(error, row[passage.at].section)
-                raise
+    passage = None if inside is None else _Passage(row, inside)
+    try:
+        if passage is not None:
+            with passage.all():
+                _run_backward(pairs)
+        else:
+            _run_backward(pairs)
+    except Exception as error:
+        note_place(error, row[0 if passage is None else passage.at].section)
+        raise
     for tape in row:
         for name, taken in tape.taken.items():
             if taken.grad is not None:
@@ -144,12 +146,14 @@ def backward(row: Sequence[Tape], gradients: dict[str, Tensor], inside: Inside =
                 taken.grad = None
 
 
-def _run_backward(made: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def _run_backward(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """``torch.autograd.backward`` without its preparations, which cost as much as a small graph.
 
     They fill in what is not given, and compare shapes; the engine itself refuses gradients that do not fit.
     """
-    _engine_run_backward(tuple(made), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    if pairs:
+        made, gradients = zip(*pairs, strict=True)
+        _engine_run_backward(made, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _Passage:
