@@ -27,8 +27,9 @@ from benchmarks.timed import step_times
 from varuna.core.model import Network
 from varuna.core.plan import Plan
 from varuna.engine.base.transport import Group
-from varuna.engine.stage.section import Examples, Tape
+from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Left, Results, Stage
+from varuna.engine.stage.tape import Tape
 from varuna.engine.worker import generation
 from varuna.job.options import Collate
 from varuna.job.spec import JobSpec

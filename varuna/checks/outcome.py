@@ -15,7 +15,8 @@ from varuna.checks.draws import SameDraws
 from varuna.core.errors import ModelError
 from varuna.data.randomness import seeded
 from varuna.data.sizes import rows_in
-from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
+from varuna.engine.stage.section import Examples, SectionRunner, Tensors
+from varuna.engine.stage.tape import Tape, backward, crossing
 from varuna.partition.apply_updates import MicroBatchStatistics, apply_updates
 from varuna.partition.capture.capture import LossModule
 from varuna.partition.cut.split import SectionGraph
@@ -227,7 +228,7 @@ def run_sections(
     if share:
         gradients = {model.sections[-1].makes[0]: torch.full_like(loss, share)}
         for tape in reversed(tapes):
-            backward(tape, gradients)
+            backward([tape], gradients)
     for mine in leaves:
         for name, leaf in mine.items():
             if leaf.grad is not None:

@@ -77,12 +77,12 @@ def samples_in(batch: Mapping[str, Tensor]) -> int:
 def rows_in(batch: Mapping[str, Tensor]) -> int:
     """How many rows its tensors have; with open sizes nothing follows from it."""
     value = next(iter(batch.values()))
-    return len(value) if value.dim() else 1
+    return value.size(0) if value.dim() else 1
 
 
 def has_rows(batch: Mapping[str, Tensor], rows: int) -> bool:
     """Return whether each tensor has that many rows."""
-    return all(value.dim() and len(value) == rows for value in of_samples(batch).values())
+    return all(value.dim() and value.size(0) == rows for value in of_samples(batch).values())
 
 
 def of_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

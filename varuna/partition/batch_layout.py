@@ -84,7 +84,7 @@ def check_inputs(layouts: Mapping[str, InputLayout], batch: Mapping[str, Tensor]
 def _check_rows(batch: Mapping[str, Tensor], indices: Sequence[int]) -> None:
     rows = rows_in(batch)
     for key, value in batch.items():
-        if not value.dim() or len(value) != rows or rows > len(indices):
+        if not value.dim() or value.size(0) != rows or rows > len(indices):
             raise DataError(
                 f"collate was given {len(indices)} samples (dataset indices {list(indices)}), but {key!r} has shape "
                 f"{tuple(value.shape)}; in the first samples of the run, the first dimension of every tensor was the "

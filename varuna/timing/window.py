@@ -14,8 +14,9 @@ from torch import Tensor
 
 from varuna.core.plan import Plan
 from varuna.engine.stage.job import Job
-from varuna.engine.stage.section import Examples, SectionRunner, Tape
+from varuna.engine.stage.section import Examples, SectionRunner
 from varuna.engine.stage.stage import Left, Stage
+from varuna.engine.stage.tape import Tape
 from varuna.engine.worker.stored import initial_states
 from varuna.partition.batch_weight import completed
 from varuna.partition.cut.split import Crossing
@@ -169,7 +170,13 @@ class _Timed:
         return made
 
     def record(
-        self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, *, split: bool = False
+        self,
+        values: Mapping[str, Tensor],
+        examples: Examples,
+        step: int,
+        micro_batch: int,
+        *,
+        split: bool,
     ) -> Tape:
         tape = self._runner.record(values, examples, step, micro_batch, split=split)
         self._mark(self.section.index)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tests.unit.partition.families import Family, Samples
 from varuna.data.samples import SampleSource
-from varuna.engine.stage.section import Examples, SectionRunner, Tensors, backward, crossing
+from varuna.engine.stage.section import Examples, SectionRunner, Tensors
+from varuna.engine.stage.tape import backward, crossing
 from varuna.partition.apply_updates import MicroBatchStatistics, apply_updates
 from varuna.partition.batch_weight import numbers_of
 from varuna.partition.capture.capture import LossModule, Recipe
@@ -47,7 +48,7 @@ def run_in_turn(
             assert torch.equal(again, values[name]) or again.isnan().any(), f"{name} differs when it is recomputed"
     gradients = {model.sections[-1].makes[0]: torch.ones(())}
     for tape in reversed(tapes):
-        backward(tape, gradients)
+        backward([tape], gradients)
     grads: dict[str, Tensor] = {}
     for mine in leaves:
         for name, leaf in mine.items():

@@ -24,8 +24,9 @@ from varuna.data.randomness import generator_lock
 from varuna.data.sizes import rows_in
 from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
-from varuna.engine.stage.section import Examples, Tape, backward
+from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Stage
+from varuna.engine.stage.tape import Tape, backward
 from varuna.engine.worker.stored import initial_states
 from varuna.partition.batch_weight import completed
 from varuna.partition.capture.capture import Recipe
@@ -153,7 +154,7 @@ def _forward_and_backward(stage: Stage, examples: Examples, ledger: TagLedger) -
     gradients = {tapes[-1].section.makes[0]: torch.ones(())}
     for tape in reversed(tapes):
         with ledger.inside(tape.section.index, tape.section.parameters):
-            backward(tape, gradients)
+            backward([tape], gradients)
         ledger.cross(gradients.values())
 
 

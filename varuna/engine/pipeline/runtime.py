@@ -22,14 +22,17 @@ from varuna.engine.pipeline.input_stash import InputStash, StashedInput
 from varuna.engine.pipeline.lookahead import lookahead_of
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.timeline import Messages, StepPhase, StepTimes, taken
-from varuna.engine.stage.section import Examples, Tape
+from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Left, Stage
+from varuna.engine.stage.tape import Tape
 from varuna.partition.batch_weight import WeightFunction
 from varuna.schedule.actions import Action, Kind
 from varuna.schedule.buffers import GRADIENTS_COMING, MESSAGES_LEAVING
 from varuna.schedule.policy import Policy, make_policy
 
 _GRADIENT_TAG = 2
+_FEW = 3
+"""To keep the backwards of so few sections together costs as much as their calls of autograd."""
 
 
 @dataclass
@@ -317,11 +320,12 @@ class Runtime:
         split: bool,
     ) -> None:
         is_final = action.micro_batch == policy.backward_order[-1]
+        joined = not is_final and len(self._stage.sections) > _FEW  # of the last one, sections are reduced one by one
         if action.kind is Kind.FORWARD:
             keep = len(self._stage.sections) if policy.keeps(action.micro_batch) else self._kept
-            flights[micro_batch] = self._forward(step, micro_batch, keep=keep, split=split)
+            flights[micro_batch] = self._forward(step, micro_batch, keep=keep, split=split, joined=joined)
         elif action.kind is Kind.RECOMPUTE:
-            self._recompute(step, micro_batch, flights[micro_batch], split=split)
+            self._recompute(step, micro_batch, flights[micro_batch], split=split, joined=joined)
         elif action.kind is Kind.BACKWARD:
             self._backward(step, micro_batch, flights.pop(micro_batch), is_final=is_final)
         elif action.kind is Kind.INPUT:
@@ -329,7 +333,7 @@ class Runtime:
         else:
             self._weight_backward(step, flights.pop(micro_batch), is_final=is_final)
 
-    def _forward(self, step: int, micro_batch: int, *, keep: int, split: bool) -> Flight:
+    def _forward(self, step: int, micro_batch: int, *, keep: int, split: bool, joined: bool) -> Flight:
         stage, forward_pass = self._stage, self._forward_pass
         self._stash.settle()
         arrived = forward_pass.take(step, micro_batch)
@@ -337,7 +341,7 @@ class Runtime:
         flight = Flight(examples._replace(inputs={}))
         self.lookahead.computing()
         out, results, flight.tapes, begin = stage.forward(
-            arrived.values, examples, step, micro_batch, keep=keep, split=split
+            arrived.values, examples, step, micro_batch, keep=keep, split=split, joined=joined
         )
         self.lookahead.computed()
         if keep < len(stage.sections):
@@ -353,7 +357,7 @@ class Runtime:
             self._forwards += 1
         return flight
 
-    def _recompute(self, step: int, micro_batch: int, flight: Flight, *, split: bool) -> None:
+    def _recompute(self, step: int, micro_batch: int, flight: Flight, *, split: bool, joined: bool) -> None:
         kept, waiting = len(flight.tapes), self._stash.take(micro_batch)
         self.lookahead.computing()
         recomputed = self._stage.record(
@@ -364,6 +368,7 @@ class Runtime:
             keep=kept,
             first=self._stage.gradient_free,
             split=split,
+            joined=joined,
         )  # fmt: skip
         self.lookahead.computed()
         flight.tapes = [*recomputed, *flight.tapes]

@@ -58,11 +58,13 @@ class Bucket:
 
     def collect(self) -> None:
         """Add what a backward left in leaves of another dtype; others add up in place."""
-        for leaf, total in self._cast:
-            if leaf.grad is not None:
-                if not self._drops:
-                    total.add_(leaf.grad)
-                leaf.grad = None
+        if not self._cast:
+            return
+        found = [(total, leaf.grad) for leaf, total in self._cast if leaf.grad is not None]
+        if found and not self._drops:
+            torch._foreach_add_([total for total, _ in found], [gradient for _, gradient in found])
+        for leaf, _ in self._cast:
+            leaf.grad = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:

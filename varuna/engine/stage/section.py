@@ -1,27 +1,32 @@
-"""Runs one section: forward without or with a graph, and backward.
+"""Runs one section: forward without or with a graph.
 
 Values are detached at every section boundary, also within a stage, so that a section computes the same bits
 wherever the stage boundaries lie.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.fx import GraphModule
 
 from varuna.data.randomness import derive_key, generator_lock
+from varuna.engine.graphs.direct_calls import direct
 from varuna.engine.graphs.gradient_kernels import without_graph
 from varuna.engine.graphs.run_once import Run, Seeded
 from varuna.engine.graphs.user_place import note_place
+from varuna.engine.stage.tape import Tape, crossing
 from varuna.partition.cut.split import Crossing, SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
+
+_QUIET = nullcontext()
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -51,17 +56,6 @@ class Examples(NamedTuple):
     def samples(self) -> int:
         """Samples that it counts for."""
         return self.size if self.there is None else self.there
-
-
-class Tape(NamedTuple):
-    """What B needs from the forward of one section."""
-
-    section: SectionGraph
-    taken: dict[str, Tensor]
-    made: tuple[Tensor, ...]
-    pending: PendingWeights | None = None
-    """where its weight gradients are left; None: they come with the input gradients"""
-    micro_batch: int = 0
 
 
 Halved = Callable[[SectionGraph, list[Any], Seeded], Run | None]
@@ -94,10 +88,12 @@ class SectionRunner:
         self._note, self._guard = note, guard
         self._tensors = tensors
         self._halved = halved if compiled is None else None  # a compiled section's backward is one whole
+        self.is_compiled = compiled is not None
         self._grad_taken = tuple(crossings[name].differentiable for name in section.takes)
         self._seed = seed
         self._compiled = compiled
         self._plain: GraphModule | None = None
+        self._graph: Run | None = None
         # by examples and open sizes: all else that decides on kernels is fixed here
         self._runs: dict[tuple[int, tuple[int, ...]], Run] = {}  # compiled
         self._halves: dict[int, Run | None] = {}
@@ -122,10 +118,26 @@ class SectionRunner:
             return crossing(made)
 
     def record(
-        self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, *, split: bool = False
+        self,
+        values: Mapping[str, Tensor],
+        examples: Examples,
+        step: int,
+        micro_batch: int,
+        *,
+        split: bool = False,
+        joined: Mapping[str, Tensor] = _NOTHING,
     ) -> Tape:
-        """Run with a graph, for a backward to follow; ``split``: in two halves, where the section can."""
-        taken = self._taken(values)
+        """Run with a graph, for a backward to follow.
+
+        Args:
+            values: what crosses into the section, by name; the first dimension counts examples.
+            examples: the micro-batch.
+            step: keys the randomness, with ``micro_batch``.
+            micro_batch: its global number.
+            split: the backward is to run in two halves, where the section can.
+            joined: those that it takes with their graph.
+        """
+        taken = self._taken({**values, **joined}, joined) if joined else self._taken(values)
         arguments = self._arguments(taken, examples)
         seeded = partial(self._seeded, step, micro_batch)
         run, pending = self._run(arguments, examples, seeded), None
@@ -137,7 +149,10 @@ class SectionRunner:
                 run, arguments = halved, [pending, *arguments]
         with _QUIET if torch.is_grad_enabled() else torch.enable_grad(), seeded():
             made = self._noted(self._called(run, arguments), micro_batch)
-        return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made, pending, micro_batch)
+        leaves = dict(zip(self.section.takes, taken, strict=True))
+        if joined:
+            leaves = {name: leaf for name, leaf in leaves.items() if name not in joined}
+        return Tape(self.section, leaves, list(made), pending, micro_batch)
 
     def _called(self, run: Run, arguments: list[Any]) -> tuple[Tensor, ...]:
         try:
@@ -149,24 +164,25 @@ class SectionRunner:
     def _without_graph(self, arguments: list[Any]) -> Run:
         """The section's graph for F."""
         if self._plain is None:
-            self._plain = without_graph(self.section.module, arguments)
+            self._plain = direct(without_graph(self.section.module, arguments))
         run: Run = self._plain.forward
         return run
 
     def _run(self, arguments: list[Any], examples: Examples, seeded: Seeded) -> Run:
         """The section's graph, or what it was compiled to."""
         if self._compiled is None:
-            graph: Run = self.section.module.forward
-            return graph
+            if self._graph is None:
+                self._graph = direct(self.section.module).forward
+            return self._graph
         key = examples.size, examples.sizes
         if key not in self._runs:
             self._runs[key] = self._compiled(self.section, arguments, seeded)
         return self._runs[key]
 
-    def _taken(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        """The values that the section takes, as leaves of its own; F and R get the same kind."""
+    def _taken(self, values: Mapping[str, Tensor], joined: Collection[str] = ()) -> list[Tensor]:
+        """The values that the section takes, as leaves of its own but for the joined; F and R get the same kind."""
         return [
-            values[name].detach().requires_grad_() if grad else values[name]
+            values[name].detach().requires_grad_() if grad and name not in joined else values[name]
             for name, grad in zip(self.section.takes, self._grad_taken, strict=True)
         ]
 
@@ -191,9 +207,6 @@ class SectionRunner:
         return _Seeded(derive_key(self._seed, step, micro_batch, self.section.index)) if self.section.random else _QUIET
 
 
-_QUIET = nullcontext()
-
-
 class _Seeded(AbstractContextManager[object]):
     """Holds the process-wide generator while a section draws from it."""
 
@@ -209,51 +222,6 @@ class _Seeded(AbstractContextManager[object]):
 
     def __exit__(self, *_: object) -> None:
         generator_lock.release()
-
-
-def crossing(made: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Values as they cross a section boundary, also within a stage: without a graph, dense, nothing left to conjugate.
-
-    A message makes them so; they must not be others where no message is sent.
-    """
-    return tuple(_dense(value.detach()) for value in made)
-
-
-def _dense(value: Tensor) -> Tensor:
-    dense = value.contiguous()
-    return dense.resolve_conj().resolve_neg() if dense.is_conj() or dense.is_neg() else dense
-
-
-def backward(tape: Tape, gradients: dict[str, Tensor]) -> None:
-    """Backward of one section, in place of ``gradients``: those of what it made go, those of what it took come.
-
-    ``gradients`` sums the contributions of later sections first, so the order of additions does not depend
-    on where stages begin. Gradients of parameters accumulate in the leaves.
-    """
-    pairs = [
-        (made, gradient)
-        for name, made in zip(tape.section.makes, tape.made, strict=True)
-        if (gradient := gradients.pop(name, None)) is not None and made.requires_grad
-    ]
-    if pairs:
-        try:
-            _run_backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
-        except Exception as error:
-            note_place(error, tape.section)
-            raise
-    for name, taken in tape.taken.items():
-        if taken.grad is not None:
-            known = gradients.get(name)
-            gradients[name] = _dense(taken.grad) if known is None else known + taken.grad
-            taken.grad = None
-
-
-def _run_backward(made: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """``torch.autograd.backward`` without its preparations, which cost as much as a small graph.
-
-    They fill in what is not given, and compare shapes; the engine itself refuses gradients that do not fit.
-    """
-    _engine_run_backward(tuple(made), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def flow_on(

@@ -1,7 +1,7 @@
 """A stage on one rank: its sections' parameters, gradient buffers, optimizer and computations."""
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -21,13 +21,15 @@ from varuna.engine.stage.cross_stage import Exchange, LateExchange, LocalExchang
 from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
 from varuna.engine.stage.guards import Truths
 from varuna.engine.stage.job import Job
+from varuna.engine.stage.joining import links_of
 from varuna.engine.stage.offload import optimizer_of
 from varuna.engine.stage.optimizer import call_before_step
 from varuna.engine.stage.parameter_groups import NO_STEERING, Steering
 from varuna.engine.stage.precision import ComputeCopies, HalfGradients
-from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
+from varuna.engine.stage.section import Examples, SectionRunner, Tensors, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import Begun, StepShare, Sums, TiedTotals
+from varuna.engine.stage.tape import Tape, backward, crossing, join, joined_values, take_row
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.held_names import owned_elsewhere
 from varuna.partition.model import PartitionedModel
@@ -110,6 +112,7 @@ class Stage:
             for model in job.model.graphs
         ]
         """the sections' graphs for each declared length, the longest first"""
+        self._links = [links_of(model.split) for model in job.model.graphs]
         self.tied = [p for p in job.model.facts.tied if p.name in self.parameters and p.name in job.model.trainable]
         self.totals = TiedTotals(self.sums)
         self._look_for_gradients()
@@ -194,6 +197,7 @@ class Stage:
         *,
         keep: int = 0,
         split: bool = False,
+        joined: bool = False,
     ) -> tuple[dict[str, Tensor], Results, list[Tape], dict[str, Tensor]]:
         """F: what crosses into the next stage, or the last stage's results; what was kept; and what R begins with.
 
@@ -204,6 +208,7 @@ class Stage:
             micro_batch: its global number.
             keep: how many of the last sections keep their graph, so that R need not run them again.
             split: the B of kept sections is to run in two halves.
+            joined: kept sections may have one graph.
         """
         flowing: dict[str, Tensor] = dict(values)
         made: Results = ()
@@ -216,8 +221,7 @@ class Stage:
             if position < first_kept:
                 made = runner.forward(flowing, examples, step, micro_batch)
             else:
-                tapes.append(runner.record(flowing, examples, step, micro_batch, split=split))
-                made = crossing(tapes[-1].made)
+                made = self._record(runner, tapes, flowing, examples, step, micro_batch, split=split, joined=joined)
             flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, made)
         return flowing, made, tapes, begin
 
@@ -231,30 +235,70 @@ class Stage:
         keep: int = 0,
         first: int = 0,
         split: bool = False,
+        joined: bool = False,
     ) -> list[Tape]:
         """R: what B needs of all sections but the ``keep`` last, whose F kept it, and those before the ``first``."""
         flowing: dict[str, Tensor] = dict(values)
         tapes: list[Tape] = []
         for runner in self.variants[examples.variant][first : len(self.sections) - keep]:
-            tapes.append(runner.record(flowing, examples, step, micro_batch, split=split))
-            flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, crossing(tapes[-1].made))
+            made = self._record(runner, tapes, flowing, examples, step, micro_batch, split=split, joined=joined)
+            flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, made)
         return tapes
+
+    def _record(
+        self,
+        runner: SectionRunner,
+        tapes: list[Tape],
+        values: Mapping[str, Tensor],
+        examples: Examples,
+        step: int,
+        micro_batch: int,
+        *,
+        split: bool,
+        joined: bool,
+    ) -> Results:
+        """Run a section with a graph, behind ``tapes``; returns what it makes, without."""
+        if split or not joined or runner.is_compiled:
+            tapes.append(runner.record(values, examples, step, micro_batch, split=split))
+            return crossing(tapes[-1].made)
+        section = runner.section.index
+        links = self._links[examples.variant][section]
+        taken = joined_values(tapes, section, links)
+        tape = runner.record(values, examples, step, micro_batch, joined=taken)
+        if taken:
+            join(tapes, tape, links, taken)
+        else:
+            tapes.append(tape)
+        return crossing(tape.made)
 
     def backward(
         self, tapes: list[Tape], gradients: dict[str, Tensor], section_done: Callable[[int], None]
     ) -> dict[str, Tensor]:
         """B: consume the tapes from the last section to the first; returns gradients of what was received."""
         while tapes:
+            if tapes[-1].row is not None:
+                row = take_row(tapes)
+                backward(row, gradients, self._adding)
+                for tape in row:
+                    section_done(tape.section.index)
+                continue
             tape = tapes.pop()
             section = tape.section.index
             with self.sums.adding(section, tape.micro_batch):
-                backward(tape, gradients)
+                backward((tape,), gradients)
                 if tape.pending is not None:
                     tape.pending.flush()
                 self.buckets[section].collect()
             section_done(section)
         self._skip(section_done)
         return gradients
+
+    @contextmanager
+    def _adding(self, tape: Tape) -> Iterator[None]:
+        """In this block the backward of a section runs, one of several that have one graph."""
+        with self.sums.adding(tape.section.index, tape.micro_batch):
+            yield
+            self.buckets[tape.section.index].collect()
 
     def _skip(self, section_done: Callable[[int], None]) -> None:
         for section in reversed(self.sections[: self.gradient_free]):
@@ -270,7 +314,7 @@ class Stage:
             tape = tapes.pop()
             section = tape.section.index
             with self.sums.adding(section, tape.micro_batch, whole=tape.pending is None):
-                backward(tape, gradients)
+                backward([tape], gradients)
                 self.buckets[section].collect()
             left.append((section, tape.micro_batch, tape.pending))
         return gradients, left

@@ -13,7 +13,7 @@ from tests.unit.engine.plain import reference, worst
 from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.partition.families import Family
 from tests.unit.partition.in_turn import differences, everywhere
-from varuna.engine.stage.section import crossing
+from varuna.engine.stage.tape import crossing
 from varuna.partition.graph.costs import Cost
 from varuna.partition.graph.flow import Flow
 from varuna.partition.graph.operations import op_name

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from tests.unit.engine.models import Tokens, tiny_gpt2, tiny_llama
 from tests.unit.engine.ranks import Setup
-from varuna.engine.stage.section import Examples, SectionRunner, Tensors, backward
+from varuna.engine.stage.section import Examples, SectionRunner, Tensors
+from varuna.engine.stage.tape import backward
 from varuna.partition.initial.constructor import Initial, materialise
 from varuna.partition.model import PartitionedModel
 
@@ -33,7 +34,7 @@ def run_sections(
     loss = tapes[-1].made[0]
     gradients = {model.sections[-1].makes[0]: torch.ones(())}
     for tape in reversed(tapes):
-        backward(tape, gradients)
+        backward([tape], gradients)
     for mine in leaves:
         for name, leaf in mine.items():
             if leaf.grad is not None:
