@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -35,10 +36,13 @@ class WorkerThread:
     Args:
         membership: its own.
         captures: what all workers of the run have captured: see ``varuna.job.shared_capture``.
+        turn: in it this worker captures a model, and no other one does.
     """
 
-    def __init__(self, membership: "ManagedMembership", captures: list[Any]) -> None:
-        self.membership, self.captures = membership, captures
+    def __init__(
+        self, membership: "ManagedMembership", captures: list[Any], turn: AbstractContextManager[object]
+    ) -> None:
+        self.membership, self.captures, self.turn = membership, captures, turn
         self._closes: list[Callable[[], None]] = []
 
     def at_end(self, close: Callable[[], None]) -> None:
@@ -61,6 +65,12 @@ def manager() -> "ManagedMembership | None":
     """The manager's client under ``varuna run`` or an agent; None under torchrun and alone."""
     thread = here.get()
     return _manager_of_process() if thread is None else thread.membership
+
+
+def capturing() -> AbstractContextManager[object]:
+    """In this block a model is captured: threads of a process take turns in that."""
+    thread = here.get()
+    return nullcontext() if thread is None else thread.turn
 
 
 def at_end(leave: Callable[[], None], close: Callable[[], None]) -> None:

@@ -84,6 +84,8 @@ class Finishing:
 
     deadline_s: float | None = None
     """Set once rank 0's process is gone."""
+    orphaned_s: float | None = None
+    """Since when nobody is left who has ended the training, while the script has not come to its end."""
 
 
 @dataclass(frozen=True, slots=True)
