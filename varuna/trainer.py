@@ -40,7 +40,7 @@ from varuna.job.script_runner import offer
 from varuna.job.spec import JobSpec
 from varuna.job.speed import SpeedLines
 from varuna.job.tracking import trackers_of
-from varuna.job.training import Training
+from varuna.job.training import Training, generators_of_script
 from varuna.membership.launched import at_end, failed, watch_exceptions
 from varuna.partition.after_step import AfterStep
 from varuna.partition.capture.capture import LossFunction, MetricsFunction
@@ -221,6 +221,7 @@ class Trainer:
             raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
         offer(self._spec, n)
         self._given.guard()
+        generators = generators_of_script()
         self._training = training = Training(self._spec, n)
         at_end(self._trackers.close, self._trackers.close)
         speed = SpeedLines(n, self._spec.examples_before) if self._tells_speed and not training.is_managed else None
@@ -248,6 +249,7 @@ class Trainer:
             raise
         finally:
             handed.end()
+            generators.close()
             if speed is not None:
                 speed.close()
 

@@ -1,11 +1,13 @@
 """One training of a script: its session, or, once others have ended it, what this worker sees of it alone."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
 from varuna.core.errors import FleetError
 from varuna.core.messages import TrainingOver
+from varuna.data.randomness import generators_kept
 from varuna.engine.worker.generation import Generation
 from varuna.engine.worker.loop_state import Committed, Turn
 from varuna.engine.worker.session import Session
@@ -14,9 +16,20 @@ from varuna.job.looking_back import look_back
 from varuna.job.spec import JobSpec
 from varuna.job.start import Behind, begin
 from varuna.membership.detect import solo_from_environment
-from varuna.membership.launched import capturing, manager
+from varuna.membership.launched import capturing, here, manager
 
 T = TypeVar("T")
+
+
+def generators_of_script() -> ExitStack:
+    """Keep the state of the script's random generators; ``close`` puts it back.
+
+    Ranks draw differently as they train. What the script draws afterwards, as for the next model, is the same on all.
+    """
+    kept = ExitStack()
+    if here.get() is None:  # threads share them
+        kept.enter_context(generators_kept())
+    return kept
 
 
 class Training:
@@ -37,6 +50,11 @@ class Training:
         """The present one."""
         self._behind: Behind | None = None
         self._is_over = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this worker only looks at it, for itself."""
+        return self._behind is not None and self.session.current is not None
 
     def steps(self) -> Iterator[Committed]:
         """Yield this worker's steps, or, of a training that others have ended, the one that its loop lacks."""

@@ -1,5 +1,6 @@
 """Scripts of several trainings, on workers of which some die, and some had no part in the end of one."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ def test_a_spare_reads_what_a_training_has_left_from_its_last_checkpoint(alone: 
     assert [*outcome.returned.values()] == [*alone.returned.values()] * 3
 
 
+@pytest.mark.nightly
 def test_a_spare_that_asks_for_what_nobody_has_kept_is_told_so() -> None:
     def asks() -> str:
         trainer = trainer_of(built(8), 0.1, None)
@@ -108,6 +110,7 @@ def test_a_training_inside_of_another_ones_loop_is_refused() -> None:
         run(nested)
 
 
+@pytest.mark.nightly
 def test_a_loop_that_breaks_off_ends_its_training() -> None:
     def breaks() -> list[int]:
         found = []
@@ -121,3 +124,21 @@ def test_a_loop_that_breaks_off_ends_its_training() -> None:
     outcome = run(breaks, workers=2, stages=2)
     assert [*outcome.returned.values()] == [[0, 1, 0, 1]] * 2
     assert len(outcome.losses) == 6  # a step more than each loop saw, which the flag travelled with
+
+
+def test_what_a_script_draws_behind_a_loop_follows_from_what_it_drew_before() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    first, second = (torch.rand(3), random.random()), (torch.rand(3), random.random())
+    model = built(8)
+    model.insert(1, nn.Dropout(0.1))
+    trainer = trainer_of(model, 0.1, None)
+    torch.manual_seed(3)
+    random.seed(3)
+    assert torch.equal(torch.rand(3), first[0])
+    assert random.random() == first[1]
+    for _ in trainer.steps(2):
+        torch.rand(1)
+        random.random()
+    assert torch.equal(torch.rand(3), second[0])
+    assert random.random() == second[1]
