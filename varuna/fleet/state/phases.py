@@ -4,6 +4,7 @@ The life of a generation::
 
     Idle ──assign──> Running ──loss, suspicion, regroup──> Stopping ──verdict──> Idle
                         └──────everybody left──────> Finishing ──> Ended <── failure, from anywhere
+                                                         └──the script's next training──> Idle
 """
 
 from dataclasses import dataclass
