@@ -223,7 +223,7 @@ class Trainer:
         self._given.guard()
         generators = generators_of_script()
         self._training = training = Training(self._spec, n)
-        at_end(self._trackers.close, self._trackers.close)
+        at_end(self._trackers.close)
         speed = SpeedLines(n, self._spec.examples_before) if self._tells_speed and not training.is_managed else None
         self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
         committed, handed = training.steps(), self._handed

@@ -48,7 +48,7 @@ def look_back(spec: JobSpec, facts: JobFacts, steps: int, behind: Behind) -> Ses
         found=manifest,
     )
     session = open_session(spec, steps, alone, behind=behind)
-    at_end(session.leave, session.close)
+    at_end(session.leave)
     return session
 
 

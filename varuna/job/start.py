@@ -106,7 +106,7 @@ def begin(spec: JobSpec, n: int, membership: Membership, *, number: int = 0) -> 
     if saver is not None or membership.survives:
         spec.update_check.of_moves()
     session = open_session(spec, n, membership, saver=saver, rescue=rescue, measures=membership.measures)
-    at_end(session.leave, session.close)
+    at_end(session.leave)
     return session
 
 

@@ -17,6 +17,7 @@ from varuna.core.errors import DeviceError, VarunaError
 from varuna.engine.device.faults import fault_of, in_words
 from varuna.process.scripts import LIBRARIES
 from varuna.process.signals import leave_termination_to_parent
+from varuna.process.threads import join_all
 
 if TYPE_CHECKING:
     from varuna.membership.managed import ManagedMembership
@@ -26,6 +27,8 @@ _LIBRARIES = (
     *LIBRARIES,
     "<",
 )
+EXIT_BOUND_S = 5.0
+"""How long the end of a process waits for its threads."""
 failed = threading.Event()
 """The script is about to end with an exception."""
 
@@ -73,13 +76,20 @@ def capturing() -> AbstractContextManager[object]:
     return nullcontext() if thread is None else thread.turn
 
 
-def at_end(leave: Callable[[], None], close: Callable[[], None]) -> None:
-    """Call ``close`` when this process ends; in a thread that is a worker, ``leave`` when that ends."""
+def at_end(leave: Callable[[], None]) -> None:
+    """Call ``leave`` when this process ends, or the thread, if it is a worker; then a process waits for its threads."""
     thread = here.get()
     if thread is None:
-        atexit.register(close)
+        _join_at_exit()
+        atexit.register(leave)
     else:
         thread.at_end(leave)
+
+
+@cache
+def _join_at_exit() -> None:
+    """Wait for all threads once all trainings have been left: none may outlive the process's main thread."""
+    atexit.register(join_all, EXIT_BOUND_S)  # what is registered first runs last
 
 
 @cache
