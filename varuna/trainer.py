@@ -25,6 +25,7 @@ from varuna.engine.graphs.compiled import compiler_of
 from varuna.engine.stage.job import Frozen
 from varuna.engine.stage.optimizer import BeforeStep, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.export import export_model, spread_model
+from varuna.engine.worker.generation import Generation
 from varuna.engine.worker.loop_state import Committed, Kept
 from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
@@ -39,9 +40,8 @@ from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
 from varuna.job.spec import JobSpec
 from varuna.job.speed import SpeedLines
-from varuna.job.start import begin
-from varuna.membership.detect import solo_from_environment
-from varuna.membership.launched import at_end, failed, manager, watch_exceptions
+from varuna.job.training import Training, generators_of_script
+from varuna.membership.launched import at_end, failed, watch_exceptions
 from varuna.partition.after_step import AfterStep
 from varuna.partition.capture.capture import LossFunction, MetricsFunction
 from varuna.partition.capture.outputs import OutputsFunction, outputs_of
@@ -190,7 +190,7 @@ class Trainer:
             network=Network() if network is None else network,
             trains_nothing_else=given.steps is not None,
         )
-        self._session: Session | None = None
+        self._training: Training | None = None
         self._handed = HandedOver(
             functions_of(self._spec, given.schedule),
             model=given.built.module if isinstance(given.built, GivenModel) else None,
@@ -220,16 +220,16 @@ class Trainer:
         n = self._whole_steps(n, epochs)
         if n < 0:
             raise UsageError(f"steps(n): n is the total number of steps of the run and must be >= 0 (got {n})")
-        if self._session is not None:
+        if self._training is not None:
             raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
         offer(self._spec, n)
         self._given.guard()
-        watched = manager()
-        self._session = begin(self._spec, n, watched or solo_from_environment())
-        at_end(self._charts.close, self._charts.close)
-        speed = SpeedLines(n, self._spec.examples_before) if watched is None and self._tells_speed else None
+        generators = generators_of_script()
+        self._training = training = Training(self._spec, n)
+        at_end(self._charts.close)
+        speed = SpeedLines(n, self._spec.examples_before) if self._tells_speed and not training.is_managed else None
         self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
-        committed, handed = self._session.steps(), self._handed
+        committed, handed = training.steps(), self._handed
         handed.begin()
         try:
             for step in committed:
@@ -237,21 +237,22 @@ class Trainer:
                 if speed is not None and done.is_main:
                     speed.take(done.index, done.loss)
                 self._charts.take(done.index, values_of(done), is_main=done.is_main)
-                with handed.script(self._session.options()):
+                with handed.script(training.session.options()):
                     yield done
                 handed.check(sys._getframe(1))
-                self._session.write(handed.written(done.index))
+                training.session.write(handed.written(done.index))
             self._give_back()
         except GeneratorExit:
             if not sys.is_finalizing() and not failed.is_set():
-                self._session.write(handed.written(done.index))
-                self._session.stop()
+                training.session.write(handed.written(done.index))
+                training.session.stop()
                 for _ in committed:  # the stop flag travels with the next step's vote
                     pass
                 self._give_back()
             raise
         finally:
             handed.end()
+            generators.close()
             if speed is not None:
                 speed.close()
 
@@ -263,10 +264,10 @@ class Trainer:
         """
         if self._spec.checkpoints is None:
             raise UsageError('trainer.checkpoint() needs a place: Trainer(..., checkpoints="runs/a")')
-        if self._session is None:
+        if self._training is None:
             raise UsageError("trainer.checkpoint() works inside the loop over trainer.steps(n)")
         self._handed.check(sys._getframe(1))
-        self._session.checkpoint()
+        self._training.session.checkpoint()
 
     def log(self, values: Mapping[str, float]) -> None:
         """Add values to the charts of the newest step, such as the loss of ``evaluate``; those of the main rank count.
@@ -287,9 +288,9 @@ class Trainer:
         Raises:
             UsageError: the scheduler is another one, or nothing has been trained yet.
         """
-        if self._session is None:
+        if self._training is None:
             raise UsageError("trainer.step_scheduler(value) works inside the loop over trainer.steps(n)")
-        self._session.measure(float(value))
+        self._training.session.measure(float(value))
 
     def evaluate(self, dataset: Any, *, examples: int | None = None, ema: bool = False) -> Evaluation:
         """Compute the loss of another dataset, in evaluation mode, over all workers, without touching training.
@@ -307,10 +308,10 @@ class Trainer:
             DataError: a sample does not match the samples that the model was captured with.
         """
         self._check_average(ema)
-        session = self._begun("evaluate(dataset)")
+        training = self._begun("evaluate(dataset)")
         with self._handed.aside():
-            work = self._aside.evaluation(dataset, examples, step=session.newest_step, averaged=ema)
-            found = session.aside(partial(evaluate, work=work), f"evaluates {work.examples} examples")
+            work = self._aside.evaluation(dataset, examples, step=training.session.newest_step, averaged=ema)
+            found = training.aside(partial(evaluate, work=work), f"evaluates {work.examples} examples")
         return evaluation_of(found, work.examples)
 
     def predict(
@@ -335,11 +336,11 @@ class Trainer:
             UsageError, ModelError, DataError: as for ``evaluate``.
         """
         self._check_average(ema)
-        session = self._begun("predict(dataset)")
+        training = self._begun("predict(dataset)")
         with self._handed.aside():
-            step = session.newest_step
+            step = training.session.newest_step
             work = self._aside.prediction(dataset, output, examples, step=step, averaged=ema)
-            return session.aside(partial(predict, work=work), f"predicts {work.examples} examples")
+            return training.aside(partial(predict, work=work), f"predicts {work.examples} examples")
 
     def generate(
         self,
@@ -373,13 +374,13 @@ class Trainer:
             ModelError: this is no causal language model, or it cannot be cut as in training.
         """
         self._check_average(ema)
-        session = self._begun("generate(prompts, n)")
+        training = self._begun("generate(prompts, n)")
         with self._handed.aside():
             work = self._aside.continuation(
                 prompts, max_new_tokens, temperature=temperature, top_k=top_k, end=eos_token_id, averaged=ema
             )
             doing = f"generates {max_new_tokens} tokens for {len(work.texts)} prompts"
-            return session.aside(partial(generate, work=work), doing)
+            return training.aside(partial(generate, work=work), doing)
 
     def export(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.
@@ -395,28 +396,36 @@ class Trainer:
             UsageError: nothing has been trained yet.
             CheckpointError: the file cannot be written.
         """
-        if self._session is None:
+        if self._training is None:
             raise UsageError("trainer.export(path) writes what trainer.steps(n) trained: run the loop first")
         self._check_average(ema)
-        spec, generation = self._spec, self._session.current
         self._handed.check(sys._getframe(1))
-        with self._handed.aside():
+        spec = self._spec
+
+        def write(generation: Generation | None) -> None:
             if spec.built.has_adapters:
                 export_adapter(generation, spec, Path(path), average=ema)
             else:
                 export_model(generation, spec.partitioned, Path(path), spec.built.json, average=ema)
 
+        with self._handed.aside():
+            self._training.export(write, Path(path))
+
+    @property
+    def _session(self) -> Session | None:
+        return None if self._training is None else self._training.session
+
     def _give_back(self) -> None:
         """After the loop, a model that the script has built has the trained values on every worker."""
-        built, session, model = self._given.built, self._session, self._spec.partitioned
+        built, training, model = self._given.built, self._training, self._spec.partitioned
         self._handed.end()
-        if built is None or session is None:
+        if built is None or training is None:
             return
-        if session.current is None:
+        if training.session.current is None:
             built.take(None)
             return
         spread = partial(spread_model, model=model, wanted=partial(built.wants, model.changing))
-        if (values := session.aside(spread, "gets the trained model")) is not None:
+        if (values := training.aside(spread, "gets the trained model")) is not None:
             built.take(values)
 
     def _check_average(self, ema: bool) -> None:
@@ -446,8 +455,8 @@ class Trainer:
         epoch = None if spec.source.size is None else after / spec.source.size
         return step_of(committed, after - before, spec.dtype, epoch)
 
-    def _begun(self, method: str) -> Session:
-        if self._session is None:
+    def _begun(self, method: str) -> Training:
+        if self._training is None:
             raise UsageError(f"trainer.{method} works inside the loop over trainer.steps(n), and after it")
         self._handed.check(sys._getframe(2))
-        return self._session
+        return self._training

@@ -95,8 +95,12 @@ class Cluster:
         """All that was written to a terminal."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.err")))
 
+    def lines(self) -> list[dict[str, Any]]:
+        """The log of steps so far."""
+        return json_log(self.log) if self.log.exists() else []
+
     def steps(self) -> list[int]:
-        return [line["step"] for line in json_log(self.log)] if self.log.exists() else []
+        return [line["step"] for line in self.lines()]
 
     def until_agents(self, count: int) -> None:
         """So many have joined: the next one gets a token of its own."""

@@ -37,7 +37,7 @@ def test_the_same_file_trains_the_same_in_every_way(tmp_path: Path) -> None:
     assert [line["step"] for line in log] == list(range(STEPS))
     assert {line["step"]: line["loss"] for line in log} == alone.losses
     assert log[0]["plan"] == {"stages": 2, "replicas": 1, "shape": "2x1", "micro_batch": 2, "micro_batches": 6}
-    assert log[0].keys() == {"step", "loss", "generation", "plan", "examples_per_s", "wall_time"}
+    assert log[0].keys() == {"step", "loss", "generation", "training", "plan", "examples_per_s", "wall_time"}
 
 
 def test_all_ranks_leave_together_when_one_breaks() -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from varuna.core.devices import DeviceFacts, DeviceFault
-from varuna.core.messages import Apply, Assign, Beat, Finish, Flag, Held, Shown, ShowRequest, Vote
+from varuna.core.messages import Apply, Assign, Beat, Finish, Flag, Held, Shown, ShowRequest, TrainingOver, Vote
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 
-Directive = Assign | Apply | Finish
+Directive = Assign | Apply | Finish | TrainingOver
 
 
 class Membership(Protocol):

@@ -12,7 +12,7 @@ from varuna.core.saved import SavedShard
 from varuna.core.sums import HeldSums, RestOfStep
 from varuna.core.times import RankTimeline, RankTimes
 from varuna.core.value import Value
-from varuna.core.vote import Tally
+from varuna.core.vote import StepTotals, Tally
 
 MAX_FRAME_BYTES = 64 * 2**20
 """The largest message: more than any vote needs, which is 8 million numbers of 8 digits."""
@@ -130,6 +130,7 @@ class Hello(Value):
     device: DeviceFacts | None = Field(default=None, description="if it has memory of its own")
     device_class: str = Field(default="", max_length=255, description="workers of one are as fast; empty: unknown")
     measured: str = Field(default="", description="JSON of what its sections take, for plans; empty: not measured")
+    training: int = Field(default=0, ge=0, description="which of the script's trainings it is, in their order")
 
 
 class WorkerPhase(StrEnum):
@@ -284,6 +285,7 @@ class Leaving(Value):
 
     kind: Literal["leaving"] = "leaving"
     step: int = Field(description="steps committed")
+    training: int = Field(default=0, ge=0, description="of the script")
 
 
 class StepShown(Value):
@@ -393,6 +395,27 @@ class Finish(Value):
 
     kind: Literal["finish"] = "finish"
     failure: str | None = Field(default=None, description="how it failed, if it did")
+    training: int = Field(default=0, ge=0, description="the newest of the script's trainings that has begun")
+
+
+class LastStep(Value):
+    """The last step of a training, which the loop of a worker that comes later is given."""
+
+    step: int = Field(ge=0)
+    totals: StepTotals
+    wall_s: float
+
+
+class TrainingOver(Value):
+    """Others have ended this training of the script: go on behind its loop, with what it has left."""
+
+    kind: Literal["training_over"] = "training_over"
+    training: int = Field(ge=0)
+    steps: int = Field(ge=0, description="that it has made")
+    last: LastStep | None = Field(
+        default=None, description="the last of them; None: the loop has had all turns that count, or nothing is known"
+    )
+    is_main: bool = Field(default=False, description="you were rank 0 when it ended")
 
 
 class ShowStep(Value):
@@ -413,7 +436,7 @@ class ProfileSteps(Value):
 ShowRequest = ShowStep | ProfileSteps
 
 ToWorker = Annotated[
-    Hold | RaiseFlag | Apply | Assign | Found | WorkFound | Recorded | Finish | ShowStep | ProfileSteps,
+    Hold | RaiseFlag | Apply | Assign | Found | WorkFound | Recorded | Finish | TrainingOver | ShowStep | ProfileSteps,
     Field(discriminator="kind"),
 ]
 

@@ -165,6 +165,7 @@ class JobFacts(Value):
     memory: Memory = Field(default=Memory(), description="where the optimizer's state lives")
     network: Network = Field(default=Network(), description="how tensors reach other workers")
     combines: bool = Field(default=True, description="user's code in a step may combine values over stages")
+    optimizer: str = Field(default="", description="options of its groups, such as lr, as JSON; empty: unknown")
     memory_apart: bool = Field(default=False, description="devices have memory of their own, beside the host's")
     memory_bytes: int | None = Field(
         default=None, gt=0, description="that every worker's device has for it; said by who plans, not by workers"

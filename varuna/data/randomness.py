@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -72,6 +73,23 @@ def seeded(seed: int, *keys: int | str) -> Iterator[None]:
                 yield
         finally:
             _put_back(before)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the generators back after a block in which other threads may seed them, and the block's own code draws."""
+    global _outside
+    with generator_lock:
+        states = _outside if _blocks else _taken()
+    try:
+        yield
+    finally:
+        if not sys.is_finalizing():
+            with generator_lock:
+                if _blocks:
+                    _outside = states
+                else:
+                    _put_back(states)
 
 
 @contextmanager

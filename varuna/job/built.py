@@ -116,7 +116,10 @@ class GivenModel:
 
     def _refuse_use(self, *_: object) -> None:
         if self._is_spare:
-            say("this worker was a spare when the loop ended: it has no trained model, and ends; the others go on")
+            say(
+                "this worker has no trained model, and ends; the others go on. It had no part in the end of the "
+                "training, of which there is no checkpoint to read (checkpoints=)"
+            )
             sys.exit(0)
         raise UsageError(
             "this model was passed to varuna.Trainer, which trains copies of it on the workers: until the loop has "

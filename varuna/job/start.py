@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from varuna.engine.device.capacity import device_class
 from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import unit_near
-from varuna.engine.worker.loop_state import LoopState
+from varuna.engine.worker.loop_state import LoopState, Turn
 from varuna.engine.worker.publisher import Publisher
 from varuna.engine.worker.session import Session
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
@@ -32,6 +33,7 @@ from varuna.job.adapter_export import AdapterForm
 from varuna.job.built import GivenModel, WithLoss
 from varuna.job.first_calibration import first_calibration
 from varuna.job.given_optimizer import OptimizerLike
+from varuna.job.optimizer_options import optimizer_options
 from varuna.job.options import CHECKPOINTED_EVERY, Publish
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.membership.launched import at_end
@@ -50,8 +52,27 @@ _RESCUED_BYTES, _DISK_SHARE = 4 * 2**30, 8
 """Of state that is kept for a script that did not ask for it, and the share of the free disk that it may take."""
 
 
-def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
+class Behind(NamedTuple):
+    """How a worker looks at a training that is over, and of which it has no part: alone, from its last checkpoint."""
+
+    place: str
+    """of its checkpoints"""
+    last: Turn | None = None
+    """step whose turn the loop has not had"""
+    is_main: bool = False
+    """this worker was rank 0"""
+    has_loop: bool = True
+    """its loop goes on from what ``state=`` names in the checkpoint; else it has had all of its turns"""
+
+
+def begin(spec: JobSpec, n: int, membership: Membership, *, number: int = 0) -> Session:
     """A worker's life, to be run; what can be refused before the model is captured, is.
+
+    Args:
+        spec: the job.
+        n: steps.
+        membership: decides on generations.
+        number: of this training among those of the script.
 
     Raises:
         UsageError: links between GPUs without one, or batch normalisation without ``micro_batch``.
@@ -82,14 +103,17 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
     )
     _check_normalisation(spec)
     _check_ramp(spec)
-    if spec.checkpoints is None and (place := _rescue_place(spec)):
-        saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
+    rescue = _rescue_place(spec, number) if spec.checkpoints is None else ""
+    if rescue:
+        saver = Snapshotter(open_store(rescue), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
     publisher = None if spec.publish is None else _publisher(spec, spec.publish)
     spec.update_check.of_names()
     if saver is not None or membership.survives:
         spec.update_check.of_moves()
-    session = open_session(spec, n, membership, saver=saver, publisher=publisher, measures=membership.measures)
-    at_end(session.leave, session.close)
+    session = open_session(
+        spec, n, membership, saver=saver, publisher=publisher, rescue=rescue, measures=membership.measures
+    )
+    at_end(session.leave)
     return session
 
 
@@ -106,14 +130,17 @@ def _publisher(spec: JobSpec, publish: Publish) -> Publisher:
     return Publisher(folder, publish.every, form)
 
 
-def _rescue_place(spec: JobSpec) -> str:
-    """Where ``varuna run`` keeps the state of a run without checkpoints; empty if nowhere, or if there is too much."""
+def _rescue_place(spec: JobSpec, number: int) -> str:
+    """Where ``varuna run`` keeps the state of a run without checkpoints; empty if nowhere, or if there is too much.
+
+    Each of the script's trainings has a folder of its own.
+    """
     place = os.environ.get(RESCUE_VARIABLE, "")
     if not place:
         return ""
     state_bytes = sum(each.parameter_bytes + each.optimizer_bytes for each in spec.partitioned.facts.sections)
     free_bytes = shutil.disk_usage(Path(place).parent).free
-    return place if state_bytes <= min(_RESCUED_BYTES, free_bytes // _DISK_SHARE) else ""
+    return f"{place}/{number}" if state_bytes <= min(_RESCUED_BYTES, free_bytes // _DISK_SHARE) else ""
 
 
 def open_session(
@@ -124,19 +151,31 @@ def open_session(
     beginning: InitialParameters | None = None,
     saver: Snapshotter | None = None,
     publisher: Publisher | None = None,
+    rescue: str = "",
     global_batch: int | None = None,
     measures: bool = False,
+    behind: Behind | None = None,
 ) -> Session:
     """A worker's life, to be run: of this job, or of a rehearsal with another batch and beginning.
 
-    Without ``saver`` no checkpoint is read or written. With ``measures``, what the planner should know of this
-    hardware is offered to the membership.
+    Args:
+        spec: the job.
+        n: steps.
+        membership: decides on generations.
+        beginning: first values. Default: the job's own.
+        saver: writes checkpoints; without it none is read or written.
+        rescue: where it writes them if the job says nothing.
+        global_batch: other than the job's.
+        measures: offer the membership what the planner should know of this hardware.
+        behind: the training is over, and is looked at.
     """
     model, first = spec.partitioned, beginning or spec.beginning()
     values = f":{spec.model.digest()}" if isinstance(spec.model, GivenModel | WithLoss) else ""
-    facts = job_facts(spec, n, initialisation=first.name + values, saves=saver is not None)
+    facts = job_facts(spec, n, initialisation=first.name + values, saves=saver is not None, rescue=rescue)
     if global_batch is not None:
         facts = facts.model_copy(update={"global_batch": global_batch})
+    if behind is not None:
+        facts = facts.model_copy(update={"checkpoint_dir": behind.place})
     buffers = first.buffers(needed) if (needed := needed_buffers(model)) else {}
     job = engine_job(spec, on_device(model, spec.device), buffers)
     if measures and (calibration := first_calibration(spec, facts, job, first)) is not None:
@@ -152,11 +191,16 @@ def open_session(
         initial=lambda names, checks: first.parameters(names, partial(spec.checks.run, model) if checks else None),
         connect=lambda assignment: membership.store(assignment.generation),
         interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),
-        loop=LoopState(spec.state, writes=isinstance(spec.optimizer, OptimizerLike) and spec.optimizer.in_loop),
+        loop=LoopState(
+            spec.state if behind is None or behind.has_loop else None,
+            writes=isinstance(spec.optimizer, OptimizerLike) and spec.optimizer.in_loop,
+        ),
         left_out=_in_files(model, first),
         patience=_patience(),
         device_class=device_class(spec.device),
         cut_check=spec.update_check.of_stages,
+        last=None if behind is None else behind.last,
+        is_main=behind is None or behind.is_main,
     )
 
 
@@ -166,11 +210,13 @@ def _in_files(model: PartitionedModel, first: InitialParameters) -> LeftOut | No
     return LeftOut(model.shapes.keys() - frozen) if frozen else None
 
 
-def job_facts(spec: JobSpec, n: int, *, initialisation: str = "constructor", saves: bool = False) -> JobFacts:
+def job_facts(
+    spec: JobSpec, n: int, *, initialisation: str = "constructor", saves: bool = False, rescue: str = ""
+) -> JobFacts:
     """What planner, manager and the other workers are told."""
     model, kept = spec.partitioned, {}
     if saves and spec.checkpoints is None:
-        kept = {"checkpoint_dir": os.environ[RESCUE_VARIABLE], "keep_last": 1, "rescues": True}
+        kept = {"checkpoint_dir": rescue, "keep_last": 1, "rescues": True}
     elif saves and spec.checkpoints is not None:
         checkpoints = spec.checkpoints
         kept = {
@@ -195,6 +241,7 @@ def job_facts(spec: JobSpec, n: int, *, initialisation: str = "constructor", sav
         memory=spec.memory,
         network=spec.network,
         combines=model.facts.combines or spec.before_step is not None,
+        optimizer=optimizer_options(spec.update, model),
         memory_apart=spec.memory_apart,
         **kept,
     )

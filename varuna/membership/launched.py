@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from varuna.core.errors import DeviceError, VarunaError
 from varuna.engine.device.faults import fault_of, in_words
 from varuna.process.scripts import LIBRARIES
 from varuna.process.signals import leave_termination_to_parent
+from varuna.process.threads import join_all
 
 if TYPE_CHECKING:
     from varuna.membership.managed import ManagedMembership
@@ -25,6 +27,8 @@ _LIBRARIES = (
     *LIBRARIES,
     "<",
 )
+EXIT_BOUND_S = 5.0
+"""How long the end of a process waits for its threads."""
 failed = threading.Event()
 """The script is about to end with an exception."""
 
@@ -35,10 +39,13 @@ class WorkerThread:
     Args:
         membership: its own.
         captures: what all workers of the run have captured: see ``varuna.job.shared_capture``.
+        turn: in it this worker captures a model, and no other one does.
     """
 
-    def __init__(self, membership: "ManagedMembership", captures: list[Any]) -> None:
-        self.membership, self.captures = membership, captures
+    def __init__(
+        self, membership: "ManagedMembership", captures: list[Any], turn: AbstractContextManager[object]
+    ) -> None:
+        self.membership, self.captures, self.turn = membership, captures, turn
         self._closes: list[Callable[[], None]] = []
 
     def at_end(self, close: Callable[[], None]) -> None:
@@ -63,13 +70,26 @@ def manager() -> "ManagedMembership | None":
     return _manager_of_process() if thread is None else thread.membership
 
 
-def at_end(leave: Callable[[], None], close: Callable[[], None]) -> None:
-    """Call ``close`` when this process ends; in a thread that is a worker, ``leave`` when that ends."""
+def capturing() -> AbstractContextManager[object]:
+    """In this block a model is captured: threads of a process take turns in that."""
+    thread = here.get()
+    return nullcontext() if thread is None else thread.turn
+
+
+def at_end(leave: Callable[[], None]) -> None:
+    """Call ``leave`` when this process ends, or the thread, if it is a worker; then a process waits for its threads."""
     thread = here.get()
     if thread is None:
-        atexit.register(close)
+        _join_at_exit()
+        atexit.register(leave)
     else:
         thread.at_end(leave)
+
+
+@cache
+def _join_at_exit() -> None:
+    """Wait for all threads once all trainings have been left: none may outlive the process's main thread."""
+    atexit.register(join_all, EXIT_BOUND_S)  # what is registered first runs last
 
 
 @cache

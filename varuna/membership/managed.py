@@ -40,6 +40,7 @@ from varuna.core.messages import (
     ShowStep,
     Suspect,
     ToWorker,
+    TrainingOver,
     Unsaved,
     Vote,
     Voted,
@@ -108,7 +109,9 @@ class ManagedMembership:
         self._connection: Connection | None = None
         self._closing = ExitStack()
         self._closed = threading.Event()
-        self._has_joined = False
+        self._training = -1
+        self._is_training = False
+        self._beat_now: Callable[[], Beat] | None = None
         self._work: queue.SimpleQueue[WorkFound | None] = queue.SimpleQueue()
         self._recorded_step = -1
         self._rendezvous: Rendezvous | None = None
@@ -126,6 +129,11 @@ class ManagedMembership:
         """Newest step whose vote the manager has."""
         return self._recorded_step
 
+    @property
+    def trainings(self) -> int:
+        """How many trainings this process has begun: the number of the next one."""
+        return self._training + 1
+
     def offer(self, calibration: str) -> None:
         """Keep it for the Hello."""
         self._calibration = calibration
@@ -141,22 +149,24 @@ class ManagedMembership:
         on_flag: Callable[[int, Flag], None],
         on_show: Callable[[ShowRequest], None] = lambda request: None,
     ) -> None:
-        """Connect and say Hello. A refusal comes later, as an error or as ``Finish`` with a failure.
+        """Connect and say Hello, for the next of the script's trainings.
+
+        A refusal comes later, as an error or as ``Finish`` with a failure.
 
         Raises:
-            FleetError: the manager does not answer, or this process has joined before.
+            FleetError: the manager does not answer, or the training before this one is not over.
         """
-        if self._has_joined:
+        if self._is_training:
             raise FleetError(
-                f"worker {self._worker} has already joined this run: under a manager, a script trains one job, since a "
-                "worker that comes later could not tell which of several is meant. Let the script train the one that "
-                "the environment names, such as int(os.environ['FOLD']), and start a run for each: "
-                "for fold in 0 1 2; do FOLD=$fold varuna run -n 4 train.py; done"
+                f"worker {self._worker} begins training {self._training + 2} of the script, and training "
+                f"{self._training + 1} is not over. Under a manager trainings follow one another: let the loop over "
+                "trainer.steps(n) end before the next one begins."
             )
-        self._on_hold, self._on_flag, self._on_show = on_hold, on_flag, on_show
-        self._has_joined = True
         if self._connection is None:
             self._connect()
+        self._on_hold, self._on_flag, self._on_show = on_hold, on_flag, on_show
+        self._training, self._is_training, self._recorded_step = self._training + 1, True, -1
+        is_first, self._beat_now = self._beat_now is None, beat
         self._post(
             Hello(
                 worker=self._worker,
@@ -166,9 +176,12 @@ class ManagedMembership:
                 device=device,
                 device_class=device_class,
                 measured=self._calibration,
+                training=self._training,
             )
         )
-        start("beat", lambda: self._beat(beat))
+        self._calibration = ""
+        if is_first:
+            start("beat", self._beat)
 
     def seek_work(self, key: str, what: str, bound_s: float = _WORK_S) -> bytes:
         """What another worker of the run has done, or does now; empty: this worker is to do it, and to offer it.
@@ -248,10 +261,22 @@ class ManagedMembership:
             FleetError: the manager is gone, or closed the connection.
         """
         directive = self._directives.get()
+        while not isinstance(directive, FleetError) and self._is_late(directive):
+            directive = self._directives.get()
         if isinstance(directive, FleetError):
             self._directives.put(directive)  # whoever asks again gets the same answer
             raise directive
+        if isinstance(directive, Finish | TrainingOver):
+            self._is_training = False
         return directive
+
+    def _is_late(self, directive: Directive) -> bool:
+        """Whether it was on its way when this worker had left the training that it is about."""
+        match directive:
+            case TrainingOver(training=training) | Finish(training=training, failure=None):
+                return training < self._training
+            case _:
+                return False
 
     def store(self, generation: int) -> Rendezvous:
         """Return the store in which the members of a generation find each other."""
@@ -295,7 +320,8 @@ class ManagedMembership:
 
     def leaving(self, step: int) -> None:
         """Report the end of the loop; waits at most 5 s for it to go out."""
-        self._post(Leaving(step=step)).wait(_FLUSH_S)
+        self._is_training = False
+        self._post(Leaving(step=step, training=max(0, self._training))).wait(_FLUSH_S)
 
     def close(self) -> None:
         """Drop the connection to the manager."""
@@ -362,12 +388,13 @@ class ManagedMembership:
                 # A rollback takes recorded steps back; in all other cases this changes nothing.
                 self._recorded_step = assignment.next_step - 1
                 self._directives.put(message)
-            case Apply() | Finish():
+            case Apply() | Finish() | TrainingOver():
                 self._directives.put(message)
 
-    def _beat(self, beat: Callable[[], Beat]) -> None:
+    def _beat(self) -> None:
         while not self._closed.wait(_BEAT_S):
-            self._post(beat())
+            if self._beat_now is not None:
+                self._post(self._beat_now())
 
 
 def from_environment() -> ManagedMembership | None:

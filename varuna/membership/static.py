@@ -112,6 +112,7 @@ class StaticMembership:
         overwrite: bool = False,
         join_bound_s: float = 1800.0,
         said_after_s: float = 30.0,
+        found: Manifest | None = None,
     ) -> None:
         """Prepare; nothing is said to the other ranks before ``join``.
 
@@ -123,6 +124,8 @@ class StaticMembership:
             overwrite: with ``new``: move old checkpoints aside.
             join_bound_s: between ranks that join, each of which captures the model for itself.
             said_after_s: a wait for other ranks is reported after this long.
+            found: checkpoint to begin with, in a directory that others write. Default: the newest, in one that this
+                run takes for itself.
         """
         self._join_bound_s, self._said_after_s = join_bound_s, said_after_s
         self.world = world
@@ -131,6 +134,7 @@ class StaticMembership:
         self._plan_run, self._plans_from = plan_run, plans_from
         self._calibration: Calibration | None = None  # on rank 0
         self._new, self._overwrite = new, overwrite
+        self._found = found
         self._job: JobFacts | None = None
         self._assigned = False
         self._generation = -1
@@ -229,6 +233,8 @@ class StaticMembership:
 
     def _resume_from(self, job: JobFacts) -> _Choice:
         """Rank 0 chooses the checkpoint, the others read its choice."""
+        if self._found is not None:
+            return _Choice(manifest=self._found)
         if job.checkpoint_dir is None:
             return _Choice()
         key = f"checkpoint/{self._generation}"
@@ -262,6 +268,8 @@ class StaticMembership:
             self.world.store.set(key, f"!{error}")
             raise
         self.world.store.set(key, plan.model_dump_json())
+        if self._found is not None:
+            return plan
         parts = f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch}"
         say(f"plan {plan.shape} (stages x replicas) on {counted(self.world.size, 'worker')}: {parts}")
         if micro_batch is None and self._calibration is not None and len(self._calibration.sizes) > 1:

@@ -89,7 +89,9 @@ def headline(status: Mapping[str, Any], width: int, doing_s: float | None) -> Re
     step, total = status["step"], status["steps"]
     if step is None:
         return state
-    counts = Text(f"step {step_number(step, total)}", no_wrap=True, overflow="ellipsis")
+    number = status.get("training", 1)
+    of = f"training {number}, " if number > 1 and not status.get("doing") else ""
+    counts = Text(f"{of}step {step_number(step, total)}", no_wrap=True, overflow="ellipsis")
     is_training = status["state"] == "training"
     left = Text(time_left(status["left_s"] or 0.0).strip() if is_training else "", no_wrap=True)
     has_end = bool(total) and total < _ENDLESS_STEPS

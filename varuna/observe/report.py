@@ -13,6 +13,7 @@ from varuna.fleet.state.run_events import (
     Morphed,
     RunEvent,
     StepRecorded,
+    TrainingEnded,
     WorkerLost,
 )
 
@@ -85,6 +86,9 @@ class RunHistory:
     def __init__(self) -> None:
         self.generations: list[GenerationRow] = []
         self.losses: dict[int, float] = {}
+        """By step, of the newest training of the script."""
+        self.trainings = self.earlier_steps = 0
+        """Trainings that were over before it, and their steps."""
         self.morphs = self.lost = 0
         self._open = False
         self._predictions = PredictionBook()
@@ -101,7 +105,7 @@ class RunHistory:
         match event:
             case GenerationStarted(record=record):
                 overtaken = Morph(*self.generations[-2:]) if self._open else None
-                self._open = bool(self.generations)
+                self._open = record.generation > record.began
                 self.generations.append(GenerationRow.of(record))
                 return overtaken
             case Morphed(record=record):
@@ -111,6 +115,9 @@ class RunHistory:
                 return Morph(*self.generations[-2:])
             case StepRecorded(step=step, loss=loss):
                 self.losses[step] = loss
+            case TrainingEnded(steps=steps):
+                self.trainings, self.earlier_steps = self.trainings + 1, self.earlier_steps + steps
+                self.losses, self._open = {}, False
             case WorkerLost():
                 self.lost += 1
             case _:

@@ -11,7 +11,14 @@ from varuna.fleet.page.phases import phase_of
 from varuna.fleet.page.story import Mark, told
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.phases import Ended
-from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
+from varuna.fleet.state.run_events import (
+    GenerationStarted,
+    Notice,
+    RunEvent,
+    StepRecorded,
+    TrainingEnded,
+    WorkerLost,
+)
 from varuna.observe.live_view import clock, live_view, rule
 from varuna.observe.progress import closing_line, morph_line, plan_line, progress_line, risk_line
 from varuna.observe.report import RunHistory
@@ -79,6 +86,10 @@ class RunView:
                 self._progress.show(line, final=step + 1 == total)
             case WorkerLost(cause=cause) if not self.history.generations and not is_pictured:
                 self._progress.tell(f"lost   {cause}", style="yellow")
+            case TrainingEnded():
+                self._progress.show("", final=self._progress.is_live)
+                if (mark := told(event, self._time_s(), None)) is not None:
+                    self._progress.tell(mark.text)
             case Notice(text=text, warning=warning):
                 self._progress.tell(f"warning  {text}" if warning else text, style="red" if warning else "dim")
 

@@ -48,7 +48,7 @@ class RunResult:
     """A run that ended well."""
 
     losses: tuple[float, ...]
-    """by step; of a step that was done again, the last"""
+    """by step; of a step that was done again, the last. Of a script with several trainings: one after another"""
     plans: tuple[str, ...]
     """of each generation, as ``PxD``: the first, and one for each change"""
     kept: tuple[int, ...]
@@ -156,10 +156,24 @@ class _Line:
 
 
 class _Turn:
-    """One worker's turn to capture the model: from its start to its first word to the manager."""
+    """One worker's turn to capture the model: from its start to its first word to the manager.
+
+    Of a later training of the script: a block.
+    """
 
     def __init__(self, lock: threading.Lock) -> None:
-        self._lock, self._is_mine = lock, False
+        self._lock, self._is_mine, self._is_block = lock, False, False
+
+    def __enter__(self) -> Self:
+        if not self._is_mine:
+            self.begin()
+            self._is_block = True
+        return self
+
+    def __exit__(self, *outcome: object) -> None:
+        if self._is_block:
+            self._is_block = False
+            self.end()
 
     def begin(self) -> None:
         self._is_mine = self._lock.acquire()
@@ -233,7 +247,8 @@ class _Workers:
             raise self._errors[0]
         if ended.exit_code:
             raise VarunaError(ended.text)
-        losses = {event.step: event.loss for event in self._events if isinstance(event, StepRecorded)}
+        recorded = [event for event in self._events if isinstance(event, StepRecorded)]
+        losses = {(event.training, event.step): event.loss for event in recorded}
         records = [event.record for event in self._events if isinstance(event, GenerationStarted)]
         return RunResult(
             losses=tuple(losses[step] for step in sorted(losses)),
@@ -290,7 +305,7 @@ class _Workers:
             return line
 
         membership = ManagedMembership("this process", "", name, dial=dial, measures=False)
-        self._places[name] = WorkerThread(membership, self._captures)
+        self._places[name] = WorkerThread(membership, self._captures, turn)
         self._threads.start(f"worker {name}", partial(self._live, name))
         return name
 

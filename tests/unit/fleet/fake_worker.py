@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from tests.unit.fleet.support import make_job, make_vote
-from varuna.core.messages import Apply, Assign, Assignment, Beat, Finish, Held
+from varuna.core.messages import Apply, Assign, Assignment, Beat, Finish, Held, TrainingOver
 from varuna.membership.managed import ManagedMembership, from_environment
 
 
@@ -72,7 +72,7 @@ class FakeWorker:
                     return
             elif isinstance(directive, Apply):
                 self.stop(directive.vote.step + 1)
-            elif isinstance(directive, Finish):
+            elif isinstance(directive, Finish | TrainingOver):
                 return
 
     def train(self, assignment: Assignment) -> bool:

@@ -23,6 +23,7 @@ from varuna.core.messages import (
     RaiseFlag,
     Recorded,
     ToWorker,
+    TrainingOver,
     Vote,
     Voted,
 )
@@ -326,7 +327,7 @@ class SimulatedFleet:
                 worker.flag = True
             case Recorded(step=step):
                 worker.recorded_step = step
-            case Finish():
+            case Finish() | TrainingOver():
                 self.check_dismissed(worker)
                 worker.left, worker.alive = True, False
                 self.feed(WorkerExited(worker.name, 0))

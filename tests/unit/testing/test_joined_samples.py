@@ -21,7 +21,7 @@ from tests.unit.testing.joined import (
     picture,
     total,
 )
-from varuna.core.errors import FleetError, ModelError, UsageError, VarunaError
+from varuna.core.errors import ModelError, UsageError, VarunaError
 from varuna.data import sample_index
 from varuna.testing import fail_at, run
 
@@ -184,13 +184,4 @@ def test_a_prediction_of_joined_samples_is_refused() -> None:
             trainer.predict(job.samples, output=lambda output, batch: output, examples=4)
 
     with pytest.raises(VarunaError, match="predictions are rows, one for each sample"):
-        run(script)
-
-
-def test_a_second_training_of_a_run_is_refused_with_a_way_out() -> None:
-    def script() -> None:
-        for fold in ("nodes", "missing"):
-            JOBS[fold].script()
-
-    with pytest.raises(FleetError, match=r"a script trains one job.*FOLD=\$fold varuna run"):
         run(script)

@@ -13,7 +13,7 @@ from torch import Tensor
 from varuna.checkpoint.io.frozen import LeftOut
 from varuna.core.errors import DamagedCheckpoint, DivergedError, FleetError, LinkError
 from varuna.core.membership import Membership
-from varuna.core.messages import Apply, Assign, Assignment, Finish, WorkerPhase
+from varuna.core.messages import Apply, Assign, Assignment, Finish, TrainingOver, WorkerPhase
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals
@@ -76,6 +76,8 @@ class Session:
         device_class: str = "",
         cut_check: Callable[[], None] = lambda: None,
         publisher: Publisher | None = None,
+        last: Turn | None = None,
+        is_main: bool = True,
     ) -> None:
         """Prepare; nothing runs before ``steps``.
 
@@ -95,12 +97,17 @@ class Session:
             device_class: of the device that this worker computes on; empty: unknown.
             cut_check: refuses several stages, if the user's update cannot be divided.
             publisher: publishes the model during the run, if it is to be published.
+            last: step that the loop is to get though nothing is left to train: others have trained.
+            is_main: whether rank 0 of this session may be the main rank.
         """
         self._loop = loop or LoopState()
         self._setting = Setting(
             job, source, weight, facts.steps, initial, connect, interface_host, self._loop, left_out
         )
-        self._facts, self._membership, self._saver, self._publisher = facts, membership, saver, publisher
+        self.facts, self._membership, self._saver, self._publisher = facts, membership, saver, publisher
+        self._last, self._may_be_main = last, is_main
+        self.over: TrainingOver | None = None
+        """Others have ended the training, and this worker cannot be asked for its state."""
         self._device_class = device_class
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
@@ -201,7 +208,7 @@ class Session:
         heart.train_here()
         streams = self._setting.job.traffic.streams
         self._membership.join(
-            self._facts,
+            self.facts,
             device=None if streams is None else streams.memory(),
             device_class=self._device_class,
             beat=heart.beat,
@@ -216,9 +223,11 @@ class Session:
             if isinstance(directive, Finish):
                 if directive.failure is not None:
                     raise FleetError(directive.failure)
-                self._save_the_end()
-                if self._saver is not None:
-                    self._saver.flush()  # a leaving node may be the only one that has these shards
+                self._end_here()
+                return
+            if isinstance(directive, TrainingOver):
+                self.over = directive
+                self._end_here()
                 return
             if isinstance(directive, Apply):
                 standing.apply_verdict(directive)
@@ -240,12 +249,23 @@ class Session:
         standing.report_unrecorded()
         self._membership.leaving(standing.next_step or 0)
 
+    def _end_here(self) -> None:
+        """The others are through: write what this rank has of the last checkpoint."""
+        self._save_the_end()
+        if self._saver is not None:
+            self._saver.flush()  # a leaving node may be the only one that has these shards
+
+    def drop(self) -> None:
+        """Leave the groups of the last generation, and give up its state: another session has it now."""
+        self._close_current()
+        self.standing.take(None)
+
     def _save_the_end(self) -> None:
         """Write this rank's part of the last checkpoint, also if it got the last step by a verdict."""
         stage, assignment, saver = self.standing.stage, self._assignment, self._saver
-        if stage is None or assignment is None or saver is None or not self.standing.is_over(self._facts.steps):
+        if stage is None or assignment is None or saver is None or not self.standing.is_over(self.facts.steps):
             return
-        if not saver.is_rescue and self._is_sound and saver.newest != (assignment.generation, stage.next_step):
+        if self._is_sound and saver.newest != (assignment.generation, stage.next_step):
             self.heartbeat.at("saves the last checkpoint")
             saver.flush()
             saver.save(stage, assignment, lambda: self._loop.saved(self.standing.newest()))
@@ -316,7 +336,7 @@ class Session:
         generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, copy, standing.memory)
         if self._saver is not None and stage.sums.outlast:
             save_state = partial(self._save, generation, in_step=True)
-            SumsSaver(self._saver, stage, assignment, self._facts, self._outliving(plan), save_state)
+            SumsSaver(self._saver, stage, assignment, self.facts, self._outliving(plan), save_state)
         if (streams := stage.job.traffic.streams) is not None:
             Pulse(streams, inbox, heart.hangs)
         self._close_current()
@@ -328,19 +348,22 @@ class Session:
         """Run steps until the run, the generation or the user's patience ends; True if the run is over."""
         stage, plan = generation.stage, generation.plan
         recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
-        if self._loop.owed:
+        owed_first = self._loop.owed if stage.next_step < self.facts.steps else ()
+        if self._last is not None:
+            owed_first = (self._last,)
+        if owed_first:
             generation.wait_until_whole()  # the user's code may look at averages
-        for owed in self._loop.owed if stage.next_step < self._facts.steps else ():
+        for owed in owed_first:
             yield from self._turn(generation, owed)
             generation.inbox.check()
-        while stage.next_step < self._facts.steps and not (plan.workers == 1 and self._stopping):
+        while stage.next_step < self.facts.steps and not (plan.workers == 1 and self._stopping):
             step = stage.next_step
             begin_s = time.monotonic()
             totals = self._one_step(generation, step)
             step_s = time.monotonic() - begin_s
             recent_s.append(step_s)
             generation.inbox.expect_step(plan.step_s, median(recent_s))
-            is_over = totals.stop or stage.next_step == self._facts.steps
+            is_over = totals.stop or stage.next_step == self.facts.steps
             if totals.checkpoint or is_over:
                 self._saves_next = False
                 self._save(generation, is_last=is_over)
@@ -361,7 +384,8 @@ class Session:
         assignment = generation.assignment
         self.heartbeat.at(f"runs the code of the training loop after step {turn.step}", WorkerPhase.LOOP)
         with self.standing.resting(regroup=regroup):
-            yield Committed(*turn[:2], assignment.generation, generation.plan, assignment.rank == 0, turn.step_s)
+            is_main = self._may_be_main and assignment.rank == 0
+            yield Committed(*turn[:2], assignment.generation, generation.plan, is_main, turn.step_s)
             self._loop.told(turn.step)
         self.heartbeat.is_settled = True
 
@@ -415,7 +439,7 @@ class Session:
         flags["written_by"] = flags["written"] * (generation.assignment.rank + 1)
         if self._publisher is not None:
             flags["publishing"] = float(self._publisher.is_writing)
-        if generation.checkpoints is not None and step + 1 < self._facts.steps:
+        if generation.checkpoints is not None and step + 1 < self.facts.steps:
             flags |= generation.checkpoints.flags()
         if generation.assignment.rank == 0:
             flags["compare"] = float(generation.comparison.is_due)
@@ -441,7 +465,7 @@ class Session:
             return
         if not self._is_sound:
             say_once("no checkpoints are written while the loss or the gradients are not finite: the newest stays good")
-        if not self._is_sound or (is_last and saver.is_rescue):
+        if not self._is_sound:
             return
         if not in_step:
             generation.wait_until_whole()

@@ -74,7 +74,7 @@ class Snapshotter:
         self._sums_s, self._sums_write_s = float("-inf"), 0.0  # end of the newest save of sums, and how long it took
         self._losses_per_hour = 0.0
         self.is_rescue = every is None
-        """Its checkpoints end with the run, so that the last step needs none."""
+        """Its checkpoints end with the run."""
         self._last_s = time.monotonic()
         self._asked, self._step_s = (-2, 0.0), 0.0  # newest step whose end was asked for, when, and how long one takes
         self.newest = (-1, -1)

@@ -18,6 +18,7 @@ from varuna.core.messages import (
     Hello,
     Hold,
     RaiseFlag,
+    TrainingOver,
     Vote,
     Voted,
 )
@@ -224,7 +225,7 @@ class SimulatedCluster:
                 life.regroup = True
             case RaiseFlag(generation=generation, flag="checkpoint") if generation == life.generation:
                 life.save = True
-            case Finish():
+            case Finish() | TrainingOver():
                 worker.alive = False
                 self._schedule(self.now_s, lambda: self._feed(WorkerExited(worker.name, 0)))
             case _:

@@ -33,6 +33,8 @@ class WorkerRecord:
     name: str
     generation: int = -1
     step: int = 0
+    earlier: tuple[FromWorker, ...] = ()
+    """Of the script's training before this one, until the manager has begun this one."""
     hello: Hello | None = None
     beat: Beat | None = None
     """The newest beat that no pulse has carried yet; each is sent once, so that silence shows."""
@@ -50,6 +52,8 @@ class WorkerRecord:
         step_before = self.step
         match message:
             case Hello():
+                if self.hello is not None and message.training > self.hello.training:
+                    self._begin_training()
                 self.hello = message
             case Beat():
                 self.beat, self.step = _joined(self.beat, message), max(self.step, message.step)
@@ -70,11 +74,19 @@ class WorkerRecord:
                 self.saved = tuple(saved for saved in (*self.saved, message) if saved.shard.step in kept)
         return self.step > step_before
 
+    def _begin_training(self) -> None:
+        """The worker begins the script's next training; that the one before is over, a manager may not have heard."""
+        said = (self.hello, *self.saved, *self.votes, self.leaving)
+        self.earlier = tuple(message for message in said if message is not None)
+        self.votes.clear()
+        self.saved, self.step = (), 0
+        self.suspect = self.held = self.leaving = None
+
     def told(self, message: ToWorker) -> None:
         """Take a message of the manager to the worker."""
         match message:
             case Assign(assignment=assignment):
-                self.generation, self.held, self.suspect = assignment.generation, None, None
+                self.generation, self.held, self.suspect, self.earlier = assignment.generation, None, None, ()
                 if not assignment.goes_on:
                     self.votes.clear()
                     self.saved = ()
@@ -86,7 +98,10 @@ class WorkerRecord:
 
     def snapshot(self) -> WorkerSnapshot:
         """Everything that counts, in the order in which it has to be heard."""
-        said = (self.hello, *self.saved, *self.votes, self.suspect, self.held, self.leaving, self.failed)
+        said = (
+            *(*self.earlier, self.hello, *self.saved, *self.votes),
+            *(self.suspect, self.held, self.leaving, self.failed),
+        )
         return WorkerSnapshot(
             worker=self.name,
             said=tuple(message for message in said if message is not None),

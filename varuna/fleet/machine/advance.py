@@ -13,13 +13,14 @@ from varuna.fleet.machine.exits import (
     settle_leaving,
 )
 from varuna.fleet.machine.forming import form
-from varuna.fleet.machine.joins import note_hello, note_spawned, note_zone, spawn_missing
+from varuna.fleet.machine.joins import note_spawned, note_zone, spawn_missing
 from varuna.fleet.machine.leases import hear, look_around, note_parted, note_tick, take_back
 from varuna.fleet.machine.leases import note_beat as note_waiting
 from varuna.fleet.machine.planned_morphs import plan_ahead
 from varuna.fleet.machine.preemption import note_departure, note_risk, note_spot, release, reprieve
 from varuna.fleet.machine.standstill import note_standstill
 from varuna.fleet.machine.stragglers import note_beat, readmit
+from varuna.fleet.machine.trainings import begin_next_training, hear_hello
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.fleet import Fleet
@@ -177,7 +178,7 @@ def _hear(transition: Transition, name: str, message: FromWorker) -> None:
         case Beat():
             note_beat(transition, name, message)
         case Hello():
-            note_hello(transition, name, message)
+            hear_hello(transition, name, message)
         case Held():
             note_held(transition, name, message)
         case Voted(vote=vote):
@@ -190,8 +191,8 @@ def _hear(transition: Transition, name: str, message: FromWorker) -> None:
             transition.instructions.append(Complain(name, reason))
         case Failed():
             note_failed(transition, name, message)
-        case Leaving():
-            note_leaving(transition, name)
+        case Leaving(training=training, step=step):
+            note_leaving(transition, name, training, step)
 
 
 def _conclude(transition: Transition) -> None:
@@ -201,13 +202,13 @@ def _conclude(transition: Transition) -> None:
     ever: workers are lost, or go on in their life, or the phase goes on in its own; and a pass starts at most one
     generation, of which one event starts at most two. Whatever else a rule changes can wait for the next tick.
     """
-    begun, before = len(transition.fleet.history), None
-    while before is None or (before < _reached(transition.fleet) and len(transition.fleet.history) <= begun + 1):
+    begun, before = transition.fleet.generation, None
+    while before is None or (before < _reached(transition.fleet) and transition.fleet.generation <= begun + 1):
         before = _reached(transition.fleet)
         _pass(transition)
         if isinstance(transition.fleet.phase, Ended):
             return
-    if not isinstance(transition.fleet.phase, Finishing):
+    if not isinstance(transition.fleet.phase, Finishing) or transition.fleet.is_orphaned:
         spawn_missing(transition)
 
 
@@ -217,10 +218,10 @@ _LIFE = tuple(Standing)
 """In the order of a worker's life."""
 
 
-def _reached(fleet: Fleet) -> tuple[int, int, int, int]:
+def _reached(fleet: Fleet) -> tuple[int, int, int, int, int]:
     """How far the run has come: between two generations each number has a bound, and the first to differ counts."""
     lived = sum(order * fleet.workers.count(standing) for order, standing in enumerate(_LIFE))
-    return len(fleet.history), -len(fleet.workers), lived, _PHASES.index(type(fleet.phase))
+    return fleet.training, fleet.generation, -len(fleet.workers), lived, _PHASES.index(type(fleet.phase))
 
 
 def _pass(transition: Transition) -> None:
@@ -244,6 +245,8 @@ def _pass(transition: Transition) -> None:
                 plan_ahead(transition, phase)
         case Stopping() as phase:
             settle(transition, phase)
+        case Finishing() if transition.fleet.ahead:
+            begin_next_training(transition)
         case Finishing() as phase:
             finish(transition, phase)
         case Ended():

@@ -57,6 +57,8 @@ def note_voted(transition: Transition, name: str, vote: Vote) -> None:
 def note_saved(transition: Transition, shard: SavedShard) -> None:
     """Note a durable shard: it counts once the step before it is recorded, whatever its sender says of the future."""
     fleet = transition.fleet
+    if shard.generation < fleet.began:
+        return  # of a training that is over
     if shard.step <= fleet.recorded_step + 1:
         transition.instructions.append(Collect(shard))
     else:
@@ -117,7 +119,9 @@ def _record(transition: Transition, vote: Vote) -> None:
     """Record one step; the first one of a generation ends its morph."""
     fleet = transition.fleet
     assert fleet.job is not None
-    plan = fleet.history[vote.generation].plan
+    record = fleet.record_of(vote.generation)
+    assert record is not None  # votes of other trainings do not count
+    plan = record.plan
     layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=fleet.job.metrics)
     try:
         tally = layout.tally(vote.vector) if vote.is_whole else vote.tally
@@ -130,7 +134,7 @@ def _record(transition: Transition, vote: Vote) -> None:
         transition.now_s - fleet.recorded_s if fleet.formed and vote.generation == fleet.generation else vote.wall_s
     )
     assert tally is not None
-    whole_s = vote.wall_s / share_of_step(fleet.history[vote.generation])
+    whole_s = vote.wall_s / share_of_step(record)
     transition.update(
         recorded_step=vote.step,
         recorded_s=transition.now_s,
@@ -149,6 +153,7 @@ def _record(transition: Transition, vote: Vote) -> None:
             counted=tally.counted,
             examples_per_s=plan.global_batch / whole_s if vote.wall_s > 0 else 0.0,
             plan=plan,
+            training=fleet.training,
         )
     )
     if vote.generation == fleet.generation:
@@ -176,7 +181,7 @@ def _note_formed(transition: Transition, vote: Vote) -> None:
         update={"recovery_seconds": max(0.0, transition.now_s - fleet.broke_s), "remainder": None}
     )
     transition.update(history=(*fleet.history[:-1], record))
-    if record.generation:
+    if record.generation > record.began:
         transition.publish(Morphed(record=record, old_plan=fleet.history[-2].plan))
 
 

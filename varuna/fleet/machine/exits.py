@@ -1,11 +1,13 @@
 """Deaths and departures: preempted, frozen, failed, or done."""
 
 import signal
+from dataclasses import replace
 
-from varuna.core.messages import Failed, Finish
+from varuna.core.messages import Failed
 from varuna.fleet.machine.commit import commit, judge, press, record_votes
 from varuna.fleet.machine.device_faults import note_error, note_fault
 from varuna.fleet.machine.leases import is_gone, return_patience_s
+from varuna.fleet.machine.outcome import outcome, steps_made
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import ConnectionLost, WorkerExited
@@ -23,6 +25,8 @@ def note_exited(transition: Transition, event: WorkerExited) -> None:
         transition.watch(event.worker)
     elif worker.standing in (Standing.LEFT, Standing.DISMISSED):
         transition.part_with(event.worker)
+        if not transition.fleet.config.replace:  # nor for the script's next training
+            transition.update(wanted=max(0, transition.fleet.wanted - 1))
     else:
         transition.lose(event.worker, _KILLED_FOR_MEMORY if event.is_oom else f"killed by {_signal_name(-event.code)}")
 
@@ -52,12 +56,12 @@ def note_failed(transition: Transition, name: str, failed: Failed) -> None:
         _conclude_error(transition, name, text, failed.exit_code, f"\n{failed.traceback}".rstrip())
 
 
-def note_leaving(transition: Transition, name: str) -> None:
-    """Note that a worker's loop is over."""
+def note_leaving(transition: Transition, name: str, training: int, step: int = 0) -> None:
+    """Note that a worker's loop is over, after so many steps of a training."""
     fleet = transition.fleet
-    if fleet.is_member(name) and fleet.is_joined(name):
+    if training == fleet.training and fleet.is_member(name) and fleet.is_joined(name):
         transition.update_worker(name, standing=Standing.LEFT, holding=None)
-        transition.update(departed=fleet.departed | {name})
+        transition.update(departed=fleet.departed | {name}, left_step=max(fleet.left_step, step))
         transition.hasten()
 
 
@@ -145,7 +149,7 @@ def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
     fleet = transition.fleet
     if worker.disconnected_s is None and transition.now_s < exit_.at_s + fleet.config.exit_grace_s:
         return
-    if exit_.code == 0 and fleet.job is None:
+    if exit_.code == 0 and fleet.job is None and not fleet.trainings:
         transition.end(
             2,
             "the script ended without calling trainer.steps(n), so nothing was trained. "
@@ -155,7 +159,13 @@ def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
     left = worker.standing is Standing.LEFT
     expected = worker.standing is Standing.DISMISSED or (isinstance(fleet.phase, Finishing) and not left)
     if expected or (left and exit_.code == 0):
+        if exit_.code == 0 and (left or isinstance(fleet.phase, Finishing)):
+            transition.update(main_ended=fleet.main_ended or worker.name == fleet.members[0], script_ended=True)
         transition.part_with(worker.name)
+        return
+    if fleet.trainings and exit_.code == 0 and worker.standing is Standing.STARTING:
+        number = fleet.training + 1
+        transition.do_without(worker.name, f"worker {worker.name} ended before training {number} of its script began")
         return
     when = "after its last step" if left else "before its training was done"
     text = f"worker {_title(fleet, worker.name)} ended with exit code {exit_.code} {when}"
@@ -179,7 +189,9 @@ _WITHOUT = "The run trains without it: look at what this machine lacks (packages
 
 def _is_outsider(fleet: Fleet, name: str) -> bool:
     """Whether a worker never had a seat in a run that has done a step: so the script works, if not where it is."""
-    return fleet.recorded_step >= 0 and not any(name in record.ranks for record in fleet.history)
+    has_begun = fleet.recorded_step >= 0 or bool(fleet.trainings)
+    has_trained = fleet.workers[name].trained or any(name in record.ranks for record in fleet.history)
+    return has_begun and not has_trained
 
 
 def finish_if_all_left(transition: Transition) -> None:
@@ -224,24 +236,63 @@ def _stopping(fleet: Fleet) -> Stopping:
 
 
 def finish(transition: Transition, phase: Finishing) -> None:
-    """Wait until the scripts of those who left have ended; rank 0's may take its time, the others are bounded."""
-    if transition.fleet.workers.count(Standing.JOINED) or transition.fleet.workers.count(Standing.ASIDE):
-        for name, worker in transition.fleet.workers.items():
-            if worker.standing in (Standing.JOINED, Standing.ASIDE):
-                _dismiss(transition, name)
+    """Wait until the scripts of those who left have ended; rank 0's may take its time, and then the others are bounded.
+
+    If rank 0 was killed, the others go on, to the script's next training it may be.
+    """
+    dismiss_rest(transition)
     if transition.is_tick:
         _miss_nobody(transition)
     fleet = transition.fleet
     waiting = fleet.workers.unfinished > 0
-    if waiting and fleet.members[0] in fleet.workers:
+    if waiting and (fleet.members[0] in fleet.workers or (not fleet.main_ended and _is_anybody_heard(fleet))):
+        return
+    if fleet.is_orphaned and _waits_for_others(transition, phase):
         return
     if waiting and phase.deadline_s is None:
         transition.update(phase=Finishing(deadline_s=transition.now_s + fleet.config.leave_timeout_s))
     elif not waiting or (phase.deadline_s is not None and transition.now_s >= phase.deadline_s):
         done, wish, job = fleet.recorded_step + 1, fleet.finish, fleet.job
         is_cut_short = wish is not None and job is not None and done < job.steps
-        words = (f"{done} steps done", wish.reason if wish is not None and is_cut_short else "")
+        of = f" in training {fleet.training + 1} of the script" if fleet.trainings else ""
+        words = (f"{done} steps done{of}", wish.reason if wish is not None and is_cut_short else "")
         transition.end(0, ": ".join(filter(None, words)))
+
+
+def dismiss_rest(transition: Transition) -> None:
+    """Tell those that had no part in the end of a training that it is over."""
+    if transition.fleet.workers.count(Standing.JOINED) or transition.fleet.workers.count(Standing.ASIDE):
+        for name, worker in transition.fleet.workers.items():
+            if worker.standing in (Standing.JOINED, Standing.ASIDE):
+                _dismiss(transition, name)
+
+
+def _waits_for_others(transition: Transition, phase: Finishing) -> bool:
+    """Whether others can go on with a script whose workers were all lost behind its loop; if not, the run ends."""
+    fleet = transition.fleet
+    if fleet.finish is not None:
+        return False
+    since_s = transition.now_s if phase.orphaned_s is None else phase.orphaned_s
+    if fleet.more_to_come and transition.now_s < since_s + fleet.config.wait_s:
+        if phase.orphaned_s is None:
+            transition.update(phase=replace(phase, orphaned_s=since_s))
+            transition.notice("all workers were lost behind the loop: others run the script to its end", warning=True)
+        return True
+    transition.end(
+        1,
+        f"{steps_made(fleet)} steps are done, and all workers were lost before the script came to its end. Start the "
+        "same command again: it goes on behind what checkpoints= has kept.",
+    )
+    return True
+
+
+def _is_anybody_heard(fleet: Fleet) -> bool:
+    """Whether a worker that was there at the end still beats, so that its script runs."""
+    return any(
+        fleet.listened_s - worker.seen_s <= fleet.config.lease_s
+        for worker in fleet.workers.values()
+        if worker.standing is Standing.LEFT or (worker.standing is Standing.DISMISSED and worker.seated)
+    )
 
 
 def _miss_nobody(transition: Transition) -> None:
@@ -252,11 +303,12 @@ def _miss_nobody(transition: Transition) -> None:
         if worker.standing is Standing.LEFT and unheard_s > return_patience_s(fleet):
             transition.notice(f"worker {name} is out of sight, so the outcome of its script is unknown", warning=True)
             transition.forget(name)
+            transition.update(script_ended=True)  # perhaps; nobody waits to learn it
 
 
 def _dismiss(transition: Transition, name: str) -> None:
     """Release a worker that has nothing left to do."""
-    transition.send(name, Finish())
+    transition.send(name, outcome(transition.fleet, name))
     transition.update_worker(name, standing=Standing.DISMISSED)
 
 

@@ -298,6 +298,8 @@ def _start(
     undone = fleet.recorded_step + 1 - origin.next_step if rollback and fleet.history else 0
     record = GenerationRecord(
         generation=fleet.generation + 1,
+        training=fleet.training,
+        began=fleet.began,
         plan=plan,
         members=members,
         cause=" and ".join(map(str, fleet.causes)) or "start",
@@ -353,7 +355,7 @@ def _keep_micro_batch(transition: Transition, plan: Plan) -> None:
 def _ran(fleet: Fleet) -> placement.Holdings:
     """Sections that each rank of the newest generation that trained has run."""
     for record in reversed(fleet.history):
-        if record.recovery_seconds is not None or record.generation == 0:
+        if record.recovery_seconds is not None or record.generation == record.began:
             plan = record.plan
             return {name: frozenset(plan.sections_at(rank)) for rank, name in enumerate(record.grid)}
     return {}

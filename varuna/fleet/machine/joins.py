@@ -6,12 +6,13 @@ from dataclasses import fields, is_dataclass
 from varuna.core.messages import Apply, Finish, Hello, Hold, RaiseFlag
 from varuna.core.model import JobFacts
 from varuna.core.value import Value
+from varuna.fleet.machine.outcome import outcome
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.outputs import Spawn
 from varuna.fleet.state.persistent import PersistentMap
-from varuna.fleet.state.phases import Running, Stopping
+from varuna.fleet.state.phases import Finishing, Running, Stopping
 from varuna.fleet.state.run_events import WorkerJoined
 from varuna.fleet.state.worker import Holding, Standing, Worker
 
@@ -60,8 +61,7 @@ def note_hello(transition: Transition, name: str, hello: Hello) -> None:
         return
     if fleet.job is None:
         transition.update(job=hello.job, version=hello.version)
-    elif (difference := _difference(hello, fleet.job, fleet.version)) is not None:
-        _refuse(transition, name, difference)
+    elif is_unequal(transition, name, hello, fleet.job):
         return
     transition.update_worker(
         name,
@@ -90,9 +90,17 @@ def _has_less_memory(fleet: Fleet, before: Fleet) -> bool:
     )
 
 
-def _refuse(transition: Transition, name: str, difference: Objection) -> None:
-    """Send a worker away; another one would have the same fault, so it is not replaced."""
-    reason = f"worker {name} was refused: {difference.text}. Start all workers with the same script and arguments."
+def is_unequal(transition: Transition, name: str, hello: Hello, job: JobFacts) -> bool:
+    """Whether a worker's job is another one than the run's; then it is sent away."""
+    difference = _difference(hello, job, transition.fleet.version)
+    if difference is not None:
+        send_away(transition, name, difference.text)
+    return difference is not None
+
+
+def send_away(transition: Transition, name: str, why: str) -> None:
+    """Refuse a worker; another one would have the same fault, so it is not replaced."""
+    reason = f"worker {name} was refused: {why}. Start all workers with the same script and arguments."
     transition.send(name, Finish(failure=reason))
     transition.do_without(name, reason)
 
@@ -109,6 +117,12 @@ def _difference(hello: Hello, job: JobFacts, version: str) -> Objection | None:
         return Objection(
             f"its model begins with other values than the run's ({field}: {theirs}, {ours}). What the script builds "
             "itself must be the same on every worker: seed whatever draws, such as with torch.manual_seed(0)"
+        )
+    if field == "job.optimizer":
+        return Objection(
+            f"its optimizer has other options than the run's: {theirs}, {ours}. What follows from results of an "
+            "earlier training of the script must be the same on a worker that comes later: keep those results in "
+            "what state= names, or ask trainer.evaluate after the loop"
         )
     return Objection(f"its {field} is {theirs!r}, but the run's is {ours!r}")
 
@@ -143,7 +157,8 @@ def say_again(transition: Transition, name: str) -> None:
     fleet, phase = transition.fleet, transition.fleet.phase
     worker = fleet.workers[name]
     if worker.standing is Standing.DISMISSED:
-        transition.send(name, Finish())
+        is_over = isinstance(phase, Finishing) or fleet.is_leaving
+        transition.send(name, outcome(fleet, name) if is_over else Finish())
     elif isinstance(phase, Running) and name == fleet.members[0]:
         for flag in sorted(phase.flags):
             transition.send(name, RaiseFlag(generation=fleet.generation, flag=flag))

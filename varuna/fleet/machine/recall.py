@@ -54,7 +54,9 @@ def still_needed(found: Sequence[MemoryCheckpoint]) -> tuple[int, ...]:
 
 def _counts(fleet: Fleet, held: HeldCheckpoint) -> bool:
     """Whether its step is of this timeline: none that a rollback took back, though the same step was done again."""
-    since = fleet.history[held.generation + 1 :]
+    if held.generation < fleet.began:
+        return False
+    since = fleet.history[held.generation + 1 - fleet.began :]
     return held.step <= fleet.recorded_step + 1 and all(
         record.first_step >= held.step for record in since if record.rollback
     )

@@ -102,6 +102,8 @@ class Transition:
 
     def send(self, worker: str, message: ToWorker) -> None:
         """Tell a worker."""
+        if isinstance(message, Finish) and not message.training:
+            message = message.model_copy(update={"training": self.fleet.training})
         self.instructions.append(Send(worker, message))
 
     def publish(self, event: RunEvent) -> None:

@@ -5,7 +5,7 @@ without these from operation counts. Once ranks have told of some seconds of tra
 calibration, which later plans, later runs and ``varuna plan --run`` use.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from operator import attrgetter
@@ -88,6 +88,10 @@ class Calibrator:
         """
         self._plan, self._run_dir, self._cache = plan, run_dir, cache
         self._given, self._most_workers = given, most_workers
+        self.begin_training()
+
+    def begin_training(self, offered: Sequence[str] = ()) -> None:
+        """Begin without any measurement of the job that comes now, but for what workers have offered."""
         self._offered: dict[str, Calibration] = {}  # by class of device
         self._job: JobFacts | None = None
         self.calibration: Calibration | None = None
@@ -102,6 +106,8 @@ class Calibrator:
         self._networks: dict[str, dict[str, object]] = {}  # by class of devices, before this run has measured any
         self._favoured_s: float | None = None  # since when a plan with fewer holders is better
         self._doubts_s, self._patience_s = float("inf"), FORGETS_S  # when measured networks are doubted
+        for each in offered:
+            self.take(each)
 
     def plan(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         """The best plan that is known; a ``Planner``."""

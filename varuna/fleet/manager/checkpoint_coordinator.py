@@ -161,6 +161,17 @@ class CheckpointCoordinator:
         )
         self._keeper.make_room()
 
+    def begin_training(self, steps: int) -> None:
+        """A training of the script is over after ``steps`` steps, and the next one may save elsewhere.
+
+        Workers that come later read the last checkpoint, so it is finished first: this waits for the store.
+        """
+        self.close()
+        if (missing := self.account(steps)) is not None:
+            self._warn(missing)
+        self._keeper, self._known, self._is_rescue = None, None, False
+        self._complained_at = -2
+
     def account(self, steps: int) -> str | None:
         """The run is over after ``steps`` steps, and ``close`` is done: what no checkpoint has, if anything."""
         if self._keeper is None or self._is_rescue or max(0, self._keeper.committed_step) >= steps:

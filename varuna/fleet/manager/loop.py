@@ -59,6 +59,7 @@ from varuna.fleet.state.run_events import (
     RunEnded,
     RunEvent,
     StepRecorded,
+    TrainingEnded,
     WaitsSplit,
     WorkerLost,
 )
@@ -148,6 +149,7 @@ class Manager:
         self._shared_work = SharedWork()
         self._mailbox = mailbox
         self._leaving, self._was_finite = False, True
+        self._early: list[str] = []  # calibrations that workers have offered for the script's next training
         self._owed: dict[str, Recorded] = {}  # by worker: what it may forget once the disk has it
         self._synced_s = float("-inf")
         self._lost = lost_workers(past) if past is not None else set()
@@ -261,8 +263,10 @@ class Manager:
                 self._distrust(name, found.text)
             case WorkerSpawned(worker=name) if name in self.fleet.workers or name in self._lost:
                 pass  # said twice: before and after a manager's restart
-            case MessageReceived(message=Hello(measured=calibration)) if calibration:
-                if (calibrator := self._calibrator) is not None:
+            case MessageReceived(message=Hello(measured=calibration, training=training)) if calibration:
+                if training > self.fleet.training:
+                    self._early.append(calibration)
+                elif training == self.fleet.training and (calibrator := self._calibrator) is not None:
                     self._planning.do(lambda: calibrator.take(calibration))  # before the plan is asked for
                 self._handle(event)
             case MessageReceived(worker=name, message=Beat() as beat):
@@ -373,7 +377,7 @@ class Manager:
         """Disk first: nobody hears of a verdict or a generation that a crash could forget."""
         if isinstance(event, GenerationStarted):
             self._keeper.stop_waiting()  # it has its state
-        if isinstance(event, GenerationStarted) and not event.record.generation:
+        if isinstance(event, GenerationStarted) and event.record.generation == event.record.began:
             assert self.fleet.job is not None
             self._journal.keep_job(self.fleet.job, self.fleet.version, wire_digest())
         vote = self.fleet.votes.get(event.step) if isinstance(event, StepRecorded) else None
@@ -382,6 +386,8 @@ class Manager:
             self._look_at(event)
         if isinstance(event, WorkerLost):
             self._lost.add(event.worker)
+        if isinstance(event, TrainingEnded):
+            self._begin_training(event)
         if isinstance(event, GenerationStarted):
             record = event.record
             self._secret = secrets.token_hex(32)
@@ -391,6 +397,14 @@ class Manager:
             self._meeting.begin(event.record.generation, event.record.members)
             self._hands.set_main(event.record.members[0])
         self._observer(event)
+
+    def _begin_training(self, before: TrainingEnded) -> None:
+        """Of the training before, what is under way is finished, and nothing else counts any more."""
+        self._was_finite = True
+        self._store.do(lambda: self._keeper.begin_training(before.steps))
+        if (calibrator := self._calibrator) is not None:
+            offered, self._early = self._early, []
+            self._planning.do(lambda: calibrator.begin_training(offered))
 
     def _look_at(self, step: StepRecorded) -> None:
         """A run whose loss is no number goes on, since it may come back; a person should know before checkpoints go."""

@@ -25,6 +25,7 @@ from varuna.fleet.state.run_events import (
     GenerationStarted,
     Morphed,
     StepRecorded,
+    TrainingEnded,
     WorkerLost,
 )
 from varuna.fleet.state.stutter import Straggler
@@ -46,34 +47,50 @@ class KnownCheckpoint(NamedTuple):
 
 def known_checkpoint(past: Past) -> KnownCheckpoint | None:
     """What a run that did not end must find again; None: nothing."""
-    committed = [event.step for event in past.events if isinstance(event, CheckpointCommitted)]
+    step: int | None = None
+    for event in past.events:
+        match event:
+            case CheckpointCommitted():
+                step = event.step
+            case TrainingEnded():
+                step = None
+            case _:
+                pass
     directory = past.job.checkpoint_dir if past.job is not None else None
-    return KnownCheckpoint(directory, committed[-1]) if committed and directory is not None else None
+    return None if step is None or directory is None else KnownCheckpoint(directory, step)
 
 
 def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
     """The fleet of a run that did not end."""
     fleet = _with_promises(Fleet.empty(config, now_s), past)
     history: list[GenerationRecord] = []
-    recorded_step, saved_step = -1, 0
+    trainings: list[TrainingEnded] = []
+    began, recorded_step, saved_step = 0, -1, 0
     for event in past.events:
         match event:
             case GenerationStarted(record=record):
                 history.append(record)
                 recorded_step = record.first_step - 1
             case Morphed(record=record):
-                history[record.generation] = record
+                history[record.generation - began] = record
             case CheckpointCommitted(step=step):
                 saved_step = step
             case StepRecorded(step=step, generation=generation):
                 recorded_step = step
-                if history[generation].recovery_seconds is None:
-                    history[generation] = history[generation].model_copy(update={"recovery_seconds": 0.0})
+                if history[generation - began].recovery_seconds is None:
+                    history[generation - began] = history[generation - began].model_copy(
+                        update={"recovery_seconds": 0.0}
+                    )
+            case TrainingEnded():
+                trainings.append(event)
+                began, recorded_step, saved_step = began + len(history), -1, 0
+                history.clear()
             case _:
                 pass
+    fleet = replace(fleet, trainings=tuple(trainings), began=began, lineage=began, version=past.version)
     if not history or past.job is None:
         return fleet
-    lineage = max((record.generation for record in history if record.rollback), default=0)
+    lineage = max((record.generation for record in history if record.rollback), default=began)
     newest = past.vote
     counts = newest is not None and newest.step == recorded_step and newest.generation >= lineage
     lost, seen_per_hour = lost_workers(past), history[-1].losses_per_hour

@@ -17,6 +17,7 @@ from varuna.fleet.state.run_events import (
     GenerationStarted,
     RunEvent,
     StepRecorded,
+    TrainingEnded,
     WaitsSplit,
     WorkerLost,
 )
@@ -114,6 +115,11 @@ class StepDesk:
                     self._settle()
                     if not is_past:
                         self._look_at(step + _LOOK_AHEAD)
+                case TrainingEnded():
+                    self._settle(waits=False)
+                    self._wanted.clear()
+                    self._unknown.clear()
+                    self._step = self._look = -1
                 case WorkerLost(worker=worker, cause=cause):
                     self._lost[worker] = cause
                     self._settle()

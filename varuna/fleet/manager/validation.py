@@ -26,7 +26,7 @@ def objection(fleet: Fleet, worker: str, message: FromWorker) -> Objection | Non
             return Objection(f"it sent a heartbeat of generation {generation}, the newest is {fleet.generation}")
         case Voted(vote=vote):
             return _about_vote(fleet, vote) or _out_of_line(fleet, worker, [vote])
-        case Held():
+        case Held(generation=generation) if generation >= fleet.began:
             return _about_held(fleet, worker, message)
         case Saved(shard=shard):
             return _about_shard(fleet, worker, shard)
@@ -38,9 +38,11 @@ def _about_vote(fleet: Fleet, vote: Vote) -> Objection | None:
     if not 0 <= vote.generation <= fleet.generation:
         return Objection(f"it has a vote of generation {vote.generation}, the newest is {fleet.generation}")
     assert fleet.job is not None
+    if (record := fleet.record_of(vote.generation)) is None:
+        return None  # of a training that is over
     if not 0 <= vote.step < fleet.job.steps:
         return Objection(f"it has a vote of step {vote.step} of {fleet.job.steps}")
-    plan = fleet.history[vote.generation].plan
+    plan = record.plan
     layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=fleet.job.metrics)
     if vote.is_whole and len(vote.vector) != layout.size:
         return Objection(f"its vote of step {vote.step} has {len(vote.vector)} numbers instead of {layout.size}")
@@ -57,8 +59,8 @@ def _out_of_line(fleet: Fleet, worker: str, votes: Sequence[Vote]) -> Objection 
     for vote in sorted(votes, key=lambda vote: vote.step):
         if vote.generation < fleet.lineage or vote.step <= known:
             continue  # it changes nothing
-        record = fleet.history[vote.generation]
-        if not record.has_seat(worker):
+        record = fleet.record_of(vote.generation)
+        if record is None or not record.has_seat(worker):
             return Objection(f"it has a vote of step {vote.step}, in which it did not take part")
         if vote.step > known + 1:
             others = [fleet.workers[name] for name in record.grid if name != worker and name in fleet.workers]
@@ -209,10 +211,8 @@ def _was_copied(fleet: Fleet, worker: str, next_step: int, copies: tuple[int, ..
 
 def _was_made(fleet: Fleet, worker: str, held: HeldCheckpoint) -> bool:
     """Whether a memory checkpoint can be of a seat that the worker had, and of the one whose copies that keeps."""
-    if held.generation >= len(fleet.history):
-        return False
-    record = fleet.history[held.generation]
-    if not record.has_seat(worker):
+    record = fleet.record_of(held.generation)
+    if record is None or not record.has_seat(worker):
         return False
     rank = record.ranks[worker]
     owner = record.copied_from(rank)
@@ -223,6 +223,8 @@ def _was_made(fleet: Fleet, worker: str, held: HeldCheckpoint) -> bool:
 def _about_shard(fleet: Fleet, worker: str, shard: SavedShard) -> Objection | None:
     """Whether a worker can have saved this; one that is early is no lie: others' votes may still be on their way."""
     assert fleet.job is not None
+    if shard.generation < fleet.began:
+        return None  # of a training that is over
     path = PurePosixPath(shard.file)
     if path.is_absolute() or ".." in path.parts:
         return Objection(f"it saved a shard outside of the checkpoints: {shard.file[:80]}")
@@ -232,7 +234,7 @@ def _about_shard(fleet: Fleet, worker: str, shard: SavedShard) -> Objection | No
             f"it saved section {shard.section} at step {shard.step} in generation {shard.generation}, which is "
             "impossible"
         )
-    record = fleet.history[shard.generation] if fleet.history else None
+    record = fleet.record_of(shard.generation)
     if record is None or not record.has_seat(worker):
         return Objection(f"it saved section {shard.section} in generation {shard.generation}, in which it had no seat")
     if shard.section not in record.plan.sections_at(record.ranks[worker]):

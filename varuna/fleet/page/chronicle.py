@@ -27,6 +27,7 @@ from varuna.fleet.state.run_events import (
     RunEnded,
     RunEvent,
     StepRecorded,
+    TrainingEnded,
     WaitsSplit,
 )
 
@@ -88,9 +89,11 @@ class Chronicle:
                     self._band(record, time_s)
                     if isinstance(event, GenerationStarted):
                         self._pace.begin()
-                        if record.generation == 0 and record.first_step:
+                        if record.generation == record.began and record.first_step:
                             self._checkpoint = {"step": record.first_step, "time_s": round(time_s, 2), "resumed": True}
                             self._note("checkpoint", self._checkpoint)
+                case TrainingEnded():
+                    self._begin_training()
                 case GenerationTimed():
                     self._timed = timed(event)
                     self._note("timed", self._timed)
@@ -108,6 +111,14 @@ class Chronicle:
             if (mark := told(event, time_s, self._newest_step)) is not None:
                 self._marks.take(mark)
                 self._note("mark", mark._asdict())
+
+    def _begin_training(self) -> None:
+        """Curves begin anew; what is told in words, and the cost, is of the whole run."""
+        self._steps, self._pace, self._newest_step = StepHistory(), StepPace(), None
+        self._timed, self._checkpoint = None, None
+        self._waits = Waits()
+        self._changes.clear()  # an open page starts afresh
+        self._number += 1
 
     def read(self, run_dir: Path) -> None:
         """Note all that a run's journal has.

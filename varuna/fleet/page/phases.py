@@ -9,6 +9,11 @@ from varuna.fleet.state.worker import Standing
 
 def phase_of(fleet: Fleet) -> str:
     """What a run does that is not training, in words; empty while it trains."""
+    text = _phase(fleet)
+    return f"training {fleet.training + 1} of the script: {text}" if text and fleet.training else text
+
+
+def _phase(fleet: Fleet) -> str:
     match fleet.phase:
         case Idle() if not fleet.history:
             ready = fleet.workers.count(Standing.JOINED)

@@ -10,7 +10,14 @@ from varuna.fleet.page.conditions import condition, slowness
 from varuna.fleet.page.phases import phase_of
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
-from varuna.fleet.state.run_events import GenerationStarted, RunEnded, RunEvent, StepRecorded, WorkerLost
+from varuna.fleet.state.run_events import (
+    GenerationStarted,
+    RunEnded,
+    RunEvent,
+    StepRecorded,
+    TrainingEnded,
+    WorkerLost,
+)
 from varuna.fleet.state.worker import Worker
 
 _LOSSES_KEPT = 2000
@@ -25,7 +32,9 @@ class LossCurve:
 
     def take(self, event: RunEvent) -> None:
         """Note an event."""
-        if isinstance(event, StepRecorded):
+        if isinstance(event, TrainingEnded):
+            self._steps.clear()
+        elif isinstance(event, StepRecorded):
             while self._steps and self._steps[-1].step >= event.step:
                 self._steps.pop()
             self._steps.append(event)
@@ -113,6 +122,7 @@ def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
         "waits_for": None if still is None else still.why,
         "wanted": fleet.config.workers,
         "doing": phase_of(fleet),
+        "training": fleet.training + 1,
         "steps": fleet.job.steps if fleet.job else 0,
         "checkpoint_dir": fleet.job.checkpoint_dir if fleet.job else None,
         "rescues": fleet.job is not None and fleet.job.rescues,

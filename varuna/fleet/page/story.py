@@ -16,6 +16,7 @@ from varuna.fleet.state.run_events import (
     Priced,
     RunEnded,
     RunEvent,
+    TrainingEnded,
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
@@ -59,12 +60,8 @@ def told(event: RunEvent, time_s: float, step: int | None) -> Mark | None:
 
 def _sentence(event: RunEvent) -> tuple[Kind, str] | None:
     match event:
-        case GenerationStarted(record=record) if record.generation == 0:
-            plan = record.plan
-            each = f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch}"
-            workers = counted(len(record.members), "worker")
-            begins = f"goes on at step {record.first_step}" if record.first_step else "begins"
-            return "begin", f"Training {begins} on {workers} with plan {plan.shape} (stages x replicas): {each}."
+        case GenerationStarted(record=record) if record.generation == record.began:
+            return "begin", _beginning(record)
         case Morphed(record=record, old_plan=old):
             return "morph", _morph(record, old)
         case WorkerJoined(worker=worker):
@@ -82,10 +79,8 @@ def _sentence(event: RunEvent) -> tuple[Kind, str] | None:
         case Asked(what=what, node=node, reason=reason):
             of = f" of node {node}" if node else ""
             return "asked", f"A {what}{of} was requested{f': {reason}' if reason else ''}."
-        case RunEnded(exit_code=0, text=text):
-            return "ended", f"The run ended well{f': {text}' if text else ''}."
-        case RunEnded(exit_code=exit_code, text=text):
-            return "failed", f"The run ended with exit code {exit_code}: {text}"
+        case TrainingEnded() | RunEnded():
+            return _ending(event)
         case _:
             return None
 
@@ -97,6 +92,23 @@ def _money(event: Priced | Budgeted) -> str:
     on_demand = event.on_demand_per_hour
     beside = "" if on_demand is None else f", and {format_dollars(on_demand)} on demand"
     return f"A worker costs {format_dollars(event.per_hour)} per hour{beside}."
+
+
+def _beginning(record: GenerationRecord) -> str:
+    plan = record.plan
+    each = f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch}"
+    workers = counted(len(record.members), "worker")
+    begins = f"goes on at step {record.first_step}" if record.first_step else "begins"
+    number = f" {record.training + 1} of the script" if record.training else ""
+    return f"Training{number} {begins} on {workers} with plan {plan.shape} (stages x replicas): {each}."
+
+
+def _ending(event: TrainingEnded | RunEnded) -> tuple[Kind, str]:
+    if isinstance(event, TrainingEnded):
+        return "notice", f"Training {event.training + 1} of the script is over after {counted(event.steps, 'step')}."
+    if event.exit_code:
+        return "failed", f"The run ended with exit code {event.exit_code}: {event.text}"
+    return "ended", f"The run ended well{f': {event.text}' if event.text else ''}."
 
 
 def _morph(record: GenerationRecord, old: Plan) -> str:

@@ -6,17 +6,24 @@ that generation's plan, proves that each sample of each committed step was used 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from pydantic import Field
 
 from varuna.core.plan import Plan
 from varuna.core.value import Value
-from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, RunEnded, RunEvent, StepRecorded
+from varuna.fleet.state.run_events import (
+    GenerationRecord,
+    GenerationStarted,
+    RunEnded,
+    RunEvent,
+    StepRecorded,
+    TrainingEnded,
+)
 
 
 class SampleLedger(Value):
-    """What the log says about the samples of a run."""
+    """What the log says about the samples of a run; where its script has several trainings, of the newest."""
 
     first_step: int = Field(description="where the log begins: 0, or after a checkpoint")
     steps: int = Field(description="committed, in the timeline that survived")
@@ -44,6 +51,8 @@ def audit(events: Iterable[RunEvent], *, is_cut: bool = False) -> SampleLedger:
                 book.begin(record)
             case StepRecorded():
                 book.commit(event)
+            case TrainingEnded():
+                book = _Book(book.faults)
             case _:
                 pass
     return book.close()
@@ -68,12 +77,12 @@ def _from_first_step(events: Iterable[RunEvent]) -> Iterator[RunEvent]:
 class _Book:
     """The timeline so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, faults: Sequence[str] = ()) -> None:
         self._generation: GenerationRecord | None = None
         self._first_step = 0
         self._steps: list[StepRecorded] = []
         self._undone = 0
-        self._faults: list[str] = []
+        self.faults: list[str] = [*faults]
 
     @property
     def _next_step(self) -> int:
@@ -117,11 +126,11 @@ class _Book:
             samples=sum(step.plan.global_batch for step in self._steps),
             undone=self._undone,
             weights=tuple(step.weight for step in self._steps),
-            faults=tuple(self._faults),
+            faults=tuple(self.faults),
         )
 
     def _fault(self, text: str) -> None:
-        self._faults.append(text)
+        self.faults.append(text)
 
 
 def _share_faults(plan: Plan) -> list[str]:

@@ -130,6 +130,7 @@ def _line(event: StepRecorded, time_s: float) -> bytes:
         "step": event.step,
         "loss": event.loss,
         "generation": event.generation,
+        "training": event.training,
         "plan": {
             "stages": plan.stages,
             "replicas": plan.replicas,

@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from varuna.core.devices import ClassSize, class_in, class_sizes, device_of, region_of_zone, worker_bytes
-from varuna.core.messages import Vote
+from varuna.core.messages import Hello, Vote
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 from varuna.fleet.state.causes import EndCause, FinishWish
@@ -14,12 +14,12 @@ from varuna.fleet.state.device_faults import BrokenDevice, ShortMemory
 from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.morph_gain import Experience, FirstStep
 from varuna.fleet.state.persistent import PersistentMap
-from varuna.fleet.state.phases import Idle, Phase
+from varuna.fleet.state.phases import Finishing, Idle, Phase
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question
-from varuna.fleet.state.run_events import GenerationRecord
+from varuna.fleet.state.run_events import GenerationRecord, TrainingEnded
 from varuna.fleet.state.silence import Silence
-from varuna.fleet.state.stutter import Straggler
-from varuna.fleet.state.worker import Sight, Standing, Worker
+from varuna.fleet.state.stutter import NO_EVIDENCE, Straggler
+from varuna.fleet.state.worker import Sight, Standing, Worker, changed
 from varuna.fleet.state.workers import Workers
 
 
@@ -104,13 +104,26 @@ class Fleet:
     """Processes asked for and not yet reported."""
     respawn_at_s: float = 0.0
     start_failures: int = 0
+    trainings: tuple[TrainingEnded, ...] = ()
+    """Of the script, those that are over."""
+    began: int = 0
+    """The first generation of the present one."""
+    ahead: Mapping[str, Hello] = field(default_factory=dict)
+    """By worker: words of those that wait for the next training."""
     job: JobFacts | None = None
     version: str = ""
     micro_batch: int | None = None
     """m of the run, once chosen."""
     history: tuple[GenerationRecord, ...] = ()
+    """Generations of the present training."""
     departed: frozenset[str] = frozenset()
     """Workers that said Leaving."""
+    left_step: int = 0
+    """Steps of the training, by those who have left it."""
+    main_ended: bool = False
+    """Rank 0's script came to its end."""
+    script_ended: bool = False
+    """Some worker's did."""
     causes: tuple[EndCause, ...] = ()
     """Why the newest generation ended."""
     broke_s: float = 0.0
@@ -190,15 +203,59 @@ class Fleet:
             loss_rate=LossRate(began_s=now_s),
         )
 
+    def begin_training(self, ended: TrainingEnded, now_s: float) -> "Fleet":
+        """The next training of the script begins: of the one before only workers and machines are left.
+
+        Whoever has left it, or was dismissed from its end, will say Hello once more.
+        """
+        workers = [
+            changed(
+                worker,
+                standing=Standing.DISMISSED if self.is_departing(worker.name) else Standing.STARTING,
+                seated=False,
+                trained=worker.trained or any(worker.name in record.ranks for record in self.history),
+                holding=None,
+                ran=None,
+                settled=None,
+                compute_s=None,
+                fair_s=None,
+                evidence=NO_EVIDENCE,
+                lead=NO_EVIDENCE,
+                recent_s=(),
+            )
+            for worker in self.workers.values()
+        ]
+        fresh = Fleet.empty(self.config, now_s)
+        kept = {name: getattr(fresh, name) for name in _OF_TRAINING}
+        return replace(
+            self,
+            **kept,
+            phase=Idle(since_s=now_s),
+            workers=Workers(workers),
+            trainings=(*self.trainings, ended),
+            began=self.generation + 1,
+            lineage=self.generation + 1,
+        )
+
+    @property
+    def training(self) -> int:
+        """Number of the script's training that runs, from 0."""
+        return len(self.trainings)
+
     @property
     def record(self) -> GenerationRecord:
         """The newest generation; there must be one."""
         return self.history[-1]
 
+    def record_of(self, generation: int) -> GenerationRecord | None:
+        """A generation of the present training; None if it is none."""
+        index = generation - self.began
+        return self.history[index] if 0 <= index < len(self.history) else None
+
     @property
     def generation(self) -> int:
-        """Number of the newest generation; -1 before the first."""
-        return len(self.history) - 1
+        """Number of the newest generation; -1 before the first. Numbers go on from one training to the next."""
+        return self.began + len(self.history) - 1
 
     @property
     def formed(self) -> bool:
@@ -271,9 +328,14 @@ class Fleet:
         return any(self.record.has_seat(name) for name in self.departed)
 
     @property
+    def is_orphaned(self) -> bool:
+        """Whether a training is over, and all who have ended it are gone before their scripts came to an end."""
+        return isinstance(self.phase, Finishing) and not (self.workers.unfinished or self.script_ended)
+
+    @property
     def missing(self) -> int:
-        """Workers that should exist and do not: once a rank is through, nobody else is needed."""
-        if self.is_leaving:
+        """Workers that should exist and do not: once a rank is through, nobody else is needed to end the script."""
+        if self.is_leaving and not self.is_orphaned:
             return 0
         leaving = sum(len(self.workers.on(node)) for node in self.departing) if self.config.replace else 0
         # A launcher may have nothing but a leaving node to start them on: twice as many at most.
@@ -381,3 +443,13 @@ class Fleet:
     def is_member(self, name: str) -> bool:
         """Whether a worker, lost or not, belongs to the newest generation."""
         return bool(self.history) and name in self.record.ranks
+
+
+_OF_TRAINING = (
+    *("progressed_s", "compute_s", "expiring_s", "ahead", "job", "micro_batch", "history", "departed", "left_step"),
+    *("main_ended", "script_ended", "causes", "broke_s", "planned", "first_step", "planned_for", "futile"),
+    *("futile_since_s", "morph_asked", "morph_reason", "save_asked", "asked", "answers", "expected_s"),
+    *("link_bytes_per_s", "replan", "recorded_step", "recorded_s", "saved_step", "early_shards", "step_wall_s"),
+    *("step_every_s", "votes"),
+)
+"""Fields of a fleet that begin anew with each training."""

@@ -4,6 +4,7 @@ The life of a generation::
 
     Idle ──assign──> Running ──loss, suspicion, regroup──> Stopping ──verdict──> Idle
                         └──────everybody left──────> Finishing ──> Ended <── failure, from anywhere
+                                                         └──the script's next training──> Idle
 """
 
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ class Finishing:
 
     deadline_s: float | None = None
     """Set once rank 0's process is gone."""
+    orphaned_s: float | None = None
+    """Since when nobody is left who has ended the training, while the script has not come to its end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from varuna.core.messages import Vote
+from varuna.core.messages import LastStep, Vote
+from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.sums import Remainder
 from varuna.core.times import RankTimes, StepParts
@@ -17,6 +18,8 @@ class GenerationRecord(Value):
     """One generation: why it began, what it cost, and what it runs."""
 
     generation: int
+    training: int = Field(default=0, description="of the script, from 0")
+    began: int = Field(default=0, description="the first generation of that training")
     plan: Plan
     members: tuple[str, ...] = Field(description="worker of each rank; spares come last")
     cause: str = Field(description="why the generation before it ended, in words")
@@ -141,6 +144,7 @@ class StepRecorded(Value):
     plan: Plan
     weight: float = Field(default=0.0, description="target tokens, or examples, that the step counted")
     counted: int | None = Field(default=None, description="micro-batches that put a weight into the vote")
+    training: int = Field(default=0, description="of the script, from 0")
 
 
 class GenerationTimed(Value):
@@ -210,6 +214,16 @@ class Answered(Value):
     node: str = ""
 
 
+class TrainingEnded(Value):
+    """A training of the script is over, and workers begin the next one."""
+
+    kind: Literal["training_ended"] = "training_ended"
+    training: int = Field(description="of the script, from 0")
+    job: JobFacts = Field(description="what it trained")
+    steps: int = Field(description="that it has made")
+    last: LastStep | None = Field(default=None, description="what a worker's loop lacks that comes later")
+
+
 class RunEnded(Value):
     """The run is over; no event follows."""
 
@@ -236,6 +250,7 @@ RunEvent = Annotated[
     | Audited
     | Asked
     | Answered
+    | TrainingEnded
     | RunEnded,
     Field(discriminator="kind"),
 ]

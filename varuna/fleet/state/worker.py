@@ -104,6 +104,8 @@ class Worker:
     """When it was last heard, on the clock of ``Fleet.listened_s``; see ``Fleet.seen_s``."""
     seated: bool = False
     """In the grid of the newest generation."""
+    trained: bool = False
+    """It had a seat in an earlier training of the script."""
     holding: Holding | None = None
     """None while the worker runs a generation, or is about to answer."""
     beat: Beat | None = None

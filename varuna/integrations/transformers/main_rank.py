@@ -13,12 +13,12 @@ from transformers.trainer_utils import PredictionOutput
 import varuna
 from varuna.checkpoint.io.export import is_exported
 from varuna.core.errors import FleetError, LinkError
-from varuna.engine.worker.export import gather_model
+from varuna.engine.worker.export import gather_model, spread_model
 from varuna.engine.worker.generation import Generation
-from varuna.engine.worker.session import Session
 from varuna.engine.worker.tell import tell_all
 from varuna.integrations.transformers.packing import pack, unpack
-from varuna.job.built import fill
+from varuna.job.built import GivenModel, fill
+from varuna.job.training import Training
 from varuna.partition.model import PartitionedModel
 
 Found = TypeVar("Found")
@@ -37,7 +37,7 @@ class OnMainRank(_Base):
     control: Any
     data_collator: Any
     _is_main = not IS_LAUNCHED
-    _session: Session | None = None
+    _training: Training | None = None
     _job: varuna.Trainer | None = None
     _generation = 0
     _told = 0
@@ -84,11 +84,13 @@ class OnMainRank(_Base):
         if self._is_alone:
             return work()
         self._gather()
-        if self._session is None:
+        if self._training is None:
             return self._on_device(work)
         before = len(self.state.log_history)
-        found = self._on_device(work) if self._is_main else None
+        found = self._on_device(work) if self._is_main or self._training.is_alone else None
         logged = self.state.log_history[before:]
+        if self._training.is_alone:
+            return found
         told: Any = self._tell((found, logged) if self._is_main else None, "an evaluation on the main rank")
         if told is None:
             return None
@@ -113,22 +115,35 @@ class OnMainRank(_Base):
 
     def _gather(self) -> None:
         """Give the main rank's model the run's values, unless it has them."""
-        session, job = self._session, self._job
-        if session is None or job is None or session.current is None:
+        training, job = self._training, self._job
+        if training is None or job is None or training.session.current is None:
             return
         now = (self._generation, self.state.global_step)
         if self._at == now:
             return
-        found = session.aside(partial(_gathered, model=job._spec.partitioned), "gathers the model")
+        found = training.aside(partial(_gathered, model=job._spec.partitioned), "gathers the model")
         if found is not None:
             with self._writes_model():
                 fill(self.model, found)
         self._at = now
 
+    def _take_trained(self) -> None:
+        """After the last step, give the model the trained values on every rank, for what the script does next."""
+        training, job = self._training, self._job
+        if training is None or job is None or training.session.current is None:
+            return
+        given, model = job._spec.model, job._spec.partitioned
+        assert isinstance(given, GivenModel)
+        spread = partial(spread_model, model=model, wanted=partial(given.wants, model.changing))
+        if (found := training.aside(spread, "gets the trained model")) is not None:
+            with self._writes_model():
+                fill(self.model, found)
+            self._at = (self._generation, self.state.global_step)
+
     def _tell(self, value: Any, what: str) -> Any:
         """The main rank's value, on all; None if a morph interrupted that."""
-        session = self._session
-        if session is None:
+        training = self._training
+        if training is None:
             return value
         self._told += 1
         key = ("transformers", self._told)
@@ -138,7 +153,7 @@ class OnMainRank(_Base):
                 return pack(value)
             return tell_all(generation, key, pack(value) if self._is_main else None, what)
 
-        told = session.aside(tell, what)
+        told = training.aside(tell, what)
         return None if told is None else unpack(told)
 
 

@@ -117,7 +117,7 @@ class _OverVaruna(OnMainRank):
         steps = self._job.steps(schedule.steps)
         self.is_in_train, losses, began_s, first = True, dict[int, float](), time.time(), None
         for step in steps:
-            self._session = self._job._session
+            self._training = self._job._training
             with self._job._handed.aside():
                 if first is None:
                     first = step.index
@@ -125,8 +125,8 @@ class _OverVaruna(OnMainRank):
                 self._agree(step, losses)
                 losses[step.index] = step.loss
                 self._after(step, schedule, losses, ignore_keys_for_eval)
-            if self.control.should_training_stop and self._session is not None:
-                self._session.stop()  # all ranks leave together, after one more step if there are several
+            if self.control.should_training_stop and self._training is not None:
+                self._training.session.stop()  # all ranks leave together, after one more step if there are several
         return self._end(losses, first, schedule, began_s)
 
     def _schedule(self) -> _Schedule:
@@ -351,7 +351,7 @@ class _OverVaruna(OnMainRank):
         metrics["train_loss"] = sum(losses.values()) / max(1, len(losses))
         self.is_in_train = False
         self.log(metrics)
-        self._gather()
+        self._take_trained()
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None and self._is_main:
             fill(self.model, load_file(Path(best) / _WEIGHTS))

@@ -54,6 +54,19 @@ def record() -> WorkerRecord:
     return record
 
 
+def test_the_end_of_a_training_is_said_again_until_the_next_one_has_begun() -> None:
+    w = record()
+    w.told(assign(0, fresh=True))
+    vote, leaving = Voted(vote=make_vote(PLAN, 0, 9)), Leaving(step=10)
+    w.hear(vote)
+    w.hear(leaving)
+    second = HELLO.model_copy(update={"training": 1})
+    w.hear(second)
+    assert w.snapshot().said == (HELLO, vote, leaving, second)
+    w.told(assign(1, fresh=True))
+    assert w.snapshot().said == (second,)
+
+
 def test_what_nobody_has_recorded_is_said_again_and_nothing_else() -> None:
     w = record()
     w.told(assign(0, fresh=True))

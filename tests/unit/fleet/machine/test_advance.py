@@ -15,6 +15,7 @@ from varuna.core.messages import (
     RaiseFlag,
     Recorded,
     Suspect,
+    TrainingOver,
     Unsaved,
     Voted,
 )
@@ -400,9 +401,9 @@ def test_the_micro_batch_is_kept_and_lowered_only_if_nothing_else_fits() -> None
 def test_the_run_ends_well_when_all_have_left_and_their_processes_are_gone() -> None:
     driver = running(3)
     driver.leave("w0")
-    assert [worker for worker, _ in sends(driver.done, Finish)] == []
+    assert [worker for worker, _ in sends(driver.done, TrainingOver)] == []
     driver.leave("w1")
-    assert [worker for worker, _ in sends(driver.done, Finish)] == ["w2"]
+    assert [worker for worker, _ in sends(driver.done, TrainingOver)] == ["w2"]
     driver.kill("w1", code=0)
     driver.wait(60)
     assert driver.end is None  # rank 0's script may take its time
@@ -456,7 +457,7 @@ def test_who_is_stuck_while_others_have_left_applies_the_last_step_and_is_dismis
     assert [worker for worker, _ in sends(driver.done, Hold)] == ["w3"]
     told = driver.held("w3", 2, votes=(vote,))
     assert kinds(told) == ["StepRecorded", "Recorded", "VerdictReached", "Apply"]
-    assert [worker for worker, _ in sends(driver.held("w3", 3), Finish)] == ["w3"]
+    assert [worker for worker, _ in sends(driver.held("w3", 3), TrainingOver)] == ["w3"]
     assert driver.told(StepRecorded)[-1].step == 2
 
 
@@ -471,9 +472,9 @@ def test_a_rank_whose_link_broke_before_it_had_the_last_vote_applies_it_too(leav
         driver.leave("w0")
     driver.wait(1.2)
     assert [worker for worker, _ in sends(driver.held("w1", 2), Apply)] == ["w1"]
-    assert not sends(driver.done, Finish)
+    assert not sends(driver.done, TrainingOver)
     driver.held("w1", 3)
-    assert [worker for worker, _ in sends(driver.done, Finish)] == ["w1"]
+    assert [worker for worker, _ in sends(driver.done, TrainingOver)] == ["w1"]
     driver.kill("w0", code=0)
     driver.wait(5)
     assert driver.end is None  # rank 1 saves its part

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fleet.support import Driver, sends, two_stages
-from varuna.core.messages import Apply, Beat, Finish, Held, Hello, Hold, RaiseFlag, Recorded, Suspect
+from varuna.core.messages import Apply, Beat, Held, Hello, Hold, RaiseFlag, Recorded, Suspect, TrainingOver
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.page.status import describe
@@ -524,7 +524,7 @@ def test_the_last_step_waits_for_nobody_who_is_out_of_sight_for_ever() -> None:
     driver = on_machines("abcd")
     driver.leave("w0", "w1", "w2")
     driver.wait(30, hidden=("d",))
-    assert [name for name, _ in sends(driver.done, Finish)] == ["w3"]
+    assert [name for name, _ in sends(driver.done, TrainingOver)] == ["w3"]
     for name in ("w0", "w1", "w2"):
         driver.kill(name, code=0)
     driver.wait(32, hidden=("d",))  # it may save its part

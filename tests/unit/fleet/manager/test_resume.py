@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_vote, two_stages
-from varuna.core.messages import Assign, Beat, Held, Hello, Hold, RaiseFlag, Suspect, Voted
+from varuna.core.messages import Assign, Beat, Held, Hello, Hold, Leaving, RaiseFlag, Suspect, Voted
 from varuna.fleet.manager.reconcile import Reconciliation, node_of, reconcile
 from varuna.fleet.manager.resume import KnownCheckpoint, known_checkpoint, lost_workers, resume
 from varuna.fleet.net.protocol import WorkerSnapshot
@@ -61,13 +61,16 @@ class Shell:
     def write(self) -> None:
         for done in self.driver.done[self.written :]:
             if isinstance(done, Publish):
-                if isinstance(done.event, GenerationStarted):
+                if (
+                    isinstance(done.event, GenerationStarted)
+                    and done.event.record.generation == done.event.record.began
+                ):
                     self.journal.keep_job(self.driver.job, "1", "2")
                 vote = self.driver.fleet.votes.get(done.event.step) if isinstance(done.event, StepRecorded) else None
                 self.journal.append(done.event, vote=vote)
         self.written = len(self.driver.done)
 
-    def say(self, worker: str, message: Hello | Voted | Held | Suspect | Beat) -> None:
+    def say(self, worker: str, message: Hello | Voted | Held | Suspect | Beat | Leaving) -> None:
         self.driver.say(worker, message)
         self.write()
 
@@ -131,6 +134,54 @@ def test_a_running_generation_goes_on_as_if_nothing_had_happened(shell: Shell) -
     assert shell.driver.fleet.generation == 0
     told = [done.message for done in shell.driver.done[sent:] if isinstance(done, Send)]
     assert not [message for message in told if isinstance(message, Assign | Hold)]
+
+
+def test_a_script_goes_on_in_the_training_that_it_was_in(shell: Shell) -> None:
+    steps = shell.driver.job.steps
+    for step in range(steps):
+        shell.vote(step)
+    shell.journal.append(CheckpointCommitted(step=steps))
+    for name in NAMES:
+        shell.say(name, Leaving(step=steps))
+        shell.say(name, shell.hello(name).model_copy(update={"training": 1}))
+    shell.vote(0)
+    before = shell.driver.fleet
+    fleet = shell.die_and_start_again()
+    assert (before.training, before.generation, before.recorded_step) == (1, 1, 0)
+    assert (fleet.training, fleet.generation, fleet.recorded_step, fleet.saved_step) == (1, 1, 0, 0)
+    assert (fleet.trainings, fleet.history[0].began, fleet.votes) == (before.trainings, 1, before.votes)
+
+
+def test_a_manager_that_missed_the_end_of_a_training_hears_of_it(shell: Shell) -> None:
+    steps = shell.driver.job.steps
+    for step in range(steps - 1):
+        shell.vote(step)
+    shell.die_and_start_again()
+    said = [
+        (
+            name,
+            WorkerSnapshot(
+                worker=name,
+                said=(
+                    shell.hello(name),
+                    *(
+                        [Voted(vote=make_vote(shell.driver.fleet.record.plan, 0, steps - 1))]
+                        if name == NAMES[0]
+                        else []
+                    ),
+                    Leaving(step=steps),
+                    shell.hello(name).model_copy(update={"training": 1}),
+                ),
+                generation=0,
+            ),
+        )
+        for name in NAMES
+    ]
+    for node in ("n0-a", "n1-b"):
+        shell.reconcile(node, *(snapshot for name, snapshot in said if node_of(name) == node))
+    fleet = shell.driver.fleet
+    assert (fleet.training, fleet.trainings[0].steps) == (1, steps)
+    assert set(fleet.members) == set(NAMES)
 
 
 def test_the_newest_checkpoint_is_known_before_anybody_speaks(shell: Shell) -> None:

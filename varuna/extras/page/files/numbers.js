@@ -8,7 +8,7 @@ export function drawNumbers(run) {
   const { status } = run, step = newest(run), total = status.steps && status.steps < 1e8 ? status.steps : 0, left = status.read_only ? null : status.left_s ?? null;
   const done = step ? step[0] + 1 : 0, plan = status.plan, row = run.bands.at(-1);
   const shown = [
-    ["step", step ? done.toLocaleString("en") : "–", total ? `of ${total.toLocaleString("en")} (${percent(done / total)})` : ""],
+    ["step", step ? done.toLocaleString("en") : "–", [total ? `of ${total.toLocaleString("en")} (${percent(done / total)})` : "", status.training > 1 ? `training ${status.training} of the script` : ""].filter(Boolean).join("; ")],
     ["loss", step ? number(step[2], 5) : "–", ""],
     ["examples/s", step ? number(step[3], 3) : "–", status.step_s ? `a step takes ${span(status.step_s)}` : ""],
     ["plan", plan ? spaced(plan.shape, false) : "–", plan ? `stages x replicas; micro-batches of ${plan.micro_batch}` : ""],
