@@ -164,6 +164,7 @@ def open_session(
         membership: decides on generations.
         beginning: first values. Default: the job's own.
         saver: writes checkpoints; without it none is read or written.
+        publisher: publishes the model while it trains, if it is to be published.
         rescue: where it writes them if the job says nothing.
         global_batch: other than the job's.
         measures: offer the membership what the planner should know of this hardware.
