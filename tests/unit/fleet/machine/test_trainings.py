@@ -187,7 +187,7 @@ def test_a_run_that_is_asked_to_stop_begins_no_other_training() -> None:
     refused = [finish.failure for _, finish in sends(driver.done, Finish)]
     assert refused == ["varuna stop; training 2 of the script does not begin"] * 2
     driver.wait(1.5)
-    assert driver.end == EndRun(0, "1 steps done")
+    assert driver.end == EndRun(0, "1 steps done: varuna stop")
 
 
 def test_the_run_ends_when_the_script_ends_after_its_last_training() -> None:
