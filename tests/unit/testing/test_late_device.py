@@ -34,7 +34,7 @@ def alone() -> tuple[float, ...]:
 def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Late:
     """Every worker has a late device."""
     made = Late(getattr(request, "param", traffic_over))
-    monkeypatch.setattr(start, "traffic_of", lambda *_: made())
+    monkeypatch.setattr(start, "traffic_of", lambda *_, **__: made())
     return made
 
 
