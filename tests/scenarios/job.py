@@ -130,7 +130,7 @@ def wired(folder: Path, **arguments: Any) -> varuna.Trainer:
     start, fabric = import_module("varuna.job.start"), wire.Wire()
     streams = late.LateStreams()
     streams.device = wire.own_gpu()
-    vars(start)["traffic_of"] = lambda *_: traffic_over(streams, fabric)
+    vars(start)["traffic_of"] = lambda *_, **__: traffic_over(streams, fabric)
     atexit.register(lambda: (folder / f"wired-{os.getpid()}").write_text(str(len(fabric.made))))
     return varuna.Trainer(**arguments)
 
