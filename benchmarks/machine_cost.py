@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 
-from varuna.core.messages import Beat, FromWorker, Held, Hello, Vote, Voted, to_worker
+from varuna.core.messages import Beat, FromWorker, Hello, StopReport, Vote, Voted, to_worker
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
@@ -121,7 +121,7 @@ class World:
             for rank, name in enumerate(record.grid)
         }
         return self.said(
-            lambda name: Held(
+            lambda name: StopReport(
                 generation=record.generation,
                 next_step=step if name in sections else None,
                 sections=sections.get(name, ()),

@@ -18,7 +18,7 @@ from varuna.core.model import JobFacts
 from varuna.core.saved import ITEM_BYTES
 from varuna.core.sums import MicroBatchLoss, SectionSum, Spans, StoredSum, StoredSums, is_within, numbers_of, union
 from varuna.core.value import Value
-from varuna.process.threads import Crew
+from varuna.process.threads import AbandoningThreadPool
 from varuna.store.base import Store
 
 _MOST_HEADER_BYTES = 64 * 2**20
@@ -130,7 +130,7 @@ def labels_in(store: Store, folder: StepFolder) -> dict[str, SumsLabel | None]:
         except (DamagedCheckpoint, ObjectMissing):  # or it was replaced by a newer one since the listing
             return None
 
-    with Crew(_READERS, "sums") as readers:
+    with AbandoningThreadPool(_READERS, "sums") as readers:
         found = {file: readers.submit(label_of, file) for file in sorted(files)}
         return {file: each.result() for file, each in found.items()}
 

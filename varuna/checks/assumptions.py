@@ -12,11 +12,11 @@ from varuna.core.errors import DataError, ModelError
 from varuna.data.randomness import generator_lock
 from varuna.data.samples import SampleSource
 from varuna.data.sizes import rows_in
-from varuna.engine.stage.guards import Truths, another_way
+from varuna.engine.stage.guards import BranchResults, another_way
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors
 from varuna.partition.batch_weight import completed
 from varuna.partition.capture.capture import LossModule, Recipe
-from varuna.partition.capture.loops import EveryPlace
+from varuna.partition.capture.loops import MaskLoopUnroller
 from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.initial.constructor import Initial
@@ -83,7 +83,7 @@ def _check_truths(
 
 
 def _first_false(graph: PartitionedModel, initial: Initial, batch: Mapping[str, Tensor]) -> str | None:
-    truths, values = Truths(), dict[str, Tensor]()
+    truths, values = BranchResults(), dict[str, Tensor]()
     examples = Examples(completed(graph, batch, initial.buffers), rows_in(batch))
     crossings = {each.name: each for into in graph.split.crossings for each in into}
     for section in graph.sections:
@@ -102,7 +102,7 @@ def _check_loops(recipe: Recipe, initial: Initial, source: SampleSource, count: 
     for position in range(count):
         whole = source.micro_batch([position]).tensors
         for batch in ({key: _cut(value) for key, value in whole.items()}, whole):
-            places = EveryPlace()
+            places = MaskLoopUnroller()
             try:
                 written, visiting = _outcome(losses, batch, None), _outcome(losses, batch, places)
             except Exception:  # noqa: BLE001 - not every model takes a few tokens
@@ -126,7 +126,7 @@ def _cut(value: Tensor) -> Tensor:
     return value[:, :_TOKENS] if value.dim() > 1 else value
 
 
-def _outcome(losses: LossModule, batch: Mapping[str, Tensor], places: EveryPlace | None) -> _Outcome:
+def _outcome(losses: LossModule, batch: Mapping[str, Tensor], places: MaskLoopUnroller | None) -> _Outcome:
     losses.zero_grad()
     with generator_lock, torch.random.fork_rng(devices=[]), SameDraws():  # type: ignore[no-untyped-call]
         with places or nullcontext():

@@ -19,7 +19,7 @@ _IGNORED = -100
 _Signature = tuple[tuple[str, float, float], ...]
 
 
-class Undisturbed(SampleSource):
+class OutsideModesSource(SampleSource):
     """The same samples, also where the draws of computations are under control: a dataset's own are not."""
 
     def __init__(self, source: SampleSource) -> None:

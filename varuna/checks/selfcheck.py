@@ -29,7 +29,7 @@ from varuna.checks.mixing import try_mixing
 from varuna.checks.module_state import changed, marks, plain_values
 from varuna.checks.outcome import Draws, Outcome, Part, in_turn, plainly
 from varuna.checks.proportion import check_proportion
-from varuna.checks.samples import Undisturbed, check_mixed_samples, choose_positions, read_twice
+from varuna.checks.samples import OutsideModesSource, check_mixed_samples, choose_positions, read_twice
 from varuna.checks.shapes_only import look_over
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
@@ -164,7 +164,7 @@ class SelfCheck:
         mixes = self.micro_batch is not None and self.per_micro_batch and may_mix
         if not mixes:
             try_mixing(model, self.recipe, initial, self.source, self.micro_batch, accepted=self.per_micro_batch)
-            check_weighing(model, self.recipe, initial, Undisturbed(self.source), self.weight, fewest)
+            check_weighing(model, self.recipe, initial, OutsideModesSource(self.source), self.weight, fewest)
         for divided in (check.divided(positions) for positions in groups if len(positions) > 1 and extent.divides):
             if isinstance(divided, str):
                 left_out.append(divided)

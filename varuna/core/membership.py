@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from varuna.core.devices import DeviceFacts, DeviceFault
-from varuna.core.messages import Apply, Assign, Beat, Finish, Flag, Held, Shown, ShowRequest, TrainingOver, Vote
+from varuna.core.messages import Apply, Assign, Beat, Finish, Flag, Shown, ShowRequest, StopReport, TrainingOver, Vote
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 
@@ -81,7 +81,7 @@ class Membership(Protocol):
         """The store where members of a generation find each other: ``set``, ``check``, ``get``; keys last for ever."""
         ...
 
-    def held(self, held: Held) -> None:
+    def held(self, held: StopReport) -> None:
         """Answer a hold (or report that the regroup flag stopped this worker)."""
         ...
 

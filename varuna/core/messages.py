@@ -9,7 +9,7 @@ from varuna.core.devices import DeviceFacts, DeviceFault
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
-from varuna.core.sums import HeldSums, RestOfStep
+from varuna.core.sums import HeldSums, StepAssignment
 from varuna.core.times import RankTimeline, RankTimes
 from varuna.core.value import Value
 from varuna.core.vote import StepTotals, Tally
@@ -85,7 +85,7 @@ class Assignment(Value):
         description="of the stage that this worker had in the newest generation that trained: their workers are gone, "
         "and what they have not saved falls to their peers",
     )
-    rest: RestOfStep | None = Field(
+    rest: StepAssignment | None = Field(
         default=None, description="of the first step, if sums of gradients are kept from it"
     )
     copy_to: int | None = Field(
@@ -180,7 +180,7 @@ class HeldCheckpoint(Value):
     sections: tuple[int, ...]
 
 
-class Held(Value):
+class StopReport(Value):
     """The worker stopped generation ``generation`` and says what it holds.
 
     ``next_step`` counts the steps that its parameters contain (None: it has no state); ``sections`` are those that
@@ -313,7 +313,7 @@ Shown = StepShown | ProfilePart
 FromWorker = Annotated[
     Hello
     | Beat
-    | Held
+    | StopReport
     | Voted
     | Offered
     | Sought
@@ -333,7 +333,7 @@ FromWorker = Annotated[
 
 
 class Hold(Value):
-    """Generation ``generation`` is over: stop at the next safe point and answer ``Held``."""
+    """Generation ``generation`` is over: stop at the next safe point and answer ``StopReport``."""
 
     kind: Literal["hold"] = "hold"
     generation: int
@@ -352,7 +352,7 @@ class RaiseFlag(Value):
 
 
 class Apply(Value):
-    """The verdict on the step in flight is COMMIT: apply it with this vote, then answer ``Held`` again."""
+    """The verdict on the step in flight is COMMIT: apply it with this vote, then answer ``StopReport`` again."""
 
     kind: Literal["apply"] = "apply"
     generation: int

@@ -81,7 +81,7 @@ _NOBODY = -1
 """In place of a rank: the sum is in a file."""
 
 
-class SumAt(NamedTuple):
+class SumLocation(NamedTuple):
     """Where a sum of a section is: a rank has its own, and may keep a copy of another rank's; or it is in a file."""
 
     rank: int
@@ -89,11 +89,11 @@ class SumAt(NamedTuple):
     file: str = ""
 
 
-SumsAt = Mapping[SumAt, Spans]
+SumsAt = Mapping[SumLocation, Spans]
 """Sums of one section: what is in each."""
 
 
-def choose(offered: SumsAt, seats: Sequence[int]) -> dict[SumAt, Spans]:
+def choose(offered: SumsAt, seats: Sequence[int]) -> dict[SumLocation, Spans]:
     """Disjoint sums of one section: the largest first, among equals one that need not move, and no copy.
 
     A sum that is reduced over the replicas has all micro-batches, so it is chosen alone.
@@ -102,7 +102,7 @@ def choose(offered: SumsAt, seats: Sequence[int]) -> dict[SumAt, Spans]:
         offered: by place.
         seats: ranks that run the section from now on.
     """
-    chosen: dict[SumAt, Spans] = {}
+    chosen: dict[SumLocation, Spans] = {}
     for at in sorted(offered, key=lambda at: (-count(offered[at]), at.rank not in seats, at.copied, at.rank, at.file)):
         if offered[at] and not any(overlap(offered[at], other) for other in chosen.values()):
             chosen[at] = offered[at]
@@ -132,7 +132,7 @@ class SectionSum(Value):
     micro_batches: Spans
 
 
-class TakenSum(SectionSum):
+class InheritedSum(SectionSum):
     """Part of the sum that a rank goes on from."""
 
     source_rank: int = Field(ge=0, description="who has it: the rank itself, or one that sends it")
@@ -185,22 +185,22 @@ def joined(parts: Sequence[HeldSums]) -> HeldSums | None:
     )
 
 
-class RestOfStep(Value):
+class StepAssignment(Value):
     """What of a broken step a rank does, and what it has already: holds for the first step of a generation."""
 
     work: Spans = Field(description="micro-batches that its replica runs")
-    taken: tuple[TakenSum, ...] = Field(description="sums that it goes on from; others of its own are void")
+    taken: tuple[InheritedSum, ...] = Field(description="sums that it goes on from; others of its own are void")
     kept: tuple[SectionSum, ...] = Field(description="of its sections: what the sums of some replica contain")
     losses: tuple[MicroBatchLoss, ...] = Field(
         default=(), description="for ranks of the last stage: of the micro-batches that do not run again"
     )
 
 
-class Remainder(Value):
+class RemainingWork(Value):
     """What is left to do of a broken step, and from which sums a generation goes on."""
 
     micro_batches: int = Field(ge=1, description="of the step")
-    taken: tuple[tuple[TakenSum, ...], ...] = Field(
+    taken: tuple[tuple[InheritedSum, ...], ...] = Field(
         description="by rank of the grid: the chosen sums, of each section in the order in which they are added"
     )
     work: tuple[Spans, ...] = Field(description="by replica: the micro-batches that run; never none")
@@ -219,7 +219,7 @@ class Remainder(Value):
         """Which micro-batches the chosen sums of a section contain."""
         return union([each.micro_batches for sums in self.taken for each in sums if each.section == section])
 
-    def rest_of(self, plan: Plan, rank: int, losses: Sequence[MicroBatchLoss]) -> RestOfStep | None:
+    def rest_of(self, plan: Plan, rank: int, losses: Sequence[MicroBatchLoss]) -> StepAssignment | None:
         """What one rank is told; None: it is a spare.
 
         Args:
@@ -231,7 +231,7 @@ class Remainder(Value):
             return None
         sections, again = plan.sections_at(rank), set(numbers_of(union(self.work)))
         known = losses if sections.stop == plan.sections else ()
-        return RestOfStep(
+        return StepAssignment(
             work=self.work[plan.place_of(rank).replica],
             taken=self.taken[rank],
             kept=tuple(SectionSum(section=each, micro_batches=self.kept_of(each)) for each in sections),
@@ -247,7 +247,7 @@ def remainder(
     losses: Spans,
     *,
     ends_of: EndsOf | None = None,
-) -> Remainder | None:
+) -> RemainingWork | None:
     """What of a broken step has to run; None: everything, so that no sum is worth keeping.
 
     Args:
@@ -268,14 +268,14 @@ def remainder(
     if count(again) >= micro_batches:
         return None
     taken = _seated(chosen, seats, without(everything, again))
-    return Remainder(micro_batches=micro_batches, taken=taken, work=deal(again, replicas, ends_of))
+    return RemainingWork(micro_batches=micro_batches, taken=taken, work=deal(again, replicas, ends_of))
 
 
 def _seated(
     chosen: Mapping[int, SumsAt], seats: Mapping[int, Sequence[int]], spared: Spans
-) -> tuple[tuple[TakenSum, ...], ...]:
+) -> tuple[tuple[InheritedSum, ...], ...]:
     """By rank, the sums that it goes on from. One moves only if it spares something, to who has got fewest so far."""
-    taken: list[list[TakenSum]] = [[] for _ in range(1 + max(rank for ranks in seats.values() for rank in ranks))]
+    taken: list[list[InheritedSum]] = [[] for _ in range(1 + max(rank for ranks in seats.values() for rank in ranks))]
     arrivals = [0] * len(taken)
     for section, sums in chosen.items():
         for (source, copied, file), spans in sums.items():
@@ -287,12 +287,12 @@ def _seated(
                 arrivals[target] += 1
             reader = target if file else source
             taken[target].append(
-                TakenSum(section=section, micro_batches=spans, source_rank=reader, copied=copied, file=file)
+                InheritedSum(section=section, micro_batches=spans, source_rank=reader, copied=copied, file=file)
             )
     return tuple(map(tuple, taken))
 
 
-def remainder_of_stored(stored: StoredSums | None, plan: Plan, model: ModelFacts) -> Remainder | None:
+def remainder_of_stored(stored: StoredSums | None, plan: Plan, model: ModelFacts) -> RemainingWork | None:
     """What of a step has to run by a plan that begins from its checkpoint; None: everything.
 
     Args:
@@ -303,10 +303,10 @@ def remainder_of_stored(stored: StoredSums | None, plan: Plan, model: ModelFacts
     if stored is None or stored.micro_batch != plan.micro_batch:
         return None
     summed = [section for section, facts in enumerate(model.sections) if facts.summed_bytes]
-    offered: dict[int, dict[SumAt, Spans]] = {section: {} for section in summed}
+    offered: dict[int, dict[SumLocation, Spans]] = {section: {} for section in summed}
     for each in stored.sums:
         if each.section in offered and is_within(each.micro_batches, plan.micro_batches):
-            offered[each.section][SumAt(_NOBODY, file=each.file)] = each.micro_batches
+            offered[each.section][SumLocation(_NOBODY, file=each.file)] = each.micro_batches
     seats = {section: plan.homes_of(section) for section in range(plan.sections)}
     known = spans_of(loss.micro_batch for loss in stored.losses)
     return remainder(plan.micro_batches, plan.replicas, seats, offered, known, ends_of=plan.ends_of)

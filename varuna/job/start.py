@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.io.export import ModelForm
-from varuna.checkpoint.io.frozen import LeftOut
+from varuna.checkpoint.io.frozen import FrozenParameters
 from varuna.checkpoint.published import PublishedFolder
 from varuna.checks.mixing import check_mixing
 from varuna.checks.remembering import check_repeats
@@ -25,7 +25,7 @@ from varuna.engine.device.capacity import device_class
 from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import unit_near
-from varuna.engine.worker.loop_state import LoopState, Turn
+from varuna.engine.worker.loop_state import LoopState, LoopStep
 from varuna.engine.worker.publisher import Publisher
 from varuna.engine.worker.session import Session
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
@@ -57,7 +57,7 @@ class Behind(NamedTuple):
 
     place: str
     """of its checkpoints"""
-    last: Turn | None = None
+    last: LoopStep | None = None
     """step whose turn the loop has not had"""
     is_main: bool = False
     """this worker was rank 0"""
@@ -90,7 +90,7 @@ def begin(spec: JobSpec, n: int, membership: Membership, *, number: int = 0) -> 
     if spec.checkpoints is not None:
         store = open_store(spec.checkpoints.place, upload_bytes_per_s=spec.checkpoints.upload_bytes_per_s)
         check_writable(store)
-        left_out = None if spec.checkpoints.frozen else LeftOut(spec.partitioned.changing)
+        left_out = None if spec.checkpoints.frozen else FrozenParameters(spec.partitioned.changing)
         every = spec.checkpoints.every
         alone_s = ALONE_EVERY_S if every == CHECKPOINTED_EVERY else None
         saver = Snapshotter(store, every, membership.saved, membership.unsaved, alone_s=alone_s, left_out=left_out)
@@ -205,10 +205,10 @@ def open_session(
     )
 
 
-def _in_files(model: PartitionedModel, first: InitialParameters) -> LeftOut | None:
+def _in_files(model: PartitionedModel, first: InitialParameters) -> FrozenParameters | None:
     """Leaves out frozen parameters that every worker can read; None: there are none."""
     frozen = first.stored - model.changing
-    return LeftOut(model.shapes.keys() - frozen) if frozen else None
+    return FrozenParameters(model.shapes.keys() - frozen) if frozen else None
 
 
 def job_facts(

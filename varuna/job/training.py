@@ -9,7 +9,7 @@ from varuna.core.errors import FleetError
 from varuna.core.messages import TrainingOver
 from varuna.data.randomness import generators_kept
 from varuna.engine.worker.generation import Generation
-from varuna.engine.worker.loop_state import Committed, Turn
+from varuna.engine.worker.loop_state import Committed, LoopStep
 from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import ADAPTER
 from varuna.job.looking_back import look_back
@@ -129,5 +129,5 @@ class Training:
         return True
 
     def _unseen(self, over: TrainingOver) -> Behind:
-        last = None if over.last is None else Turn(over.last.step, over.last.totals, over.last.wall_s)
+        last = None if over.last is None else LoopStep(over.last.step, over.last.totals, over.last.wall_s)
         return Behind("", last=last, is_main=over.is_main)

@@ -17,7 +17,7 @@ from varuna.engine.base.wait_bounds import Awaited, Patience
 from varuna.engine.device.host_copies import DONE, HostCopies
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import Packed
-from varuna.engine.links.traffic import Traffic
+from varuna.engine.links.traffic import TransferPaths
 
 _WAIT_S = 60.0
 _TAG = 77
@@ -66,7 +66,7 @@ class Peers:
         self._group.all_reduce(table)
         return float(table.max())
 
-    def messages(self, sizes: Sequence[int], traffic: Traffic) -> tuple[Sized, ...]:
+    def messages(self, sizes: Sequence[int], traffic: TransferPaths) -> tuple[Sized, ...]:
         """One-way times of messages from a neighbour, while as many go the other way.
 
         Even ranks pair with the next; a last one without partner only waits. Pairs meet before each message: after a
@@ -95,7 +95,7 @@ class Peers:
         offset_s = float(fastest[self.rank] - fastest[peer]) / 2
         return tuple(Sized(size, max(0.0, seconds - offset_s)) for size, seconds in raw)
 
-    def _swap_all(self, sizes: Sequence[int], traffic: Traffic) -> list[Sized]:
+    def _swap_all(self, sizes: Sequence[int], traffic: TransferPaths) -> list[Sized]:
         """Swap messages of every size with the neighbour; seconds from the sender's clock to ours."""
         number, place = divmod(self.rank, 2)
         kind = "pair" if traffic.streams is None else "staged"
@@ -160,7 +160,7 @@ class Peers:
         return RingSamples(in_flight=in_flight, ranks=ranks, samples=tuple(samples))
 
 
-def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, traffic: Traffic) -> list[float]:
+def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, traffic: TransferPaths) -> list[float]:
     """Swap messages with ``peer``, one at a time; seconds that each of the peer's took, by both clocks.
 
     The time at which it was sent is written by the host, as digests of samples are. The rest begins and ends on the

@@ -22,7 +22,7 @@ from varuna.core.plan import Plan
 from varuna.engine.base.compute_process import settle
 from varuna.engine.base.transport import connect_store, prefixed
 from varuna.engine.device.capacity import device_bytes, device_class, hardware_name, usable_bytes
-from varuna.engine.links.traffic import Traffic
+from varuna.engine.links.traffic import TransferPaths
 from varuna.engine.worker.session import Session
 from varuna.job.script_runner import take_job
 from varuna.job.spec import JobSpec
@@ -89,7 +89,7 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
     sent_bytes = _message_bytes(facts, largest)
     if peers.size > 1:
         tell("timing messages and all-reduces")
-    messages = peers.messages(sent_bytes, Traffic())
+    messages = peers.messages(sent_bytes, TransferPaths())
     staged = peers.messages(sent_bytes, job.traffic) if job.traffic.streams is not None else ()
     line = peers.line([sent_bytes[0], sent_bytes[-1]])
     rings = peers.rings(_gradient_bytes(facts), job.traffic.sums)

@@ -27,7 +27,6 @@ from varuna.core.messages import (
     Flag,
     Found,
     FromWorker,
-    Held,
     Hello,
     Hold,
     Leaving,
@@ -38,6 +37,7 @@ from varuna.core.messages import (
     Shown,
     ShowRequest,
     ShowStep,
+    StopReport,
     Suspect,
     ToWorker,
     TrainingOver,
@@ -283,7 +283,7 @@ class ManagedMembership:
         self._rendezvous = Rendezvous(generation, self._post)
         return self._rendezvous
 
-    def held(self, held: Held) -> None:
+    def held(self, held: StopReport) -> None:
         """Answer a hold of the manager with what this worker holds."""
         self._post(held)
 

@@ -19,7 +19,7 @@ from varuna.checkpoint.names import checkpoint_place
 from varuna.core.devices import DeviceFacts, DeviceFault, worker_bytes
 from varuna.core.errors import CheckpointError, FleetError, NoPlanError, VarunaError
 from varuna.core.membership import Directive
-from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, Shown, ShowRequest, Vote
+from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Shown, ShowRequest, StopReport, Vote
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
@@ -373,7 +373,7 @@ class StaticMembership:
 
     # -- nobody to tell ----------------------------------------------------------------------------------
 
-    def held(self, held: Held) -> None:
+    def held(self, held: StopReport) -> None:
         """Never asked: nothing ends a generation but the run."""
 
     def voted(self, vote: Vote) -> None:

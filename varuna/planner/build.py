@@ -101,7 +101,7 @@ def made_plan(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Misfit:
+class OutOfMemory:
     """A shape that does not fit."""
 
     shape: Shape
@@ -123,7 +123,7 @@ class Builder:
         """Whether the policy runs stages that keep some sections and recompute others."""
         return self.request.policy == "adaptive"
 
-    def first(self, guess: Guess) -> BuiltPlan | Misfit:
+    def first(self, guess: Guess) -> BuiltPlan | OutOfMemory:
         """The plan of a shape with the in-flight depths that are most often best; shallower ones if it does not fit."""
         likely, shallowest = self.factors[0], min(self.factors)
         for moves in (False, True)[: 1 + self.request.memory_apart]:
@@ -208,7 +208,7 @@ class Builder:
             return None
         return self._bounded(built.shape, starts, self._sizes(sizer, starts), factor, built.stash_moves, built.leans)
 
-    def misfit(self, shape: Shape) -> Misfit:
+    def misfit(self, shape: Shape) -> OutOfMemory:
         """How many bytes a shape lacks, balanced as if there were enough memory."""
         sizer = self.sizer(
             self.wanted_depths(shape, 1), self.request.memory_apart, self.replication(shape), unlimited=True
@@ -222,7 +222,7 @@ class Builder:
         if host_found is not None and max(host_needs) > host_found and (not found or max(needs) <= found):
             needs, found, where = host_needs, host_found, " of host memory"
         worst = max(needs)
-        return Misfit(
+        return OutOfMemory(
             shape=shape,
             reason=f"stage {needs.index(worst)} of P={shape.stages} needs {format_bytes(worst)}{where} but each worker "
             f"has {format_bytes(found)}: {format_bytes(worst - found)} too little",

@@ -137,7 +137,7 @@ def run_request(
     )
 
 
-class Worth(NamedTuple):
+class RankedPlan(NamedTuple):
     """A plan, and what it is worth at a rate of losses."""
 
     plan: Plan
@@ -145,7 +145,7 @@ class Worth(NamedTuple):
     expected: Expected
 
 
-def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool) -> list[Worth]:
+def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool) -> list[RankedPlan]:
     """The fastest plans of the best depths, each with one replica and with two if that is possible, best first.
 
     Args:
@@ -159,7 +159,7 @@ def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool) -> list[
     weighed = []
     for plan, prediction in found.items():
         made = with_copies(plan, request, measured=True) if copies else plan
-        weighed.append(Worth(made, prediction, expected(made, request)))
+        weighed.append(RankedPlan(made, prediction, expected(made, request)))
     return sorted(weighed, key=lambda worth: (-worth.expected.examples_per_s, worth.plan.stages))
 
 

@@ -10,7 +10,7 @@ from varuna.core.dealing import shares_text
 from varuna.core.plan import Copies, Cut, Plan
 from varuna.core.times import StepParts
 from varuna.core.value import Value
-from varuna.planner.asking.ranking import Outpaced, Ranking, Rejection
+from varuna.planner.asking.ranking import PrunedPlan, Ranking, Rejection
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.goodput import expected
 from varuna.planner.line import Line
@@ -82,7 +82,7 @@ class RankingReport(Value):
     objective: str
     losses_per_hour: float = Field(default=0.0, description="of workers; if there are any, the plans are ranked by it")
     plans: tuple[PlanReport, ...] = Field(description="best first")
-    outpaced: tuple[Outpaced, ...]
+    outpaced: tuple[PrunedPlan, ...]
     rejected: tuple[Rejection, ...]
     idle: tuple[str, ...] = Field(default=(), description="why GPUs of a class are left out, if any are")
     line: Line | None = Field(default=None, description="that the best plan needs between VMs, if it was asked")
@@ -145,14 +145,14 @@ def _idle(request: PlanRequest, ranking: Ranking) -> Iterator[str]:
         yield f"{left} of {size.workers} {size.name} idle: {why}"
 
 
-def _outpaced(request: PlanRequest, ranking: Ranking) -> tuple[Outpaced, ...]:
+def _outpaced(request: PlanRequest, ranking: Ranking) -> tuple[PrunedPlan, ...]:
     """Best entry of each depth that is not among the plans shown, by bound."""
     known = {plan.stages for plan in ranking.plans[: request.wanted]}
     slower = [
-        Outpaced(stages=plan.stages, replicas=plan.replicas, micro_batch=plan.micro_batch, at_least_s=plan.step_s)
+        PrunedPlan(stages=plan.stages, replicas=plan.replicas, micro_batch=plan.micro_batch, at_least_s=plan.step_s)
         for plan in ranking.plans[request.wanted :]
     ]
-    best: dict[int, Outpaced] = {}
+    best: dict[int, PrunedPlan] = {}
     for entry in sorted((*slower, *ranking.outpaced), key=attrgetter("at_least_s")):
         if entry.stages not in known:
             best.setdefault(entry.stages, entry)

@@ -7,7 +7,7 @@ from itertools import count
 
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
-from varuna.planner.build import Builder, BuiltPlan, Misfit
+from varuna.planner.build import Builder, BuiltPlan, OutOfMemory
 from varuna.planner.effort import EFFORT, Effort
 from varuna.planner.estimate import Depth, Guess, Guesser, Shape
 from varuna.planner.polish import polished
@@ -24,7 +24,7 @@ class FoundPlan:
     """Plans whose bounds cannot win; one for each shape."""
     guessed: frozenset[Depth]
     """Depths that were not even built for at least one D."""
-    misfits: tuple[Misfit, ...]
+    misfits: tuple[OutOfMemory, ...]
 
 
 def search(
@@ -84,7 +84,7 @@ class _Search:
         self._best: dict[Shape, Simulated] = {}  # by shape
         self._simulated: dict[Shape, Simulated] = {}  # the best that nobody has walked on from
         self._starts: dict[tuple[Shape, bool], _Start] = {}  # the best by shape, and whether it leans
-        self._misfits: list[Misfit] = []
+        self._misfits: list[OutOfMemory] = []
         self._beaten: list[_Entry] = []  # by the best plans so far, in the order of their scores
         self._spent = 0  # forwards simulated
         self._walked = {False: 0, True: 0}  # likewise on walks, from plans that lean or not
@@ -159,7 +159,7 @@ class _Search:
 
     def _build(self, guess: Guess) -> None:
         outcome = self._builders[guess.shape.micro_batch].first(guess)
-        if isinstance(outcome, Misfit):
+        if isinstance(outcome, OutOfMemory):
             self._misfits.append(outcome)
         else:
             self._push(outcome.shape, outcome.promise_s, outcome)

@@ -6,9 +6,9 @@ from functools import partial
 
 from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
-from varuna.planner.asking.ranking import Outpaced, Ranking, Rejection
+from varuna.planner.asking.ranking import PrunedPlan, Ranking, Rejection
 from varuna.planner.asking.request import PlanRequest
-from varuna.planner.build import Builder, Misfit
+from varuna.planner.build import Builder, OutOfMemory
 from varuna.planner.effort import EFFORT, Effort
 from varuna.planner.estimate import Depth, Guesser
 from varuna.planner.micro_batch import candidate_sizes
@@ -127,7 +127,7 @@ def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...], effort: 
     builders: dict[int, Builder] = {}
     guessers: dict[int, Guesser] = {}
     possible: list[Depth] = []
-    misfits: list[Misfit] = []
+    misfits: list[OutOfMemory] = []
     for m in sizes:
         builder = builders[m] = Builder(request, profile(request.calibration, m))
         guesser = guessers[m] = Guesser(request, builder.profile, may_keep=builder.may_keep)
@@ -147,21 +147,21 @@ def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...], effort: 
     return Ranking(
         plans=tuple(best.plan for best in ranked),
         predictions=tuple(best.prediction for best in ranked),
-        outpaced=tuple(Outpaced(**built.shape._asdict(), at_least_s=built.bound_s) for built in found.bounded),
+        outpaced=tuple(PrunedPlan(**built.shape._asdict(), at_least_s=built.bound_s) for built in found.bounded),
         rejected=_rejections([*misfits, *found.misfits, *shallow], fitting | unseen),
     )
 
 
 def _shallow(
     builders: dict[int, Builder], guessers: dict[int, Guesser], guessed: frozenset[Depth], deepest: int
-) -> list[Misfit]:
+) -> list[OutOfMemory]:
     """Rejections of depths below all that fit: the search skipped them, but users ask why they are missing."""
     smallest = min(builders)
-    found: list[Misfit] = []
+    found: list[OutOfMemory] = []
     for stages in sorted(depth.stages for depth in guessed if depth.micro_batch == smallest):
         for guess in guessers[smallest].guesses(stages) if stages < deepest else ():
             outcome = builders[smallest].first(guess)
-            if not isinstance(outcome, Misfit):
+            if not isinstance(outcome, OutOfMemory):
                 return found
             found.append(outcome)
     return found
@@ -187,9 +187,9 @@ def _depths(request: PlanRequest) -> tuple[range, tuple[Rejection, ...]]:
     return range(0), (Rejection(stages=stages, replicas=0, reason=reason),)
 
 
-def _rejections(misfits: list[Misfit], possible: set[int]) -> tuple[Rejection, ...]:
+def _rejections(misfits: list[OutOfMemory], possible: set[int]) -> tuple[Rejection, ...]:
     """For each depth that fits with no m, its closest miss."""
-    closest: dict[int, Misfit] = {}
+    closest: dict[int, OutOfMemory] = {}
     for misfit in misfits:
         stages = misfit.shape.stages
         if stages not in possible and (stages not in closest or misfit.missing_bytes < closest[stages].missing_bytes):

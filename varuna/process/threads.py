@@ -34,7 +34,7 @@ def join_all(bound_s: float) -> None:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
-class Crew:
+class AbandoningThreadPool:
     """A few threads that work through a queue until the ``with`` block ends; waiting work is then dropped.
 
     ``ThreadPoolExecutor`` would hold the process's end up until the last read or write is through, which a bucket that

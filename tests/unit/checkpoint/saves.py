@@ -13,7 +13,7 @@ from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
 from varuna.engine.device.host_copies import CPU_COPIES
-from varuna.process.threads import Crew
+from varuna.process.threads import AbandoningThreadPool
 from varuna.store.base import Store
 
 SECTIONS = 5
@@ -74,7 +74,7 @@ def save_parts(
     """Every rank's own parts, durable; nothing is committed. ``replicas`` that write, default all."""
     states = make_states(step, plan.sections) if states is None else states
     saved = []
-    with Crew(1, "checksums") as beside:
+    with AbandoningThreadPool(1, "checksums") as beside:
         for stage in range(plan.stages):
             for replica in range(plan.replicas) if replicas is None else replicas:
                 held = {section: states[section] for section in plan.first_cut.sections_of(stage)}

@@ -8,7 +8,7 @@ import pytest
 
 from varuna.core.sums import (
     Spans,
-    SumAt,
+    SumLocation,
     choose,
     count,
     deal,
@@ -45,9 +45,9 @@ def test_spans_from_outside_are_looked_at(spans: Spans) -> None:
     assert not is_within(spans, 9)
 
 
-def own(sums: Mapping[int, Spans]) -> dict[SumAt, Spans]:
+def own(sums: Mapping[int, Spans]) -> dict[SumLocation, Spans]:
     """Each rank's own sums."""
-    return {SumAt(rank): spans for rank, spans in sums.items()}
+    return {SumLocation(rank): spans for rank, spans in sums.items()}
 
 
 def test_a_reduced_sum_is_chosen_alone() -> None:
@@ -64,12 +64,14 @@ def test_of_overlapping_sums_the_smaller_is_dropped() -> None:
 
 def test_a_copy_counts_where_the_sum_is_lost_that_it_is_of() -> None:
     """Rank 1 keeps a copy of what rank 0 had, which runs the same section."""
-    copy, mine = SumAt(1, copied=True), SumAt(1)
-    alive: dict[SumAt, Spans] = {SumAt(0): ((0, 4),), mine: ((9, 12),), copy: ((0, 3),)}
-    assert choose(alive, seats=(0, 1)) == {SumAt(0): ((0, 4),), mine: ((9, 12),)}
+    copy, mine = SumLocation(1, copied=True), SumLocation(1)
+    alive: dict[SumLocation, Spans] = {SumLocation(0): ((0, 4),), mine: ((9, 12),), copy: ((0, 3),)}
+    assert choose(alive, seats=(0, 1)) == {SumLocation(0): ((0, 4),), mine: ((9, 12),)}
     dead = {at: spans for at, spans in alive.items() if at.rank}
     assert choose(dead, seats=(1,)) == {mine: ((9, 12),), copy: ((0, 3),)}
-    assert choose({SumAt(0): ((0, 4),), copy: ((0, 4),)}, seats=(0, 1)) == {SumAt(0): ((0, 4),)}, "as old as its own"
+    assert choose({SumLocation(0): ((0, 4),), copy: ((0, 4),)}, seats=(0, 1)) == {SumLocation(0): ((0, 4),)}, (
+        "as old as its own"
+    )
     found = remainder(12, 1, {0: [1]}, {0: dead}, losses=((0, 12),))
     assert found is not None
     assert found.work == (((3, 9),),)
@@ -158,7 +160,7 @@ class Worker:
         self.sent: dict[int, list[int]] = {section: [] for section in sections}
         """what its keeper has of them"""
 
-    def held(self, at: SumAt, section: int, owners: Mapping["Worker", "Worker"]) -> list[int]:
+    def held(self, at: SumLocation, section: int, owners: Mapping["Worker", "Worker"]) -> list[int]:
         """A sum that it has: its own, or what the one that it keeps copies of has sent."""
         return owners[self].sent[section] if at.copied else self.sums[section]
 
@@ -181,7 +183,7 @@ def test_each_micro_batch_is_added_exactly_once_whatever_dies() -> None:
                 stages if choices.random() < 0.7 else choices.choice([1, 2, 4]),
             )
             old, grid = grid, _grid(replicas, stages, sections)
-            offered: dict[int, dict[SumAt, Spans]] = {section: {} for section in range(sections)}
+            offered: dict[int, dict[SumLocation, Spans]] = {section: {} for section in range(sections)}
             shift = choices.randrange(len(old))
             owners = {keeper: old[number - shift] for number, keeper in enumerate(old)} if shift else {}
             survivors = choices.sample(old, max(1, len(old) - 1))
@@ -190,9 +192,9 @@ def test_each_micro_batch_is_added_exactly_once_whatever_dies() -> None:
             sources = dict(zip(ranks, survivors, strict=True))
             moves = choices.random() < 0.5
             for rank, source in sources.items():
-                here = {SumAt(rank): source.sums}
+                here = {SumLocation(rank): source.sums}
                 if source in owners:
-                    here[SumAt(rank, copied=True)] = owners[source].sent
+                    here[SumLocation(rank, copied=True)] = owners[source].sent
                 for at, section in ((at, section) for at, sums in here.items() for section in sums):
                     if moves or (rank < len(grid) and section in grid[rank].sums):
                         offered[section][at] = spans_of(here[at][section])
@@ -212,7 +214,7 @@ def test_each_micro_batch_is_added_exactly_once_whatever_dies() -> None:
             for rank, sums in enumerate(found.taken):
                 for each in sums:
                     source = sources[each.source_rank]
-                    held = source.held(SumAt(rank, each.copied), each.section, owners)
+                    held = source.held(SumLocation(rank, each.copied), each.section, owners)
                     assert each.source_rank == rank or rank in seats[each.section]
                     assert each.micro_batches == spans_of(held)
                     grid[rank].sums[each.section] += held

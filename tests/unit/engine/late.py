@@ -19,7 +19,7 @@ from torch import Tensor
 from varuna.core.devices import DeviceFacts
 from varuna.engine.device.host_copies import DONE, Ready, StreamCopies
 from varuna.engine.device.streams import Event
-from varuna.engine.links.traffic import Traffic, traffic_over
+from varuna.engine.links.traffic import TransferPaths, traffic_over
 
 _running = threading.RLock()
 
@@ -179,10 +179,10 @@ class Rash(StreamCopies):
 class Late:
     """Gives every rank late streams, and remembers them."""
 
-    def __init__(self, over: Callable[[LateStreams], Traffic] = traffic_over) -> None:
+    def __init__(self, over: Callable[[LateStreams], TransferPaths] = traffic_over) -> None:
         self.made: list[LateStreams] = []
         self._over = over
 
-    def __call__(self) -> Traffic:
+    def __call__(self) -> TransferPaths:
         self.made.append(LateStreams())
         return self._over(self.made[-1])

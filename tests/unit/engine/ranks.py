@@ -24,7 +24,7 @@ from varuna.data.samples import SampleSource
 from varuna.engine.base.transport import Group, local_store
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.graphs.compiled import Compiler
-from varuna.engine.links.traffic import Traffic, traffic_of
+from varuna.engine.links.traffic import TransferPaths, traffic_of
 from varuna.engine.pipeline.timeline import StepTimes
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import DTYPES, cast
@@ -97,7 +97,7 @@ class Setup:
     offload: bool = False
     rounds: bool = False
     device: str = "cpu"
-    traffic: Callable[[], Traffic] | None = None
+    traffic: Callable[[], TransferPaths] | None = None
     """of each rank; the device's by default"""
     share: bool = False
     patience: Patience | None = None

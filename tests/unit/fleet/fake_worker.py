@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from tests.unit.fleet.support import make_job, make_vote
-from varuna.core.messages import Apply, Assign, Assignment, Beat, Finish, Held, TrainingOver
+from varuna.core.messages import Apply, Assign, Assignment, Beat, Finish, StopReport, TrainingOver
 from varuna.membership.managed import ManagedMembership, from_environment
 
 
@@ -47,7 +47,7 @@ class FakeWorker:
         votes = (make_vote(plan, generation, next_step - 1),) if next_step > self.assignment.next_step else ()
         sections = () if self.assignment.is_spare else tuple(plan.first_cut.sections_of(plan.place_of(rank).stage))
         self.member.held(
-            Held(
+            StopReport(
                 generation=generation,
                 next_step=None if self.assignment.is_spare else next_step,
                 sections=sections,

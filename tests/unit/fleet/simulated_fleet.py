@@ -17,11 +17,11 @@ from varuna.core.messages import (
     Beat,
     Finish,
     FromWorker,
-    Held,
     Hold,
     Leaving,
     RaiseFlag,
     Recorded,
+    StopReport,
     ToWorker,
     TrainingOver,
     Vote,
@@ -53,7 +53,7 @@ from varuna.fleet.state.phases import Running
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationStarted, StepRecorded
 from varuna.fleet.state.stutter import SLOW_RATIO
-from varuna.fleet.state.worker import Standing
+from varuna.fleet.state.worker import WorkerStatus
 
 SECTIONS, STEPS = 4, 400
 
@@ -153,7 +153,7 @@ class SimulatedWorker:
     def report(self) -> None:
         unrecorded = tuple(vote for vote in self.votes if vote.step > self.recorded_step)
         self.say(
-            Held(
+            StopReport(
                 generation=self.generation,
                 next_step=self.next_step,
                 sections=tuple(sorted(self.sections)),
@@ -297,7 +297,7 @@ class SimulatedFleet:
 
     def hello(self, worker: SimulatedWorker) -> None:
         known = self.driver.fleet.workers.get(worker.name)
-        if worker.alive and known is not None and known.standing is Standing.STARTING:
+        if worker.alive and known is not None and known.standing is WorkerStatus.STARTING:
             hello = self.driver.hello_of(worker.name)
             worker.record.hear(hello)
             self.feed(MessageReceived(worker.name, hello))

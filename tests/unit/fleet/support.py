@@ -13,9 +13,9 @@ from varuna.core.messages import (
     Assignment,
     Beat,
     FromWorker,
-    Held,
     Hello,
     Leaving,
+    StopReport,
     Suspect,
     Vote,
     Voted,
@@ -259,7 +259,7 @@ class Driver:
         sections = self.seat_sections(worker) if next_step is not None else ()
         return self.say(
             worker,
-            Held(generation=self.fleet.generation, next_step=next_step, sections=sections, votes=votes),
+            StopReport(generation=self.fleet.generation, next_step=next_step, sections=sections, votes=votes),
         )
 
     def seat_sections(self, worker: str) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from varuna.fleet.state.inputs import MessageReceived, NodeHeard, NodeParted, Ti
 from varuna.fleet.state.outputs import Instruction, Kill
 from varuna.fleet.state.phases import Ended, Running
 from varuna.fleet.state.run_events import WorkerLost
-from varuna.fleet.state.worker import Standing
+from varuna.fleet.state.worker import WorkerStatus
 
 TICK_S = 0.2
 STALLED_S = 15.0  # after so long a manager drops a connection
@@ -181,7 +181,7 @@ class Wired(SimulatedFleet):
         assert fleet.recorded_step >= 0
         newest = max(w.next_step or 0 for w in self.workers.values() if w.alive)
         assert newest - fleet.recorded_step <= 2
-        assert not any(worker.standing is Standing.ASIDE for worker in fleet.workers.values())
+        assert not any(worker.standing is WorkerStatus.UNREACHABLE for worker in fleet.workers.values())
         assert {worker.node for worker in fleet.workers.values()} == set(self.nodes)
         alive = {name for name, worker in self.workers.items() if worker.alive}
         assert alive == set(fleet.workers), "who lives belongs to the run, and who does not, does not"
@@ -276,7 +276,7 @@ def test_the_rules_end_after_passes_that_workers_and_phases_bound(seed: int, mon
             under_way[:], workers = [transition], len(transition.fleet.workers)
             passes.append(0)
         passes[-1] += 1
-        assert passes[-1] <= 1 + 2 * (workers * len(Standing) + 5)
+        assert passes[-1] <= 1 + 2 * (workers * len(WorkerStatus) + 5)
         expire(transition)  # the first rule
 
     monkeypatch.setattr(advance, "expire", count)

@@ -21,7 +21,7 @@ from varuna.engine.base.transport import local_store
 from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.links import Sender
 from varuna.engine.links.message import Packed
-from varuna.engine.links.traffic import Traffic, traffic_over
+from varuna.engine.links.traffic import TransferPaths, traffic_over
 from varuna.measure.network import Peers, Repeats
 from varuna.measure.pilot import PilotTimes, pilot_plan, pilot_steps
 from varuna.measure.worker import least_memory, rehearsed_size
@@ -122,7 +122,7 @@ def test_no_message_leaves_before_both_have_those_before_it(monkeypatch: pytest.
 
 
 def _measure_messages(store: Any, rank: int) -> None:
-    Peers(store, rank, 2, "127.0.0.1").messages((64,), Traffic())
+    Peers(store, rank, 2, "127.0.0.1").messages((64,), TransferPaths())
 
 
 def test_messages_and_rings_are_measured_between_real_ranks() -> None:
@@ -134,7 +134,7 @@ def test_messages_and_rings_are_measured_between_real_ranks() -> None:
     def measure(rank: int) -> None:
         peers = Peers(store, rank, 3, "127.0.0.1")
         assert peers.agree(float(rank)) == 2.0
-        messages[rank] = peers.messages((64, 4096), Traffic())
+        messages[rank] = peers.messages((64, 4096), TransferPaths())
         lines[rank] = peers.line((64, 4096))
         rings[rank] = peers.rings((64, 4096), HostCopies())
 

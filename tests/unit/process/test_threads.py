@@ -7,11 +7,11 @@ from concurrent.futures import Future
 
 import pytest
 
-from varuna.process.threads import Crew
+from varuna.process.threads import AbandoningThreadPool
 
 
 def test_a_crew_gives_results_and_errors_to_whoever_asks() -> None:
-    with Crew(2, "test") as crew:
+    with AbandoningThreadPool(2, "test") as crew:
         futures = [crew.submit(divmod, 7, number) for number in (2, 0)]
         assert futures[0].result(5) == (3, 1)
         with pytest.raises(ZeroDivisionError):
@@ -28,7 +28,7 @@ def test_what_waits_when_the_block_ends_is_dropped_and_what_runs_is_waited_for()
         done.append(1)
 
     def fail() -> None:
-        with Crew(1, "test") as crew:
+        with AbandoningThreadPool(1, "test") as crew:
             crew.submit(first)
             dropped.append(crew.submit(done.append, 2))
             begun.wait(5)

@@ -20,7 +20,7 @@ from varuna.engine.copies import sending
 from varuna.engine.copies.keeping import KeptCopy
 from varuna.engine.copies.sending import CopiedStage, CopySender
 from varuna.engine.stage.stage import Stage
-from varuna.engine.stage.sums import Begun, Sums
+from varuna.engine.stage.sums import ResumedStep, Sums
 from varuna.engine.worker import generation
 from varuna.schedule.copy_pace import SumsPace
 from varuna.testing import run
@@ -321,7 +321,7 @@ def test_what_a_generation_goes_on_from_is_copied_at_once(
     watched, begun = watch(-1), list[frozenset[int]]()
     begin = Sums.__init__
 
-    def begins(sums: Sums, buckets: Any, plan: Plan, inherited: Begun | None, **rest: Any) -> None:
+    def begins(sums: Sums, buckets: Any, plan: Plan, inherited: ResumedStep | None, **rest: Any) -> None:
         begin(sums, buckets, plan, inherited, **rest)
         if inherited is not None and inherited.rest.taken and 0 in {each.source_rank for each in inherited.rest.taken}:
             begun.append(frozenset(numbers_of(inherited.rest.taken[0].micro_batches)))

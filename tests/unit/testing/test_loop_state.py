@@ -12,7 +12,7 @@ from tests.unit.engine.plain import train_plainly
 from tests.unit.engine.ranks import Setup
 from tests.unit.testing.work import CAPTURES
 from varuna.core.errors import UsageError, VarunaError, WorkerError
-from varuna.engine.worker.loop_state import LARGEST_BYTES, LoopState, Turn
+from varuna.engine.worker.loop_state import LARGEST_BYTES, LoopState, LoopStep
 from varuna.testing import FailingStore, fail_at, run
 
 STEPS = 6
@@ -199,9 +199,9 @@ def test_a_step_whose_turn_is_missing_is_owed_to_the_loop() -> None:
     kept: dict[Any, Any] = {"n": 1}
     loop = LoopState({"a": kept})
     loop.told(2)
-    saved = loop.saved(Turn(3, totals, 0.5))
+    saved = loop.saved(LoopStep(3, totals, 0.5))
     other = LoopState({"a": {}})
     other.resume(saved, 4)
-    assert other.owed == (Turn(3, totals, 0.5),)
+    assert other.owed == (LoopStep(3, totals, 0.5),)
     assert other.turns == 3
-    assert LoopState().saved(Turn(3, totals, 0.5)) is None
+    assert LoopState().saved(LoopStep(3, totals, 0.5)) is None

@@ -168,7 +168,7 @@ def test_votes_stop_waiting_for_copies_that_never_come_in_time(
 ) -> None:
     offer = wire.offer
 
-    def late(line: wire.Line, kind: wire.CopyKind, *rest: Any) -> wire.Opening | None:
+    def late(line: wire.Line, kind: wire.CopyKind, *rest: Any) -> wire.CopyHeader | None:
         time.sleep(0.3 if kind is wire.CopyKind.LAST else 0.0)  # votes wait for 0.2
         return offer(line, kind, *rest)
 

@@ -12,7 +12,7 @@ from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw
 from tests.unit.engine.ranks import Setup
 from tests.unit.engine.test_adapters import Adapted
 from varuna.checkpoint.io.export import export_checkpoint
-from varuna.checkpoint.io.frozen import LeftOut
+from varuna.checkpoint.io.frozen import FrozenParameters
 from varuna.checkpoint.manifest import read_manifest
 from varuna.core.errors import CheckpointError, UsageError
 from varuna.core.model import JobFacts
@@ -40,7 +40,12 @@ def setup(directory: str | None = None) -> Setup:
 
 
 def train(
-    job: Setup, stages: int, replicas: int, steps: int, place: str | None = None, left_out: LeftOut | None = None
+    job: Setup,
+    stages: int,
+    replicas: int,
+    steps: int,
+    place: str | None = None,
+    left_out: FrozenParameters | None = None,
 ) -> Losses:
     """Losses and norms of the steps that were run, on one thread per rank, with a checkpoint at the end."""
 
@@ -98,7 +103,7 @@ def test_frozen_parameters_are_left_out_and_come_from_where_the_run_began(tmp_pa
         return Setup(build=Adapted, directory=directory, seed=seed)
 
     job = adapted(place)
-    left_out = LeftOut(job.model.trainable)
+    left_out = FrozenParameters(job.model.trainable)
     undisturbed = train(adapted(), 2, 2, 4)
     first = train(job, 2, 2, 2, place, left_out)
     second = train(adapted(place), 2, 2, 3, place, left_out)
@@ -127,7 +132,7 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
 
     place = str(tmp_path)
     job = Setup(build=Adapted, directory=place)
-    train(job, 1, 1, 1, place, LeftOut(job.model.trainable))
+    train(job, 1, 1, 1, place, FrozenParameters(job.model.trainable))
     with pytest.raises(CheckpointError, match=r"the frozen ones .* are others .*: embed\.weight\. Begin from"):
         train(Setup(build=Rescaled, directory=place), 1, 1, 2, place)
 

@@ -17,7 +17,7 @@ FROZEN = "frozen/"
 _NAMED = 3
 
 
-class LeftOut:
+class FrozenParameters:
     """Leaves frozen parameters out of states that are saved or sent; each is read once, for its checksum."""
 
     def __init__(self, kept: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from varuna.checkpoint.manifest import Manifest, mark_damaged
 from varuna.checkpoint.reading import Target, batches, check_header, read
 from varuna.core.errors import DamagedCheckpoint
 from varuna.core.saved import Piece, SavedShard
-from varuna.process.threads import Crew
+from varuna.process.threads import AbandoningThreadPool
 from varuna.store.base import Store
 
 _READERS = 4
@@ -43,7 +43,7 @@ def read_states(store: Store, manifest: Manifest, wanted: Mapping[int, Wanted]) 
             scalars = json.loads(shard.scalars)
             state.scalars.update({name: value for name, value in scalars.items() if is_wanted(name)})
     try:
-        with Crew(_READERS, "restore") as readers:
+        with AbandoningThreadPool(_READERS, "restore") as readers:
             for done in [readers.submit(read, store, shard, batch) for shard, batch in work]:
                 done.result()
     except DamagedCheckpoint as error:

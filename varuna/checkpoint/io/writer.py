@@ -11,7 +11,7 @@ from varuna.checkpoint.io.snapshot import Copied
 from varuna.checkpoint.names import shard_file, step_folder
 from varuna.core.errors import CheckpointError
 from varuna.core.saved import SavedShard
-from varuna.process.threads import Crew, start
+from varuna.process.threads import AbandoningThreadPool, start
 from varuna.store.base import Store
 from varuna.store.retry import writer_id
 
@@ -119,7 +119,7 @@ class BackgroundWriter:
     def _write(self, save: _Save) -> None:
         try:
             save.ready()
-            with Crew(1, "checksums") as beside, Crew(_AT_ONCE, "shards") as crew:
+            with AbandoningThreadPool(1, "checksums") as beside, AbandoningThreadPool(_AT_ONCE, "shards") as crew:
                 writes = [
                     crew.submit(write_part, self._store, save.step, copied, self._writer, beside)
                     for copied in save.parts
@@ -131,7 +131,7 @@ class BackgroundWriter:
                 self._saves -= 1
 
 
-def write_part(store: Store, step: int, copied: Copied, writer: str, beside: Crew) -> SavedShard:
+def write_part(store: Store, step: int, copied: Copied, writer: str, beside: AbandoningThreadPool) -> SavedShard:
     """Write a part's file durably; its checksums are computed on another thread meanwhile.
 
     Args:

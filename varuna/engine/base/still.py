@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Still:
+class StateGate:
     """Guards the state of one stage in one generation; the training thread changes it, others read.
 
     A read holds an update up, so it must be short.

@@ -87,7 +87,7 @@ class StateSender:
                     self._send(each)
             for target in dict.fromkeys(each.transfer.target_rank for each in self._sent):
                 wire.await_answer(self._line(target))  # what is on its way needs the group
-        except wire.OtherIsGone:
+        except wire.PeerLost:
             return  # other links say which
         self._then()
 
@@ -190,7 +190,7 @@ class StateReceiver:
 
         wire.answer(line, yes=True)
         if not wire.receive_parts(line, opening, write):
-            raise wire.OtherIsGone("it was broken off")
+            raise wire.PeerLost("it was broken off")
         with self._lock:
             if not self._closed:
                 self._take(layout.state_in(memory))

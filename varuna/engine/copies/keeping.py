@@ -11,7 +11,7 @@ from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.sums import HeldSums
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
-from varuna.engine.base.still import Still
+from varuna.engine.base.still import StateGate
 from varuna.engine.base.transport import Group
 from varuna.engine.copies import wire
 from varuna.engine.copies.layout import Body, SectionLayout, from_bytes
@@ -29,7 +29,7 @@ class CopiedSums(NamedTuple):
     values: Tensor
 
 
-class WholeStep(NamedTuple):
+class RecoverableStep(NamedTuple):
     """The state of a step, and all that its update reads beside the vote."""
 
     step: int
@@ -58,7 +58,7 @@ class KeptCopy:
         self._layouts: Sequence[SectionLayout] = ()
         self._sums: dict[int, CopiedSums] = {}  # by section
         self._totals: dict[str, Tensor] | None = None  # once the sums are those of a whole step
-        self._before: tuple[WholeStep, dict[int, Tensor]] | None = None  # and the memory of its states
+        self._before: tuple[RecoverableStep, dict[int, Tensor]] | None = None  # and the memory of its states
         self._free: dict[int, Tensor] = {}  # memory of states, by section
         self._spares: list[Tensor] = []  # memory of sums that were replaced, or are of a step that is over
 
@@ -88,9 +88,9 @@ class KeptCopy:
             self._drop_sums()
         self._memories, self._totals = {}, None
 
-    def _whole(self, totals: dict[str, Tensor]) -> WholeStep:
+    def _whole(self, totals: dict[str, Tensor]) -> RecoverableStep:
         assert self._step is not None
-        return WholeStep(self._step, self._states(), self._sums, totals)
+        return RecoverableStep(self._step, self._states(), self._sums, totals)
 
     def _states(self) -> dict[int, SectionState]:
         return {layout.section: layout.state_in(self._memories[layout.section]) for layout in self._layouts}
@@ -163,7 +163,7 @@ class KeptCopy:
             self._sealed = True
             return self._states() if step is not None and self._step == step else {}
 
-    def update_left(self, step: int | None) -> WholeStep | None:
+    def update_left(self, step: int | None) -> RecoverableStep | None:
         """What makes the states of ``step`` once the update before it is made again; None: nothing, or they are there.
 
         Once it is sealed.
@@ -199,7 +199,7 @@ class CopyKeeper:
         *,
         sums_alone: bool,
         inbox: Inbox,
-        still: Still,
+        still: StateGate,
         rank: int,
         stage: int,
     ) -> None:
@@ -232,17 +232,17 @@ class CopyKeeper:
                     self._keep_last(opening, from_bytes(header))
                 else:
                     self._keep_state(opening, from_bytes(header))
-        except wire.OtherIsGone:
+        except wire.PeerLost:
             return
 
-    def _keep_state(self, opening: wire.Opening, layouts: Sequence[SectionLayout]) -> None:
+    def _keep_state(self, opening: wire.CopyHeader, layouts: Sequence[SectionLayout]) -> None:
         body = self._copy.begin(opening.step, layouts)
         wire.answer(self._line, yes=body is not None)
         if body is not None and wire.receive_parts(self._line, opening, body.write):
             with span("kept", **self._where, step=opening.step):
                 self._copy.complete(opening.step, layouts)
 
-    def _keep_last(self, opening: wire.Opening, layouts: Sequence[SectionLayout]) -> None:
+    def _keep_last(self, opening: wire.CopyHeader, layouts: Sequence[SectionLayout]) -> None:
         memories = [torch.empty(layout.size_bytes, dtype=torch.uint8) for layout in layouts]
         wire.answer(self._line, yes=True)
         if wire.receive_parts(self._line, opening, Body.of_memory(memories).write):
@@ -253,7 +253,7 @@ class CopyKeeper:
                 self._copy.complete_step(opening.step, totals)
             wire.answer(self._line, yes=True)
 
-    def _keep_sum(self, opening: wire.Opening, held: HeldSums) -> None:
+    def _keep_sum(self, opening: wire.CopyHeader, held: HeldSums) -> None:
         if self._sums_alone:
             self._copy.turn_to(opening.step)
         values = self._copy.begin_sum(opening.step, opening.body_bytes)

@@ -12,17 +12,17 @@ from varuna.core.errors import LinkError
 from varuna.core.messages import Assignment, Vote
 from varuna.core.model import Memory
 from varuna.core.plan import Plan
-from varuna.core.sums import RestOfStep
-from varuna.engine.copies.keeping import WholeStep
+from varuna.core.sums import StepAssignment
+from varuna.engine.copies.keeping import RecoverableStep
 from varuna.engine.device.host_copies import HOST
-from varuna.engine.links.traffic import Traffic
+from varuna.engine.links.traffic import TransferPaths
 from varuna.engine.pipeline.apply import apply_vote
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.stage import Stage
-from varuna.engine.stage.sums import Begun
+from varuna.engine.stage.sums import ResumedStep
 
 
-def can_be_made(job: Job, plan: Plan, left: WholeStep, vote: Vote) -> bool:
+def can_be_made(job: Job, plan: Plan, left: RecoverableStep, vote: Vote) -> bool:
     """Whether the update of a step can be made again from what is left of it, and its vote."""
     everything = ((0, plan.micro_batches),)
     trained = [each for each in left.states if not job.model.trainable.isdisjoint(job.model.sections[each].parameters)]
@@ -30,7 +30,7 @@ def can_be_made(job: Job, plan: Plan, left: WholeStep, vote: Vote) -> bool:
     return vote.is_whole and vote.step == left.step and all(held.get(section) == everything for section in trained)
 
 
-def made_again(job: Job, plan: Plan, owner: int, left: WholeStep, vote: Vote) -> dict[int, SectionState]:
+def made_again(job: Job, plan: Plan, owner: int, left: RecoverableStep, vote: Vote) -> dict[int, SectionState]:
     """The states after a step's update, by section; the memory of those before is taken over.
 
     Args:
@@ -45,10 +45,10 @@ def made_again(job: Job, plan: Plan, owner: int, left: WholeStep, vote: Vote) ->
     """
     place = plan.place_of(owner)
     # On the device there may be room for the stage of one rank only.
-    here = replace(job, device=HOST, traffic=Traffic(), compiler=None, memory=Memory())
+    here = replace(job, device=HOST, traffic=TransferPaths(), compiler=None, memory=Memory())
     flats = {section: copied.values for section, copied in left.sums.items()}
     states = {section: with_stand_ins(state, job.model.shapes) for section, state in left.states.items()}
-    begun = Begun(RestOfStep(work=(), taken=(), kept=()), flats)
+    begun = ResumedStep(StepAssignment(work=(), taken=(), kept=()), flats)
     try:
         stage = Stage(here, plan, place.stage, states, left.step, replica=place.replica, begun=begun)
         for name, total in left.totals.items():

@@ -321,7 +321,7 @@ class CheckpointCopies:
                     if self._send(line, made):
                         with self._changed:
                             self._there = made.step
-        except wire.OtherIsGone:
+        except wire.PeerLost:
             return
         except (CheckpointError, RuntimeError) as error:
             warn(f"the state of rank {self._where['rank']} has no copy on another worker: {error}")
@@ -365,5 +365,5 @@ class CheckpointCopies:
                     with span("kept", **self._where, step=opening.step):
                         is_there = self._memory.complete_others(self._generation, opening.step)
                     wire.answer(line, yes=is_there)
-        except wire.OtherIsGone:
+        except wire.PeerLost:
             return

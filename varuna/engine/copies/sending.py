@@ -19,7 +19,7 @@ from varuna.core.sums import HeldSums, SectionSum, Spans
 from varuna.core.units import format_bytes
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
-from varuna.engine.base.still import Still
+from varuna.engine.base.still import StateGate
 from varuna.engine.base.transport import Group
 from varuna.engine.copies import wire
 from varuna.engine.copies.layout import Body, SectionLayout, as_bytes
@@ -49,7 +49,7 @@ States = Callable[[], Mapping[int, SectionState]]
 class CopiedStage(NamedTuple):
     """What is copied of a stage."""
 
-    still: Still
+    still: StateGate
     """says when the state rests"""
     states: States | None
     """of all its sections, as references; None: other ranks hold them"""
@@ -116,7 +116,7 @@ class CopySender:
             step, begin_s, self._step_s = next_step, now_s, now_s - begin_s
             try:
                 self._copy_sums(step, stage, begin_s)
-            except wire.OtherIsGone:
+            except wire.PeerLost:
                 return
             except RuntimeError as error:
                 warn(f"the sums of rank {self._where['rank']} have no copy on another worker: {error}")
@@ -141,7 +141,7 @@ class CopySender:
                         self._there, self._begin_s = step, begin_s
                     self._copy_sums(step, stage, begin_s)
                     self._copy_last(step, stage)
-            except wire.OtherIsGone:
+            except wire.PeerLost:
                 return
             except (CheckpointError, RuntimeError) as error:
                 warn(f"the state of rank {self._where['rank']} has no copy on another worker: {error}")

@@ -31,7 +31,7 @@ SMALL_PART_BYTES = 2**20 - WORD_BYTES
 """In short steps: the training's messages wait behind a part, 8 ms at 1 Gb/s."""
 
 
-class OtherIsGone(Exception):
+class PeerLost(Exception):
     """The other rank is gone, or the generation has ended; other links say which."""
 
 
@@ -53,7 +53,7 @@ class Line(NamedTuple):
     tag: int = TAG
 
 
-class Opening(NamedTuple):
+class CopyHeader(NamedTuple):
     """What a copy begins with."""
 
     kind: int
@@ -65,7 +65,7 @@ class Opening(NamedTuple):
 
 def offer(
     line: Line, kind: CopyKind, step: int, header: bytes, body_bytes: int, part_bytes: int | None = None
-) -> Opening | None:
+) -> CopyHeader | None:
     """Announce a copy, which goes in parts of ``part_bytes`` (None: large ones); None if the keeper does not take it.
 
     Raises:
@@ -74,7 +74,7 @@ def offer(
     words = max(
         1, -(-min(part_bytes or PART_BYTES, body_bytes) // WORD_BYTES)
     )  # whole ones: another word follows each part
-    opening = Opening(kind, step, len(header), body_bytes, words * WORD_BYTES)
+    opening = CopyHeader(kind, step, len(header), body_bytes, words * WORD_BYTES)
     _send(line, torch.tensor(opening, dtype=torch.int64))
     _send(line, torch.frombuffer(bytearray(header), dtype=torch.uint8))
     return opening if await_answer(line) else None
@@ -82,7 +82,7 @@ def offer(
 
 def send_parts(
     line: Line,
-    opening: Opening,
+    opening: CopyHeader,
     fill: Callable[[int, Tensor], bool],
     pause: Callable[[float], object],
     copies: HostCopies = CPU_COPIES,
@@ -112,14 +112,14 @@ def send_parts(
     return True
 
 
-def next_offer(line: Line) -> tuple[Opening, bytes]:
+def next_offer(line: Line) -> tuple[CopyHeader, bytes]:
     """Wait for the next copy that is announced, and its header.
 
     Raises:
         OtherIsGone: the owner.
     """
-    message = _receive(line, len(Opening._fields) * WORD_BYTES)
-    opening = Opening(*message.view(torch.int64).tolist())
+    message = _receive(line, len(CopyHeader._fields) * WORD_BYTES)
+    opening = CopyHeader(*message.view(torch.int64).tolist())
     return opening, _receive(line, opening.header_bytes).numpy().tobytes()
 
 
@@ -141,7 +141,7 @@ def await_answer(line: Line) -> bool:
     return bool(_receive(line._replace(tag=line.tag + 1), WORD_BYTES).view(torch.int64).item())
 
 
-def receive_parts(line: Line, opening: Opening, write: Callable[[int, Tensor], None]) -> bool:
+def receive_parts(line: Line, opening: CopyHeader, write: Callable[[int, Tensor], None]) -> bool:
     """Receive the body; False if it was broken off.
 
     Raises:
@@ -155,7 +155,7 @@ def receive_parts(line: Line, opening: Opening, write: Callable[[int, Tensor], N
     return True
 
 
-def _firsts(opening: Opening) -> Iterator[int]:
+def _firsts(opening: CopyHeader) -> Iterator[int]:
     return iter(range(0, max(1, opening.body_bytes), opening.part_bytes))
 
 
@@ -175,4 +175,4 @@ def _noticing_the_end() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise OtherIsGone(str(error)) from error
+        raise PeerLost(str(error)) from error

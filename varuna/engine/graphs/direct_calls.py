@@ -18,7 +18,7 @@ _aten: Any = torch.ops.aten
 _functional = torch.nn.functional
 
 
-class Direct(NamedTuple):
+class GpuLinks(NamedTuple):
     """What is called in an operator's place."""
 
     call: Callable[..., Any] | str
@@ -27,37 +27,37 @@ class Direct(NamedTuple):
     """so many positional arguments at most mean the same"""
 
 
-DIRECT: dict[Any, Direct] = {
-    _aten.add.Tensor: Direct(torch.add, 2),
-    _aten.sub.Tensor: Direct(torch.sub, 2),
-    _aten.mul.Tensor: Direct(torch.mul, 2),
-    _aten.div.Tensor: Direct(torch.div, 2),
-    _aten.pow.Tensor_Scalar: Direct(torch.pow, 2),
-    _aten.neg.default: Direct(torch.neg, 1),
-    _aten.rsqrt.default: Direct(torch.rsqrt, 1),
-    _aten.tanh.default: Direct(torch.tanh, 1),
-    _aten.sigmoid.default: Direct(torch.sigmoid, 1),
-    _aten.relu.default: Direct(torch.relu, 1),
-    _aten.gelu.default: Direct(_functional.gelu, 1),
-    _aten.mean.dim: Direct(torch.mean, 3),
-    _aten.matmul.default: Direct(torch.matmul, 2),
-    _aten.bmm.default: Direct(torch.bmm, 2),
-    _aten.addmm.default: Direct(torch.addmm, 3),
-    _aten.embedding.default: Direct(torch.embedding, 5),
-    _aten.linear.default: Direct(_functional.linear, 3),
-    _aten.layer_norm.default: Direct(torch.layer_norm, 6),
-    _aten.scaled_dot_product_attention.default: Direct(_functional.scaled_dot_product_attention, 6),
-    _aten.dropout.default: Direct(torch.dropout, 3),
-    _aten.cat.default: Direct(torch.cat, 2),
-    _aten.transpose.int: Direct(torch.transpose, 3),
-    _aten.permute.default: Direct(torch.permute, 2),
-    _aten.unsqueeze.default: Direct(torch.unsqueeze, 2),
-    _aten.select.int: Direct(torch.select, 3),
-    _aten.reshape.default: Direct(torch.reshape, 2),
-    _aten.view.default: Direct("view", 2),
-    _aten.expand.default: Direct("expand", 2),
-    _aten.contiguous.default: Direct("contiguous", 1),
-    _aten.to.dtype: Direct("to", 2),
+DIRECT: dict[Any, GpuLinks] = {
+    _aten.add.Tensor: GpuLinks(torch.add, 2),
+    _aten.sub.Tensor: GpuLinks(torch.sub, 2),
+    _aten.mul.Tensor: GpuLinks(torch.mul, 2),
+    _aten.div.Tensor: GpuLinks(torch.div, 2),
+    _aten.pow.Tensor_Scalar: GpuLinks(torch.pow, 2),
+    _aten.neg.default: GpuLinks(torch.neg, 1),
+    _aten.rsqrt.default: GpuLinks(torch.rsqrt, 1),
+    _aten.tanh.default: GpuLinks(torch.tanh, 1),
+    _aten.sigmoid.default: GpuLinks(torch.sigmoid, 1),
+    _aten.relu.default: GpuLinks(torch.relu, 1),
+    _aten.gelu.default: GpuLinks(_functional.gelu, 1),
+    _aten.mean.dim: GpuLinks(torch.mean, 3),
+    _aten.matmul.default: GpuLinks(torch.matmul, 2),
+    _aten.bmm.default: GpuLinks(torch.bmm, 2),
+    _aten.addmm.default: GpuLinks(torch.addmm, 3),
+    _aten.embedding.default: GpuLinks(torch.embedding, 5),
+    _aten.linear.default: GpuLinks(_functional.linear, 3),
+    _aten.layer_norm.default: GpuLinks(torch.layer_norm, 6),
+    _aten.scaled_dot_product_attention.default: GpuLinks(_functional.scaled_dot_product_attention, 6),
+    _aten.dropout.default: GpuLinks(torch.dropout, 3),
+    _aten.cat.default: GpuLinks(torch.cat, 2),
+    _aten.transpose.int: GpuLinks(torch.transpose, 3),
+    _aten.permute.default: GpuLinks(torch.permute, 2),
+    _aten.unsqueeze.default: GpuLinks(torch.unsqueeze, 2),
+    _aten.select.int: GpuLinks(torch.select, 3),
+    _aten.reshape.default: GpuLinks(torch.reshape, 2),
+    _aten.view.default: GpuLinks("view", 2),
+    _aten.expand.default: GpuLinks("expand", 2),
+    _aten.contiguous.default: GpuLinks("contiguous", 1),
+    _aten.to.dtype: GpuLinks("to", 2),
 }
 """By operator; none draws or writes to its arguments in another way than the operator."""
 
@@ -79,7 +79,7 @@ def direct(module: GraphModule) -> GraphModule:
     return _made[module]
 
 
-def _means_the_same(node: Node, found: Direct) -> bool:
+def _means_the_same(node: Node, found: GpuLinks) -> bool:
     """Whether its arguments are such that torch reads them as the operator's schema does."""
     if len(node.args) > found.most or "self" in node.kwargs:
         return False

@@ -49,7 +49,7 @@ class Communicator(Protocol):
         """Free every stream that it blocks, and drop it; may block this thread, and be called by any."""
 
 
-class Fabric(Protocol):
+class GpuTransport(Protocol):
     """Makes communicators of this worker's GPU."""
 
     def bind(self, interface_host: str) -> None:
@@ -170,7 +170,7 @@ class GpuChannel:
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
 
-class Direct:
+class GpuLinks:
     """A rank's channels in one generation; none until they are connected."""
 
     def __init__(self) -> None:
@@ -213,8 +213,8 @@ class Direct:
 
 
 def connect(
-    direct: Direct,
-    fabric: Fabric,
+    direct: GpuLinks,
+    fabric: GpuTransport,
     streams: Streams,
     *,
     plan: Plan,
@@ -255,8 +255,8 @@ def connect(
 def _join(
     comm_group: CommGroup,
     place: int,
-    direct: Direct,
-    fabric: Fabric,
+    direct: GpuLinks,
+    fabric: GpuTransport,
     streams: Streams,
     store: Any,
     ended: Callable[[], bool],

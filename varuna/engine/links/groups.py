@@ -13,9 +13,9 @@ from varuna.core.times import Compressed
 from varuna.engine.base.connection import SILENT_S
 from varuna.engine.base.transport import Group
 from varuna.engine.links.authentication import prove
-from varuna.engine.links.gpu_links import Direct
+from varuna.engine.links.gpu_links import GpuLinks
 
-_kept: list[Direct] = []
+_kept: list[GpuLinks] = []
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Groups:
     sums: dict[int, Group] = field(default_factory=dict)
     """by section of this rank: those that run it, by replica; one group for all sections that the same ranks run; none
     if D = 1"""
-    direct: Direct = field(default_factory=Direct)
+    direct: GpuLinks = field(default_factory=GpuLinks)
     """what goes from GPU to GPU"""
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 from varuna.core.model import Links
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, StreamCopies
 from varuna.engine.device.streams import Streams, streams_of
-from varuna.engine.links.gpu_links import Fabric
+from varuna.engine.links.gpu_links import GpuTransport
 from varuna.engine.links.nccl import Nccl
 
 
@@ -28,7 +28,7 @@ class DirectCopies(StreamCopies):
         return dict(values)
 
 
-class Traffic(NamedTuple):
+class TransferPaths(NamedTuple):
     """The copies of a rank: on a GPU no kind waits for another one."""
 
     links: HostCopies = CPU_COPIES
@@ -41,7 +41,7 @@ class Traffic(NamedTuple):
     """state on its way into a checkpoint"""
     direct: HostCopies = CPU_COPIES
     """what crosses links that go by ``fabric``"""
-    fabric: Fabric | None = None
+    fabric: GpuTransport | None = None
     """how this device reaches others without the host, where it may"""
     optimizer: HostCopies = CPU_COPIES
     """offloaded optimizer state"""
@@ -53,7 +53,7 @@ class Traffic(NamedTuple):
     """what crosses a line that is waited for, where that is faster"""
 
 
-def traffic_of(device: torch.device, links: Links = "host", *, compresses: bool = True) -> Traffic:
+def traffic_of(device: torch.device, links: Links = "host", *, compresses: bool = True) -> TransferPaths:
     """Return the traffic of a worker on ``device``.
 
     Raises:
@@ -63,10 +63,10 @@ def traffic_of(device: torch.device, links: Links = "host", *, compresses: bool 
     return traffic_over(streams_of(device), fabric)._replace(compresses=compresses)
 
 
-def traffic_over(streams: Streams | None, fabric: Fabric | None = None) -> Traffic:
+def traffic_over(streams: Streams | None, fabric: GpuTransport | None = None) -> TransferPaths:
     """Return the traffic over ``streams``."""
     if streams is None:
-        return Traffic()
+        return TransferPaths()
     links, sums, saves, optimizer, stash, state = (StreamCopies(streams) for _ in range(6))
     direct = CPU_COPIES if fabric is None else DirectCopies(streams)
-    return Traffic(links, sums, streams, saves, direct, fabric, optimizer, stash, state)
+    return TransferPaths(links, sums, streams, saves, direct, fabric, optimizer, stash, state)

@@ -18,14 +18,14 @@ from varuna.data.sizes import of_samples, rows_in
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import HostCopies
-from varuna.engine.links.gpu_links import Direct
+from varuna.engine.links.gpu_links import GpuLinks
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Expected, Receiver, Sender
 from varuna.engine.links.message import Layout, There
 from varuna.engine.links.trips import Trips
 from varuna.engine.pipeline.length_variants import Variants
 from varuna.engine.pipeline.message_layouts import Layouts
-from varuna.engine.pipeline.whole_batch import WholeBatch
+from varuna.engine.pipeline.whole_batch import GlobalCounts
 from varuna.engine.stage.losses import sums_of
 from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Stage
@@ -111,7 +111,7 @@ class ForwardPass:
         self._most, self._stages, self._first_step = len(mine), cut.stages, steps.start
         self._graphs, self.variants = model.graphs, Variants(model, inbox)
         self._orders = purpose.trains and self.variants.several and plan.policy == "adaptive" and cut.stages > 1
-        self.whole = WholeBatch(model, buffers, plan, rank, inbox, may_miss=source.may_miss)
+        self.whole = GlobalCounts(model, buffers, plan, rank, inbox, may_miss=source.may_miss)
         # The user's weight may want any input.
         last = cut.stages - 1
         keys = [
@@ -121,7 +121,7 @@ class ForwardPass:
         reads, ahead = self._keys is None or bool(self._keys), self.whole.ahead if purpose.trains else 0
         ahead = max(ahead, self._most if self._orders else 0)
         self._loader = Loader(source, deliver=self._deliver, lookahead=SAMPLES_AHEAD + ahead) if reads else None
-        direct = groups.direct if purpose.trains else Direct()
+        direct = groups.direct if purpose.trains else GpuLinks()
         ends = (rank - 1, stage.sections.start), (rank + 1, stage.sections.stop)
         apart = frozenset(section for peer, section in ends if peer in direct.sends)
         self.layouts = Layouts(plan, stage.sections, model.graphs, self.variants, apart)

@@ -24,7 +24,7 @@ from varuna.partition.model import PartitionedModel
 AddUp = Callable[[Tensor], None]
 
 
-class WholeBatch:
+class GlobalCounts:
     """The numbers of one rank in one generation, or in one evaluation."""
 
     def __init__(

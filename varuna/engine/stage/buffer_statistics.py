@@ -15,7 +15,7 @@ from varuna.core.plan import Plan
 from varuna.core.sums import Spans, numbers_of
 from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.message import Layout
-from varuna.engine.stage.sums import Begun
+from varuna.engine.stage.sums import ResumedStep
 from varuna.partition.apply_updates import MicroBatchStatistics, apply_updates
 from varuna.partition.cut.split import Crossing, SectionGraph
 
@@ -24,7 +24,7 @@ class Statistics:
     """Statistics of one step, for the sections of one stage."""
 
     def __init__(
-        self, sections: Sequence[SectionGraph], plan: Plan, copies: HostCopies, begun: Begun | None = None
+        self, sections: Sequence[SectionGraph], plan: Plan, copies: HostCopies, begun: ResumedStep | None = None
     ) -> None:
         """Begin without any, or with those that belong to the sums of gradients that another generation has left."""
         self._sections = {section.index: section for section in sections if section.updates}

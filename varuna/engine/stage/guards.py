@@ -11,7 +11,7 @@ from varuna.data.samples import SampleSource
 from varuna.partition.cut.split import SectionGraph
 
 
-class Truths:
+class BranchResults:
     """Truths of the micro-batches that ran since they were last looked at, for one rank's sections.
 
     They stay tensors until then: to look at one would wait for a GPU.

@@ -9,7 +9,7 @@ from torch import Tensor
 from varuna.core.model import Memory
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.graphs.split_backward_check import Halves
-from varuna.engine.links.traffic import Traffic
+from varuna.engine.links.traffic import TransferPaths
 from varuna.engine.stage.optimizer import BeforeStep, OptimizerFactory, SchedulerFactory
 from varuna.partition.after_step import AfterStep
 from varuna.partition.model import PartitionedModel
@@ -42,7 +42,7 @@ class Job:
     """of sections in training; evaluation runs them as captured"""
     memory: Memory = field(default_factory=Memory)
     """where optimizer state lives, and fp32 parameters too unless sections compute with them"""
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: TransferPaths = field(default_factory=TransferPaths)
     """between the device and host memory"""
     marks: ParameterMarks = field(default_factory=dict)
     """attributes of parameters that the user's functions see"""

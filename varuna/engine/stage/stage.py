@@ -12,14 +12,14 @@ from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums
 from varuna.data.randomness import SeededTurn
-from varuna.engine.base.still import Still
+from varuna.engine.base.still import StateGate
 from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage import following, load_state
 from varuna.engine.stage.buffer_statistics import Statistics
 from varuna.engine.stage.cross_stage import Exchange, LateExchange, LocalExchange, StageExchange, installed
 from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
-from varuna.engine.stage.guards import Truths
+from varuna.engine.stage.guards import BranchResults
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.joining import links_of
 from varuna.engine.stage.offload import optimizer_of
@@ -28,7 +28,7 @@ from varuna.engine.stage.parameter_groups import NO_STEERING, Steering
 from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
-from varuna.engine.stage.sums import Begun, StepShare, Sums, TiedTotals
+from varuna.engine.stage.sums import ResumedStep, StepShare, Sums, TiedTotals
 from varuna.engine.stage.tape import Tape, backward, crossing, join, joined_values, take_row
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.held_names import owned_elsewhere
@@ -52,7 +52,7 @@ class Stage:
         next_step: int,
         *,
         replica: int = 0,
-        begun: Begun | None = None,
+        begun: ResumedStep | None = None,
         missing: frozenset[int] = frozenset(),
         steering: Steering = NO_STEERING,
     ) -> None:
@@ -72,7 +72,7 @@ class Stage:
         self.job = job
         self.plan, self.index, self.sections = plan, stage, plan.cut_of(replica).sections_of(stage)
         self.is_last, self.next_step = self.sections.stop == plan.sections, next_step
-        self.still = Still(None if missing else next_step)  # copies of it, and saves, wait until it is whole
+        self.still = StateGate(None if missing else next_step)  # copies of it, and saves, wait until it is whole
         self.sharding = ShardedOptimizerState(plan, job, stage, replica, missing)
         self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
         """number of first sections with nothing to train in them or below them: F only, never R or B"""
@@ -92,7 +92,7 @@ class Stage:
         put_marks(self.parameters.items(), job.marks)
         self.buffers = load_state.buffers_of(graphs, states, job.dtype, job.device)
         self.statistics = Statistics(graphs, plan, job.traffic.sums, begun)
-        self.truths, self.buckets = Truths(), dict[int, Bucket]()
+        self.truths, self.buckets = BranchResults(), dict[int, Bucket]()
         flats = {} if begun is None else begun.flats
         self._gradients: dict[str, Tensor] = {}  # as the optimizer gets them
         held, tied = dict[int, dict[str, Tensor]](), {parameter.name for parameter in job.model.facts.tied}

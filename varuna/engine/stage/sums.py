@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.plan import Plan
-from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans, count, numbers_of, spans_of, square_sum
+from varuna.core.sums import MicroBatchLoss, SectionSum, Spans, StepAssignment, count, numbers_of, spans_of, square_sum
 from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies, Ready
 from varuna.engine.stage.gradient_bucket import Bucket
 
@@ -23,10 +23,10 @@ _LOOK_S = 0.2
 """How soon it is noticed that a step is over whose sums are waited for."""
 
 
-class Begun(NamedTuple):
+class ResumedStep(NamedTuple):
     """A step that another generation has begun."""
 
-    rest: RestOfStep
+    rest: StepAssignment
     """what this rank does of it"""
     flats: Mapping[int, Tensor]
     """by section: the sums of gradients that this rank goes on from, whose memory is taken over"""
@@ -57,7 +57,7 @@ class Sums:
         self,
         buckets: Mapping[int, Bucket],
         plan: Plan,
-        begun: Begun | None,
+        begun: ResumedStep | None,
         *,
         outlast: bool,
         copies: HostCopies = CPU_COPIES,
@@ -326,7 +326,7 @@ class TiedTotals:
 class StepShare:
     """The work of one rank in one generation: its share of every step, but of the first what ``begun`` has left."""
 
-    def __init__(self, plan: Plan, replica: int, first_step: int, begun: Begun | None) -> None:
+    def __init__(self, plan: Plan, replica: int, first_step: int, begun: ResumedStep | None) -> None:
         self._share, self._replica, self._first_step = plan.micro_batches_of(replica), replica, first_step
         self._rest = None if begun is None else numbers_of(begun.rest.work)
         self._told: Sequence[MicroBatchLoss] = () if begun is None else begun.rest.losses

@@ -14,21 +14,21 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.frozen import LeftOut, put_back
+from varuna.checkpoint.io.frozen import FrozenParameters, put_back
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.checkpoint.manifest import read_manifest
 from varuna.checkpoint.names import split_place
 from varuna.core.errors import DamagedCheckpoint, VarunaError
 from varuna.core.messages import Assignment
 from varuna.core.sharded_optimizer import held_by, holders_of
-from varuna.core.sums import SumAt
+from varuna.core.sums import SumLocation
 from varuna.engine.base.spans import span
 from varuna.engine.base.transport import FORMING_BOUND_S, Store, prefixed
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.gpu_links import connect
 from varuna.engine.links.groups import Groups, form
-from varuna.engine.links.traffic import Traffic
+from varuna.engine.links.traffic import TransferPaths
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
 from varuna.engine.worker.agreement import check_agreement, share_refusal
 from varuna.engine.worker.loop_state import LOOP, Told, agree
@@ -48,7 +48,7 @@ class FirstValues(Protocol):
         """Of those with these ``names``; ``checks``: rank 0 compares the job with plain PyTorch on the way."""
 
 
-class Formed(NamedTuple):
+class GenerationResources(NamedTuple):
     """A generation that can run."""
 
     groups: Groups
@@ -110,18 +110,18 @@ def form_generation(
     told: Told,
     model: PartitionedModel,
     initial: FirstValues,
-    left_out: LeftOut | None,
+    left_out: FrozenParameters | None,
     buffers: Mapping[str, Tensor],
     combines: bool | None,
     shard_optimizer: bool,
     bf16_reduction: bool,
     dtype: torch.dtype,
     device: torch.device,
-    traffic: Traffic,
+    traffic: TransferPaths,
     interface_host: str,
     made: list[Groups],
     at: Callable[[Awaited], None],
-) -> Formed:
+) -> GenerationResources:
     """Bring this rank to the point where the first step can run; blocks until all members are there.
 
     Groups are put into ``made`` as soon as they exist, for whoever has to abandon them; ``at`` is told of each part.
@@ -198,7 +198,7 @@ def form_generation(
         loop = _stored_loop(assignment.checkpoint)
     elif not assignment.fresh:  # what workers have, of the newest step or of a memory checkpoint
         loop = agree(groups.world, rank, assignment.members, told) if assignment.members > 1 else told.value
-    return Formed(groups, states, True if known[0] else False if known[1] else None, loop)
+    return GenerationResources(groups, states, True if known[0] else False if known[1] else None, loop)
 
 
 def _span(name: str, assignment: Assignment) -> AbstractContextManager[None]:
@@ -219,7 +219,7 @@ def _states(
     held: dict[int, SectionState],
     model: PartitionedModel,
     initial: FirstValues,
-    left_out: LeftOut | None,
+    left_out: FrozenParameters | None,
     buffers: Mapping[str, Tensor],
     *,
     shard_optimizer: bool,
@@ -236,7 +236,7 @@ def _states(
     targets = {each.target_rank for each in assignment.transfers if each.source_rank == rank}
     at(Awaited("the copying of sections", tuple(sorted(sources | targets))))
     received: dict[int, SectionState] = {}
-    sums: dict[tuple[int, SumAt], SectionState] = {}
+    sums: dict[tuple[int, SumLocation], SectionState] = {}
     if assignment.transfers:
         with _span("move", assignment):
             received, sums = exchange(groups.world, assignment.transfers, rank, held, left_out, dtype, copies)
@@ -280,7 +280,7 @@ def _add_sums(
     states: Mapping[int, SectionState],
     assignment: Assignment,
     held: Mapping[int, SectionState],
-    arrived: Mapping[tuple[int, SumAt], SectionState],
+    arrived: Mapping[tuple[int, SumLocation], SectionState],
     device: torch.device,
 ) -> None:
     """Put the sums of gradients that this rank goes on from into the states: one that is here as it is, or a new total.
@@ -292,9 +292,9 @@ def _add_sums(
     parts: dict[int, list[SectionState | None]] = {}
     for each in assignment.rest.taken if assignment.rest is not None else ():
         if each.source_rank != assignment.rank:
-            state = arrived.get((each.section, SumAt(each.source_rank, each.copied)))
+            state = arrived.get((each.section, SumLocation(each.source_rank, each.copied)))
         elif each.file:
-            state = arrived.get((each.section, SumAt(each.source_rank, file=each.file)))
+            state = arrived.get((each.section, SumLocation(each.source_rank, file=each.file)))
         else:
             state = held.get(each.section)
             if each.copied and state is not None:

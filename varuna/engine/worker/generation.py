@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.frozen import LeftOut
+from varuna.checkpoint.io.frozen import FrozenParameters
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import ModelError
 from varuna.core.messages import Assignment
@@ -33,15 +33,15 @@ from varuna.engine.pipeline.timeline import StepPhase
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.load_state import STATISTICS, SUMS, rest_of
 from varuna.engine.stage.stage import Stage
-from varuna.engine.stage.sums import Begun
-from varuna.engine.worker.forming import Formed, form_generation
+from varuna.engine.stage.sums import ResumedStep
+from varuna.engine.worker.forming import GenerationResources, form_generation
 from varuna.engine.worker.loop_state import LoopState, Told
 from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.watching.explaining import user_frame
 from varuna.schedule.copy_pace import checkpoint_every_s
 
 
-class Setting(NamedTuple):
+class WorkerContext(NamedTuple):
     """What all generations of a worker have in common."""
 
     job: Job
@@ -58,7 +58,7 @@ class Setting(NamedTuple):
     """address that the data plane binds to"""
     loop: LoopState
     """what the training loop keeps of its own"""
-    left_out: LeftOut | None = None
+    left_out: FrozenParameters | None = None
     """what workers do not send each other, because files have it"""
 
 
@@ -153,7 +153,7 @@ class Generation:
 
 
 def form(
-    setting: Setting,
+    setting: WorkerContext,
     assignment: Assignment,
     inbox: Inbox,
     held: dict[int, SectionState],
@@ -161,7 +161,7 @@ def form(
     combines: bool | None,
     doing: Callable[[int], Doing],
     give_up: Callable[[str], None],
-) -> Formed:
+) -> GenerationResources:
     """Make groups and get the state of this rank's sections; blocks until all members are there, or the inbox aborts.
 
     Args:
@@ -184,7 +184,7 @@ def form(
     made: list[Groups] = []
     parts = [Awaited("the store of the generation")]
 
-    def work() -> Formed:
+    def work() -> GenerationResources:
         store, grid = setting.connect(assignment), range(assignment.plan.workers)
         if len(grid) > 1:
             watch(inbox, store, assignment.generation, assignment.rank, grid, doing, give_up)
@@ -214,7 +214,7 @@ def form(
         courier.submit("formed", work)
         courier.close()
         try:
-            formed: Formed = inbox.take("formed", lambda: parts[-1])
+            formed: GenerationResources = inbox.take("formed", lambda: parts[-1])
         except BaseException:
             inbox.abort(GenerationEnded(assignment.generation))  # first: the courier may be about to make groups
             for groups in made:  # frees a courier that waits for a frozen peer
@@ -229,7 +229,7 @@ def form(
     return formed
 
 
-def _first_values(setting: Setting, names: Sequence[str], *, checks: bool) -> Mapping[str, Tensor]:
+def _first_values(setting: WorkerContext, names: Sequence[str], *, checks: bool) -> Mapping[str, Tensor]:
     """First values; the user's code builds the model here, and runs it on the first samples.
 
     Raises:
@@ -247,12 +247,12 @@ def _first_values(setting: Setting, names: Sequence[str], *, checks: bool) -> Ma
         ) from error
 
 
-def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, SectionState]) -> Stage:
+def build_stage(setting: WorkerContext, assignment: Assignment, states: Mapping[int, SectionState]) -> Stage:
     """Build this rank's stage with its state, and with the sums of gradients that it goes on from."""
     plan, rest, begun = assignment.plan, assignment.rest, None
     place = plan.place_of(assignment.rank)
     if rest is not None:
-        begun = Begun(
+        begun = ResumedStep(
             rest,
             {section: state.tensors[SUMS] for section, state in states.items() if SUMS in state.tensors},
             {each: state.tensors[STATISTICS] for each, state in states.items() if STATISTICS in state.tensors},
@@ -289,7 +289,7 @@ def send_rest(
 
 
 def open_generation(
-    setting: Setting,
+    setting: WorkerContext,
     assignment: Assignment,
     inbox: Inbox,
     groups: Groups,
@@ -328,7 +328,12 @@ def open_generation(
 
 
 def _open_checkpoints(
-    setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, memory: MemoryCheckpoints
+    setting: WorkerContext,
+    assignment: Assignment,
+    inbox: Inbox,
+    groups: Groups,
+    stage: Stage,
+    memory: MemoryCheckpoints,
 ) -> CheckpointCopies:
     """Make memory checkpoints, and keep another rank's."""
     sizes = [section.parameter_bytes + section.optimizer_bytes for section in setting.job.model.facts.sections]
@@ -355,14 +360,14 @@ def _open_checkpoints(
     )
 
 
-def _states_of(setting: Setting, stage: Stage) -> dict[int, SectionState]:
+def _states_of(setting: WorkerContext, stage: Stage) -> dict[int, SectionState]:
     """State of all sections of a stage, as references; without what files have."""
     found = {section: stage.state_of(section) for section in stage.sections}
     return found if setting.left_out is None else {each: setting.left_out.of(found[each]) for each in found}
 
 
 def _open_copies(
-    setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, copy: KeptCopy
+    setting: WorkerContext, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, copy: KeptCopy
 ) -> CopySender | None:
     """Send copies of this rank's state or sums, and keep another one's, if that was decided."""
     states = partial(_states_of, setting, stage)

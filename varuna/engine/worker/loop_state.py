@@ -54,7 +54,7 @@ class Committed:
     """from the first action to the update, on this rank"""
 
 
-class Turn(NamedTuple):
+class LoopStep(NamedTuple):
     """A committed step that the loop has not had, or not to its end."""
 
     step: int
@@ -84,11 +84,11 @@ class LoopState:
         """options of the optimizer's groups that the loop has written"""
         self.turns = 0
         """steps whose turn of the loop is contained"""
-        self.owed: tuple[Turn, ...] = ()
+        self.owed: tuple[LoopStep, ...] = ()
         """steps that the loop is to get first"""
         self._first = self.value(None)
 
-    def value(self, newest: Turn | None) -> JSON:
+    def value(self, newest: LoopStep | None) -> JSON:
         """Everything as JSON.
 
         Args:
@@ -111,7 +111,7 @@ class LoopState:
             )
         return found
 
-    def saved(self, newest: Turn | None) -> JSON:
+    def saved(self, newest: LoopStep | None) -> JSON:
         """What a checkpoint keeps; None if nothing but the model has a state."""
         is_none = self.steering.is_none and not self._kept and not self._writes
         return None if is_none else self.value(newest)
@@ -145,7 +145,7 @@ class LoopState:
                     mine.clear()
                     mine.update(from_json(state))
         self.owed = tuple(
-            Turn(step, StepTotals.model_validate(totals), step_s) for step, totals, step_s in parts["owed"]
+            LoopStep(step, StepTotals.model_validate(totals), step_s) for step, totals, step_s in parts["owed"]
         )
         self.turns = next_step - len(self.owed)
 
@@ -176,7 +176,7 @@ class Told(NamedTuple):
     value: JSON
 
     @classmethod
-    def of(cls, loop: LoopState, newest: Turn | None) -> Self:
+    def of(cls, loop: LoopState, newest: LoopStep | None) -> Self:
         """What this worker has."""
         return cls(loop.turns, loop.value(newest))
 

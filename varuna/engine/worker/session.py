@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from varuna.checkpoint.io.frozen import LeftOut
+from varuna.checkpoint.io.frozen import FrozenParameters
 from varuna.core.errors import DamagedCheckpoint, DivergedError, FleetError, LinkError
 from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Assign, Assignment, Finish, TrainingOver, WorkerPhase
@@ -31,7 +31,7 @@ from varuna.engine.stage.job import Job
 from varuna.engine.stage.parameter_groups import Writes
 from varuna.engine.worker.generation import (
     Generation,
-    Setting,
+    WorkerContext,
     build_stage,
     form,
     open_generation,
@@ -39,7 +39,7 @@ from varuna.engine.worker.generation import (
     who,
 )
 from varuna.engine.worker.heartbeat import Heartbeat
-from varuna.engine.worker.loop_state import Committed, LoopState, Told, Turn
+from varuna.engine.worker.loop_state import Committed, LoopState, LoopStep, Told
 from varuna.engine.worker.publisher import Publisher
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import run_step
@@ -71,12 +71,12 @@ class Session:
         connect: Callable[[Assignment], Any],
         interface_host: str,
         loop: LoopState | None = None,
-        left_out: LeftOut | None = None,
+        left_out: FrozenParameters | None = None,
         patience: Patience | None = None,
         device_class: str = "",
         cut_check: Callable[[], None] = lambda: None,
         publisher: Publisher | None = None,
-        last: Turn | None = None,
+        last: LoopStep | None = None,
         is_main: bool = True,
     ) -> None:
         """Prepare; nothing runs before ``steps``.
@@ -101,7 +101,7 @@ class Session:
             is_main: whether rank 0 of this session may be the main rank.
         """
         self._loop = loop or LoopState()
-        self._setting = Setting(
+        self._setting = WorkerContext(
             job, source, weight, facts.steps, initial, connect, interface_host, self._loop, left_out
         )
         self.facts, self._membership, self._saver, self._publisher = facts, membership, saver, publisher
@@ -369,7 +369,7 @@ class Session:
                 self._save(generation, is_last=is_over)
             if self._publisher is not None:
                 self._publish(generation, self._publisher, totals, is_last=is_over)
-            yield from self._turn(generation, Turn(step, totals, step_s), regroup=totals.regroup and not is_over)
+            yield from self._turn(generation, LoopStep(step, totals, step_s), regroup=totals.regroup and not is_over)
             if is_over:
                 return True
             generation.inbox.check()
@@ -379,7 +379,7 @@ class Session:
             self._publisher.publish(generation)
         return True
 
-    def _turn(self, generation: Generation, turn: Turn, *, regroup: bool = False) -> Iterator[Committed]:
+    def _turn(self, generation: Generation, turn: LoopStep, *, regroup: bool = False) -> Iterator[Committed]:
         """Give a committed step to the loop, which runs the user's code until it asks for the next one."""
         assignment = generation.assignment
         self.heartbeat.at(f"runs the code of the training loop after step {turn.step}", WorkerPhase.LOOP)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from varuna.checkpoint.io.frozen import LeftOut
+from varuna.checkpoint.io.frozen import FrozenParameters
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.checkpoint.io.snapshot import Copied, SectionPart, SnapshotBuffer, needed_bytes, parts_of
 from varuna.checkpoint.io.writer import BackgroundWriter
@@ -54,7 +54,7 @@ class Snapshotter:
         *,
         alone_s: float | None = None,
         smallest_part_bytes: int = SMALLEST_PART_BYTES,
-        left_out: LeftOut | None = None,
+        left_out: FrozenParameters | None = None,
     ) -> None:
         """Begin without a snapshot.
 

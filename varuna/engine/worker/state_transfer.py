@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.frozen import LeftOut
+from varuna.checkpoint.io.frozen import FrozenParameters
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.messages import Transfer
-from varuna.core.sums import SumAt
+from varuna.core.sums import SumLocation
 from varuna.engine.base.transport import Group, Work
 from varuna.engine.copies.layout import Body, SectionLayout, as_bytes, from_bytes
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies
@@ -28,7 +28,7 @@ class Received(NamedTuple):
 
     states: dict[int, SectionState]
     """by section"""
-    sums: dict[tuple[int, SumAt], SectionState]
+    sums: dict[tuple[int, SumLocation], SectionState]
     """by section and where they were"""
 
 
@@ -46,7 +46,7 @@ def exchange(
     transfers: Sequence[Transfer],
     rank: int,
     held: Mapping[int, SectionState],
-    left_out: LeftOut | None = None,
+    left_out: FrozenParameters | None = None,
     dtype: torch.dtype = torch.float32,
     copies: HostCopies = CPU_COPIES,
 ) -> Received:
@@ -109,7 +109,7 @@ def exchange(
             raise error
     return Received(
         {each.section: state for each, state in found if not each.sums},
-        {(each.section, SumAt(each.source_rank, each.copied)): state for each, state in found if each.sums},
+        {(each.section, SumLocation(each.source_rank, each.copied)): state for each, state in found if each.sums},
     )
 
 

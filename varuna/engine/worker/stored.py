@@ -15,7 +15,7 @@ from varuna.checkpoint.manifest import read_manifest
 from varuna.checkpoint.names import split_place, step_folder
 from varuna.core.errors import DamagedCheckpoint
 from varuna.core.messages import Assignment
-from varuna.core.sums import SumAt
+from varuna.core.sums import SumLocation
 from varuna.engine.stage.load_state import SUMS, is_lent_along
 from varuna.partition.held_names import shared_buffers
 from varuna.partition.model import PartitionedModel
@@ -100,7 +100,7 @@ def _of_parameter(parameter: str) -> Wanted:
 
 def stored_sums(
     model: PartitionedModel, states: Mapping[int, SectionState], assignment: Assignment, dtype: torch.dtype
-) -> dict[tuple[int, SumAt], SectionState]:
+) -> dict[tuple[int, SumLocation], SectionState]:
     """Sums of gradients that this rank goes on from, as the store has them beside the checkpoint.
 
     Args:
@@ -112,7 +112,7 @@ def stored_sums(
     Raises:
         DamagedCheckpoint: a file is not what was written, or belongs to other parameters; it is removed.
     """
-    found: dict[tuple[int, SumAt], SectionState] = {}
+    found: dict[tuple[int, SumLocation], SectionState] = {}
     for each in assignment.rest.taken if assignment.rest is not None and assignment.checkpoint is not None else ():
         directory, step = split_place(assignment.checkpoint or "")
         store = open_store(directory)
@@ -125,5 +125,7 @@ def stored_sums(
                 f"{store.url}/{step_folder(step)}/{each.file} belongs to another state; it is removed"
             )
         scalars: dict[str, JSON] = {SUMS: [list(span) for span in label.sums.micro_batches]}
-        found[each.section, SumAt(each.source_rank, file=each.file)] = SectionState(each.section, tensors, scalars)
+        found[each.section, SumLocation(each.source_rank, file=each.file)] = SectionState(
+            each.section, tensors, scalars
+        )
     return found

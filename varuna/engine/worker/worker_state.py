@@ -12,19 +12,19 @@ from contextlib import AbstractContextManager, contextmanager
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import WorkerError
 from varuna.core.membership import Membership
-from varuna.core.messages import Apply, Assignment, Flag, Held, Vote
+from varuna.core.messages import Apply, Assignment, Flag, StopReport, Vote
 from varuna.core.sums import joined
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.copies.following import sent_later
-from varuna.engine.copies.keeping import KeptCopy, WholeStep, has_room
+from varuna.engine.copies.keeping import KeptCopy, RecoverableStep, has_room
 from varuna.engine.copies.late_update import can_be_made, made_again, needed
 from varuna.engine.copies.memory_checkpoints import MemoryCheckpoints
 from varuna.engine.links.groups import Groups
 from varuna.engine.pipeline.apply import apply_vote, layout_of
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
 from varuna.engine.stage.stage import Stage
-from varuna.engine.worker.loop_state import Turn
+from varuna.engine.worker.loop_state import LoopStep
 
 _VOTES_KEPT = 256
 """Unrecorded vote results that a rank remembers: the manager may be away that many steps."""
@@ -120,7 +120,7 @@ class WorkerState:
             states[section] = SectionState(section, copied, dict(state.scalars))
         return states
 
-    def _left(self) -> WholeStep | None:
+    def _left(self) -> RecoverableStep | None:
         """What makes the state of the rank that was copied, if that is lost just after an update; None: nothing."""
         left, stage = self._copy.update_left(self.next_step), self.stage
         if left is None or stage is None or not self._votes or self._made:
@@ -231,12 +231,12 @@ class WorkerState:
             if vote.step > self._membership.recorded_step:
                 self._membership.voted(vote)
 
-    def newest(self) -> Turn | None:
+    def newest(self) -> LoopStep | None:
         """The newest step that the state contains, by its vote; None if the vote is not known here."""
         stage, newest = self.stage, self._votes[-1] if self._votes else None
         if stage is None or newest is None or newest.step != stage.next_step - 1:
             return None
-        return Turn(newest.step, layout_of(stage).read(newest.vector), newest.wall_s)
+        return LoopStep(newest.step, layout_of(stage).read(newest.vector), newest.wall_s)
 
     def is_over(self, steps: int) -> bool:
         """Whether the newest step that the state contains ended the training: the last of ``steps``, or by its flag."""
@@ -315,7 +315,7 @@ class WorkerState:
         recorded = self._membership.recorded_step
         unrecorded = [vote for vote in self._votes if vote.step > recorded]
         votes = tuple(unrecorded or list(self._votes)[-1:])  # the newest always: it may decide the verdict
-        held = Held(
+        held = StopReport(
             generation=generation,
             next_step=self.next_step,
             sections=sharding.whole if sharding is not None else (),

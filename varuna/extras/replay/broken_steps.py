@@ -13,9 +13,9 @@ from varuna.core.plan import Plan
 from varuna.core.sums import (
     HeldSums,
     MicroBatchLoss,
-    RestOfStep,
     SectionSum,
     Spans,
+    StepAssignment,
     count,
     joined,
     numbers_of,
@@ -88,7 +88,7 @@ class BrokenSteps:
             known = self._longer[plan] = 1 + cost_s / plan.step_s if plan.step_s else 1.0
         return known
 
-    def held(self, plan: Plan, rank: int, rest: RestOfStep | None, stopped_s: Sequence[float]) -> HeldSums | None:
+    def held(self, plan: Plan, rank: int, rest: StepAssignment | None, stopped_s: Sequence[float]) -> HeldSums | None:
         """What a rank says that it has of a step.
 
         Args:
@@ -112,7 +112,7 @@ class BrokenSteps:
         return HeldSums(micro_batch=plan.micro_batch, sections=held, losses=losses) if held else None
 
     def copied(
-        self, plan: Plan, rank: int, rest: RestOfStep | None, *, state_complete_s: float, until_s: float
+        self, plan: Plan, rank: int, rest: StepAssignment | None, *, state_complete_s: float, until_s: float
     ) -> HeldSums | None:
         """What a rank's keeper has of its sums; None: nothing.
 
@@ -156,7 +156,7 @@ class BrokenSteps:
         plan: Plan,
         rank: int,
         mine: Sequence[int],
-        rest: RestOfStep | None,
+        rest: StepAssignment | None,
         course: _Course,
         until_s: float,
     ) -> tuple[MicroBatchLoss, ...]:
@@ -167,7 +167,7 @@ class BrokenSteps:
         inherited = () if rest is None else rest.losses
         return (*(MicroBatchLoss(micro_batch=number, values=(0.0,) * _WIDTH) for number in known), *inherited)
 
-    def _with_inherited(self, sections: range, done: Spans, rest: RestOfStep | None) -> Mapping[int, Spans]:
+    def _with_inherited(self, sections: range, done: Spans, rest: StepAssignment | None) -> Mapping[int, Spans]:
         """By section: what was added here, and not by anyone before; and what the rank went on from."""
         if rest is None:
             return dict.fromkeys(sections, done)

@@ -27,7 +27,7 @@ class LostBy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Spell:
+class OutageSpan:
     """What a run does for a while."""
 
     why: LostBy
@@ -48,11 +48,11 @@ class Account:
         self._ideal = samples_per_s
         self._now_s = 0.0
         self._there = self._warm = 0
-        self._doing = Spell(LostBy.WARMING)
+        self._doing = OutageSpan(LostBy.WARMING)
         self._lost: defaultdict[LostBy, float] = defaultdict(float)
         self._trained = 0.0
 
-    def does(self, now_s: float, doing: Spell) -> None:
+    def does(self, now_s: float, doing: OutageSpan) -> None:
         """From now on the run does something else."""
         self._pass_to(now_s)
         self._doing = doing

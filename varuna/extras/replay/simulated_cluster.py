@@ -14,10 +14,10 @@ from varuna.core.messages import (
     Assignment,
     Finish,
     FromWorker,
-    Held,
     Hello,
     Hold,
     RaiseFlag,
+    StopReport,
     TrainingOver,
     Vote,
     Voted,
@@ -34,7 +34,7 @@ from varuna.extras.replay.held import held_sums
 from varuna.extras.replay.job import state_bytes
 from varuna.extras.replay.kept import KeptStates, keep_own
 from varuna.extras.replay.life import Life, SimulatedWorker, beat_of, patient
-from varuna.extras.replay.lost import Account, LostBy, Spell
+from varuna.extras.replay.lost import Account, LostBy, OutageSpan
 from varuna.extras.replay.moving import Moves
 from varuna.extras.replay.saved import StepSaves, Stored
 from varuna.fleet.machine.advance import advance
@@ -235,7 +235,7 @@ class SimulatedCluster:
         if worker.alive and generation == self._life.generation:
             worker.sums = self._sums(worker)
             sections = tuple(sorted(worker.sections | worker.copied | worker.kept))
-            held = Held(
+            held = StopReport(
                 generation=generation,
                 next_step=worker.next_step,
                 sections=sections,
@@ -279,7 +279,7 @@ class SimulatedCluster:
             self._stall(LostBy.REGROUPING)
 
     def _stall(self, why: LostBy) -> None:
-        self._account.does(self.now_s, Spell(why))
+        self._account.does(self.now_s, OutageSpan(why))
 
     def _stall_without(self, name: str) -> None:
         """A worker is gone, which nobody knows yet."""
@@ -353,14 +353,16 @@ class SimulatedCluster:
         whole_s = plan.step_s * self._broken_steps.longer(plan)
         step_s = whole_s if left is None else self._broken_steps.seconds(plan, left.work)
         rate = plan.global_batch / whole_s
-        doing = Spell(LostBy.SPARES, rate, plan.global_batch / plan.step_s - rate)
+        doing = OutageSpan(LostBy.SPARES, rate, plan.global_batch / plan.step_s - rate)
         self._schedule(self._life.began_s, lambda: self._trains(generation, step, doing))
         if rest_s > step_s:
-            self._schedule(self._life.began_s + step_s, lambda: self._trains(generation, step, Spell(LostBy.MOVING)))
+            self._schedule(
+                self._life.began_s + step_s, lambda: self._trains(generation, step, OutageSpan(LostBy.MOVING))
+            )
         over_s = max(step_s, rest_s)
         self._schedule(self._life.began_s + over_s, lambda: self._end_step(generation, assignment, step, over_s))
 
-    def _trains(self, generation: int, step: int, doing: Spell) -> None:
+    def _trains(self, generation: int, step: int, doing: OutageSpan) -> None:
         life = self._life
         gone = any(name in life.gone_s for name in self._grid)
         if (generation, step) == (life.generation, life.step) and not life.over and not gone:

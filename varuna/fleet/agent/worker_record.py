@@ -8,11 +8,11 @@ from varuna.core.messages import (
     Beat,
     Failed,
     FromWorker,
-    Held,
     Hello,
     Leaving,
     Recorded,
     Saved,
+    StopReport,
     Suspect,
     ToWorker,
     Voted,
@@ -42,7 +42,7 @@ class WorkerRecord:
     saved: tuple[Saved, ...] = ()
     """Shards of the newest checkpoints: a manager that starts again knows of none that is not complete."""
     suspect: Suspect | None = None
-    held: Held | None = None
+    held: StopReport | None = None
     leaving: Leaving | None = None
     failed: Failed | None = None
     exited: Exited | None = None
@@ -63,7 +63,7 @@ class WorkerRecord:
                 self.votes.append(message)
             case Suspect():
                 self.suspect = message
-            case Held():
+            case StopReport():
                 self.held, self.suspect = message, None
             case Leaving():
                 self.leaving = message

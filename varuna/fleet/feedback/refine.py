@@ -7,7 +7,7 @@ from varuna.calibration.format import Calibration, OptimizerCosts, SectionKind
 from varuna.core.plan import Plan
 from varuna.core.times import RankTimes
 from varuna.fleet.feedback.cables import seen_networks, stretched
-from varuna.planner.pricing.costs import Around, around_sections
+from varuna.planner.pricing.costs import ActionOverhead, around_sections
 from varuna.planner.pricing.predict import Prediction, predictions
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spanning import spanning_costs
@@ -114,7 +114,7 @@ def _ran(plan: Plan, stage: int, times: RankTimes, letters: Sequence[str]) -> ra
     return sections[: len(sections) - kept]
 
 
-def _inside_s(stage: RankTimes, letters: Sequence[str], around: Around) -> float | None:
+def _inside_s(stage: RankTimes, letters: Sequence[str], around: ActionOverhead) -> float | None:
     """What the sections of an action took; None if no such action was seen."""
     letter = _told(stage, letters)
     if letter is None:

@@ -1,6 +1,6 @@
 """The manager as a pure state machine: ``advance`` notes one event, then draws conclusions until nothing changes."""
 
-from varuna.core.messages import Beat, Failed, FromWorker, Held, Hello, Leaving, Saved, Suspect, Unsaved, Voted
+from varuna.core.messages import Beat, Failed, FromWorker, Hello, Leaving, Saved, StopReport, Suspect, Unsaved, Voted
 from varuna.fleet.machine.commit import note_held, note_saved, note_suspect, note_voted, settle, watch_generation
 from varuna.fleet.machine.exits import (
     expire,
@@ -51,7 +51,7 @@ from varuna.fleet.state.inputs import (
 from varuna.fleet.state.outputs import Complain, Instruction
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
 from varuna.fleet.state.run_events import Asked
-from varuna.fleet.state.worker import Standing
+from varuna.fleet.state.worker import WorkerStatus
 
 
 def advance(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, list[Instruction]]:
@@ -166,7 +166,7 @@ def _note_worker(
 
 def _hear(transition: Transition, name: str, message: FromWorker) -> None:
     """Take down what a worker said; whatever it is, the worker is alive."""
-    if transition.fleet.workers[name].standing is Standing.ASIDE:
+    if transition.fleet.workers[name].standing is WorkerStatus.UNREACHABLE:
         take_back(transition, name)
     seen_s = transition.fleet.listened_s
     if isinstance(message, Beat):
@@ -179,7 +179,7 @@ def _hear(transition: Transition, name: str, message: FromWorker) -> None:
             note_beat(transition, name, message)
         case Hello():
             hear_hello(transition, name, message)
-        case Held():
+        case StopReport():
             note_held(transition, name, message)
         case Voted(vote=vote):
             note_voted(transition, name, vote)
@@ -214,7 +214,7 @@ def _conclude(transition: Transition) -> None:
 
 _PHASES = (Running, Stopping, Idle, Finishing, Ended)
 """In the order of a generation's life."""
-_LIFE = tuple(Standing)
+_LIFE = tuple(WorkerStatus)
 """In the order of a worker's life."""
 
 

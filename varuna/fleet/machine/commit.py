@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from varuna.core.messages import Apply, Held, Hold, Recorded, Suspect, Vote
+from varuna.core.messages import Apply, Hold, Recorded, StopReport, Suspect, Vote
 from varuna.core.saved import SavedShard
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.backoff import note_broken
@@ -18,13 +18,13 @@ from varuna.fleet.state.morph_gain import FirstStep
 from varuna.fleet.state.outputs import Collect
 from varuna.fleet.state.phases import Ended, Idle, Running, Stopping, Suspicion
 from varuna.fleet.state.run_events import Morphed, StepRecorded, VerdictReached
-from varuna.fleet.state.worker import Holding
+from varuna.fleet.state.worker import WorkerInventory
 
 _MOST_EARLY = 4096
 """Shards that wait for votes; of more than that the latest steps are forgotten."""
 
 
-def note_held(transition: Transition, name: str, held: Held) -> None:
+def note_held(transition: Transition, name: str, held: StopReport) -> None:
     """Note what a member that has stopped holds; its votes are known from now on, even if it dies."""
     fleet = transition.fleet
     if held.generation != fleet.generation or not fleet.is_member(name):
@@ -38,7 +38,7 @@ def note_held(transition: Transition, name: str, held: Held) -> None:
         transition.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
     sections = frozenset((*held.sections, *held.copies))
     makeable, lent = frozenset(held.makeable), frozenset(held.lent)
-    holding = Holding(held.next_step, sections, makeable, lent, held.sums, held.wrong_sums, held.checkpoints)
+    holding = WorkerInventory(held.next_step, sections, makeable, lent, held.sums, held.wrong_sums, held.checkpoints)
     transition.update_worker(name, holding=holding)
     if isinstance(fleet.phase, Running) and fleet.phase.stopped is None and fleet.is_joined(name):
         transition.update(phase=replace(fleet.phase, stopped=name))
@@ -322,7 +322,7 @@ def judge(transition: Transition, answered: Iterable[str]) -> tuple[Vote | None,
                 transition.notice(
                     f"the state of worker {name} at step {holding.next_step} differs from that of step {newest}"
                 )
-            transition.update_worker(name, holding=Holding(checkpoints=holding.checkpoints))
+            transition.update_worker(name, holding=WorkerInventory(checkpoints=holding.checkpoints))
     return vote, tuple(laggards)
 
 

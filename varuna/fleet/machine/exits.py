@@ -12,7 +12,7 @@ from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import ConnectionLost, WorkerExited
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
-from varuna.fleet.state.worker import Exit, Standing, Worker
+from varuna.fleet.state.worker import Exit, Worker, WorkerStatus
 
 
 def note_exited(transition: Transition, event: WorkerExited) -> None:
@@ -23,7 +23,7 @@ def note_exited(transition: Transition, event: WorkerExited) -> None:
     if event.code >= 0:
         transition.update_worker(event.worker, exit=Exit(event.code, event.stderr_tail, transition.now_s))
         transition.watch(event.worker)
-    elif worker.standing in (Standing.LEFT, Standing.DISMISSED):
+    elif worker.standing in (WorkerStatus.LEFT, WorkerStatus.DISMISSED):
         transition.part_with(event.worker)
         if not transition.fleet.config.replace:  # nor for the script's next training
             transition.update(wanted=max(0, transition.fleet.wanted - 1))
@@ -49,9 +49,9 @@ def note_failed(transition: Transition, name: str, failed: Failed) -> None:
     Once it is through with its steps, there is nobody else who could finish its script.
     """
     standing = transition.fleet.workers[name].standing
-    if failed.fault is not None and standing not in (Standing.LEFT, Standing.DISMISSED):
+    if failed.fault is not None and standing not in (WorkerStatus.LEFT, WorkerStatus.DISMISSED):
         note_fault(transition, name, failed.fault)
-    elif standing is not Standing.DISMISSED:
+    elif standing is not WorkerStatus.DISMISSED:
         text = f"worker {_title(transition.fleet, name)} failed: {failed.summary}"
         _conclude_error(transition, name, text, failed.exit_code, f"\n{failed.traceback}".rstrip())
 
@@ -60,7 +60,7 @@ def note_leaving(transition: Transition, name: str, training: int, step: int = 0
     """Note that a worker's loop is over, after so many steps of a training."""
     fleet = transition.fleet
     if training == fleet.training and fleet.is_member(name) and fleet.is_joined(name):
-        transition.update_worker(name, standing=Standing.LEFT, holding=None)
+        transition.update_worker(name, standing=WorkerStatus.LEFT, holding=None)
         transition.update(departed=fleet.departed | {name}, left_step=max(fleet.left_step, step))
         transition.hasten()
 
@@ -89,9 +89,9 @@ def expire(transition: Transition) -> None:
             continue
         if worker.exit is not None:
             _conclude_exit(transition, worker, worker.exit)
-        elif worker.standing is Standing.JOINED:
+        elif worker.standing is WorkerStatus.JOINED:
             _check_joined(transition, worker)
-        elif worker.standing is Standing.STARTING:
+        elif worker.standing is WorkerStatus.STARTING:
             _check_starting(transition, worker)
     unusual = (
         frozenset(name for name in transition.fleet.watched if _is_unusual(transition.fleet, name))
@@ -108,9 +108,9 @@ def _due_s(fleet: Fleet, worker: Worker) -> float:
     Silence of an elastic fleet's workers is noticed when their machine is heard.
     """
     config, suspected = fleet.config, isinstance(fleet.phase, Running) and fleet.phase.suspicion is not None
-    if worker.standing is Standing.STARTING:
+    if worker.standing is WorkerStatus.STARTING:
         patience_s = config.start_timeout_s
-    elif worker.standing is Standing.JOINED and not config.elastic:
+    elif worker.standing is WorkerStatus.JOINED and not config.elastic:
         patience_s = config.suspect_lease_s if suspected else config.lease_s
     else:
         return float("inf")
@@ -156,14 +156,14 @@ def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
             "Loop over trainer.steps(n) in it; a script that does not train runs with `python` alone.",
         )
         return
-    left = worker.standing is Standing.LEFT
-    expected = worker.standing is Standing.DISMISSED or (isinstance(fleet.phase, Finishing) and not left)
+    left = worker.standing is WorkerStatus.LEFT
+    expected = worker.standing is WorkerStatus.DISMISSED or (isinstance(fleet.phase, Finishing) and not left)
     if expected or (left and exit_.code == 0):
         if exit_.code == 0 and (left or isinstance(fleet.phase, Finishing)):
             transition.update(main_ended=fleet.main_ended or worker.name == fleet.members[0], script_ended=True)
         transition.part_with(worker.name)
         return
-    if fleet.trainings and exit_.code == 0 and worker.standing is Standing.STARTING:
+    if fleet.trainings and exit_.code == 0 and worker.standing is WorkerStatus.STARTING:
         number = fleet.training + 1
         transition.do_without(worker.name, f"worker {worker.name} ended before training {number} of its script began")
         return
@@ -177,7 +177,7 @@ def _conclude_error(transition: Transition, name: str, text: str, exit_code: int
     """Go on without a worker that failed, as long as that may be the matter of its machine alone; else end the run."""
     if _is_outsider(transition.fleet, name):
         transition.do_without(name, f"{text}. {_WITHOUT}{detail}")
-    elif transition.fleet.workers[name].standing is Standing.LEFT:
+    elif transition.fleet.workers[name].standing is WorkerStatus.LEFT:
         transition.forget(name)
         transition.end(exit_code, text + detail, worker=name)
     else:
@@ -198,7 +198,7 @@ def finish_if_all_left(transition: Transition) -> None:
     """The run is complete when no rank of the grid is left in it; spares and newcomers are dismissed."""
     fleet = transition.fleet
     # A worker that has joined and is not a newcomer has a seat.
-    if fleet.is_leaving and fleet.workers.count(Standing.JOINED) == len(fleet.workers.newcomers):
+    if fleet.is_leaving and fleet.workers.count(WorkerStatus.JOINED) == len(fleet.workers.newcomers):
         record_votes(transition)
         transition.update(phase=Finishing())
 
@@ -261,9 +261,9 @@ def finish(transition: Transition, phase: Finishing) -> None:
 
 def dismiss_rest(transition: Transition) -> None:
     """Tell those that had no part in the end of a training that it is over."""
-    if transition.fleet.workers.count(Standing.JOINED) or transition.fleet.workers.count(Standing.ASIDE):
+    if transition.fleet.workers.count(WorkerStatus.JOINED) or transition.fleet.workers.count(WorkerStatus.UNREACHABLE):
         for name, worker in transition.fleet.workers.items():
-            if worker.standing in (Standing.JOINED, Standing.ASIDE):
+            if worker.standing in (WorkerStatus.JOINED, WorkerStatus.UNREACHABLE):
                 _dismiss(transition, name)
 
 
@@ -291,7 +291,7 @@ def _is_anybody_heard(fleet: Fleet) -> bool:
     return any(
         fleet.listened_s - worker.seen_s <= fleet.config.lease_s
         for worker in fleet.workers.values()
-        if worker.standing is Standing.LEFT or (worker.standing is Standing.DISMISSED and worker.seated)
+        if worker.standing is WorkerStatus.LEFT or (worker.standing is WorkerStatus.DISMISSED and worker.seated)
     )
 
 
@@ -300,7 +300,7 @@ def _miss_nobody(transition: Transition) -> None:
     fleet = transition.fleet
     for name, worker in fleet.workers.items():
         unheard_s = transition.now_s - fleet.heard_s if fleet.is_alone else fleet.unheard_s(worker.node)
-        if worker.standing is Standing.LEFT and unheard_s > return_patience_s(fleet):
+        if worker.standing is WorkerStatus.LEFT and unheard_s > return_patience_s(fleet):
             transition.notice(f"worker {name} is out of sight, so the outcome of its script is unknown", warning=True)
             transition.forget(name)
             transition.update(script_ended=True)  # perhaps; nobody waits to learn it
@@ -309,7 +309,7 @@ def _miss_nobody(transition: Transition) -> None:
 def _dismiss(transition: Transition, name: str) -> None:
     """Release a worker that has nothing left to do."""
     transition.send(name, outcome(transition.fleet, name))
-    transition.update_worker(name, standing=Standing.DISMISSED)
+    transition.update_worker(name, standing=WorkerStatus.DISMISSED)
 
 
 def _title(fleet: Fleet, name: str) -> str:

@@ -29,7 +29,7 @@ from varuna.fleet.state.questions import (
     WhichCheckpoint,
 )
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted
-from varuna.fleet.state.worker import Holding, Standing, states_of
+from varuna.fleet.state.worker import WorkerInventory, WorkerStatus, states_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _gathering(transition: Transition, phase: Idle) -> bool:
 
 
 def _joined(fleet: Fleet) -> int:
-    return fleet.workers.count(Standing.JOINED)
+    return fleet.workers.count(WorkerStatus.JOINED)
 
 
 def _just_joined(fleet: Fleet, now_s: float) -> bool:
@@ -361,9 +361,9 @@ def _ran(fleet: Fleet) -> placement.Holdings:
     return {}
 
 
-def _holding(fleet: Fleet, name: str) -> Holding:
+def _holding(fleet: Fleet, name: str) -> WorkerInventory:
     """What a worker holds; nothing, if it has just come."""
-    return fleet.workers[name].holding or Holding()
+    return fleet.workers[name].holding or WorkerInventory()
 
 
 def _job(transition: Transition) -> JobFacts:

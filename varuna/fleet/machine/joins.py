@@ -14,7 +14,7 @@ from varuna.fleet.state.outputs import Spawn
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Finishing, Running, Stopping
 from varuna.fleet.state.run_events import WorkerJoined
-from varuna.fleet.state.worker import Holding, Standing, Worker
+from varuna.fleet.state.worker import Worker, WorkerInventory, WorkerStatus
 
 
 def note_spawned(transition: Transition, name: str, node: str) -> None:
@@ -54,7 +54,7 @@ def spawn_missing(transition: Transition) -> None:
 def note_hello(transition: Transition, name: str, hello: Hello) -> None:
     """A worker is warm: all workers of a run must agree on their job."""
     fleet = transition.fleet
-    if fleet.workers[name].standing is not Standing.STARTING:
+    if fleet.workers[name].standing is not WorkerStatus.STARTING:
         # a manager that has started again knows of no device
         transition.update_worker(name, device=hello.device, device_class=hello.device_class)
         say_again(transition, name)
@@ -65,10 +65,10 @@ def note_hello(transition: Transition, name: str, hello: Hello) -> None:
         return
     transition.update_worker(
         name,
-        standing=Standing.JOINED,
+        standing=WorkerStatus.JOINED,
         pid=hello.pid,
         joined_s=transition.now_s,
-        holding=Holding(),
+        holding=WorkerInventory(),
         device=hello.device,
         device_class=hello.device_class,
     )
@@ -156,7 +156,7 @@ def say_again(transition: Transition, name: str) -> None:
     """
     fleet, phase = transition.fleet, transition.fleet.phase
     worker = fleet.workers[name]
-    if worker.standing is Standing.DISMISSED:
+    if worker.standing is WorkerStatus.DISMISSED:
         is_over = isinstance(phase, Finishing) or fleet.is_leaving
         transition.send(name, outcome(fleet, name) if is_over else Finish())
     elif isinstance(phase, Running) and name == fleet.members[0]:

@@ -21,12 +21,12 @@ from varuna.fleet.machine.placement import uncovered
 from varuna.fleet.machine.recall import in_memory
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Ending
-from varuna.fleet.state.fleet import Fleet, Look
+from varuna.fleet.state.fleet import Fleet, ReachabilityScan
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Finishing, Idle, Running, Stopping
 from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.stutter import NO_EVIDENCE
-from varuna.fleet.state.worker import Holding, Sight, Standing, Worker, changed, states_of
+from varuna.fleet.state.worker import NodeContact, Worker, WorkerInventory, WorkerStatus, changed, states_of
 from varuna.fleet.state.workers import Workers
 
 # A manager that did not run for longer than this cannot tell whether a worker was silent in the meantime.
@@ -73,7 +73,7 @@ def _begin_anew(transition: Transition) -> None:
     transition.update(
         told_alone=False,
         regained_s=now_s,
-        nodes=PersistentMap({node: Sight(heard_s=now_s, told=sight.told) for node, sight in fleet.nodes.items()}),
+        nodes=PersistentMap({node: NodeContact(heard_s=now_s, told=sight.told) for node, sight in fleet.nodes.items()}),
         workers=Workers(changed(worker, seen_s=now_s) for worker in fleet.workers.values()),
         hidden=PersistentMap(),
         nearest_s=now_s,
@@ -90,7 +90,7 @@ def hear(transition: Transition, node: str) -> None:
     if sight is not None and sight.heard_s == now_s and sight.parted_after is None:
         transition.update(heard_s=transition.now_s)
         return
-    nodes = fleet.nodes.with_item(node, Sight(heard_s=now_s))
+    nodes = fleet.nodes.with_item(node, NodeContact(heard_s=now_s))
     transition.update(heard_s=transition.now_s, nearest_s=now_s, nodes=nodes)
     is_back = sight is not None and now_s - sight.heard_s > _NEAR_S
     for name in fleet.workers.on(node):
@@ -149,7 +149,7 @@ def begin_progress(fleet: Fleet, record: GenerationRecord) -> dict[str, object]:
         "workers": Workers(
             changed(
                 worker,
-                holding=Holding() if worker.is_joined and worker.name not in record.ranks else None,
+                holding=WorkerInventory() if worker.is_joined and worker.name not in record.ranks else None,
                 seated=record.has_seat(worker.name),
                 seen_s=fleet.seen_s(worker),
                 compute_s=None,
@@ -171,7 +171,7 @@ def begin_progress(fleet: Fleet, record: GenerationRecord) -> dict[str, object]:
     }
 
 
-def _as_known(fleet: Fleet, node: str) -> Sight:
+def _as_known(fleet: Fleet, node: str) -> NodeContact:
     """What is known of a machine, without a look at the steps that have shown it."""
     is_parted = fleet.is_parted(node)
     sight = fleet.nodes[node]
@@ -214,7 +214,7 @@ def look_around(transition: Transition) -> None:
             _put_aside(transition, away, "a generation has ended")
         case _:
             pass
-    transition.update(looked=Look(until_s=until_s, generation=fleet.generation, phase=type(phase)))
+    transition.update(looked=ReachabilityScan(until_s=until_s, generation=fleet.generation, phase=type(phase)))
 
 
 def _find_hidden(transition: Transition) -> None:
@@ -224,7 +224,7 @@ def _find_hidden(transition: Transition) -> None:
         return
     hidden = PersistentMap({node: None for node in fleet.nodes if fleet.is_hidden(node)})
     oldest_s = min((s.heard_s for node, s in fleet.nodes.items() if node not in hidden), default=fleet.listened_s)
-    transition.update(hidden=hidden, hiding_s=oldest_s + fleet.config.lease_s, looked=Look())
+    transition.update(hidden=hidden, hiding_s=oldest_s + fleet.config.lease_s, looked=ReachabilityScan())
 
 
 def _report_hidden(transition: Transition) -> None:
@@ -327,7 +327,9 @@ def _put_aside(transition: Transition, workers: Iterable[Worker], why: str) -> N
         fleet = transition.fleet
         if worker.node in fleet.nodes:
             transition.update(nodes=fleet.nodes.with_item(worker.node, _as_known(fleet, worker.node)))
-        transition.update_worker(worker.name, standing=Standing.ASIDE, holding=None, seen_s=fleet.seen_s(worker))
+        transition.update_worker(
+            worker.name, standing=WorkerStatus.UNREACHABLE, holding=None, seen_s=fleet.seen_s(worker)
+        )
     transition.hasten()
     named = " and ".join(worker.name for worker in workers)
     transition.notice(
@@ -343,8 +345,8 @@ def _nodes(workers: Iterable[Worker]) -> str:
 def take_back(transition: Transition, name: str) -> None:
     """Take back a worker that was put aside, if nothing was written down without it yet."""
     fleet, phase = transition.fleet, transition.fleet.phase
-    holding = None if fleet.is_member(name) else Holding()
-    transition.update_worker(name, standing=Standing.JOINED, holding=holding)
+    holding = None if fleet.is_member(name) else WorkerInventory()
+    transition.update_worker(name, standing=WorkerStatus.JOINED, holding=holding)
     transition.notice(f"worker {name} is back in time")
     if isinstance(phase, Idle) and fleet.is_member(name):
         deadline_s = fleet.listened_s + fleet.config.hold_timeout_s
@@ -396,12 +398,12 @@ def _seat_sections(fleet: Fleet, name: str) -> frozenset[int]:
 
 
 def _is_aside(worker: Worker) -> bool:
-    return worker.standing is Standing.ASIDE
+    return worker.standing is WorkerStatus.UNREACHABLE
 
 
 def lose_aside(transition: Transition) -> None:
     """Lose workers that are still out of sight, since the next generation is about to be written down without them."""
-    if transition.fleet.workers.count(Standing.ASIDE):
+    if transition.fleet.workers.count(WorkerStatus.UNREACHABLE):
         for worker in list(transition.fleet.workers.values()):
             if _is_aside(worker):
                 transition.lose(worker.name, "was out of sight when the run continued", kill=True)

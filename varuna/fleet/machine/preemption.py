@@ -11,7 +11,7 @@ from varuna.fleet.state.morph_gain import state_s, sums_s
 from varuna.fleet.state.outputs import Release
 from varuna.fleet.state.phases import Ended, Finishing, Running
 from varuna.fleet.state.run_events import Answered, Asked
-from varuna.fleet.state.worker import Standing
+from varuna.fleet.state.worker import WorkerStatus
 
 # A node that outlives its deadline by this much has not been taken after all.
 _REPRIEVE_S = 60.0
@@ -116,12 +116,12 @@ def release(transition: Transition) -> None:
     for node in transition.fleet.departing:
         fleet = transition.fleet
         there = [fleet.workers[name] for name in fleet.workers.on(node)]
-        if any(worker.standing is Standing.LEFT for worker in there) or not _is_free(fleet, node):
+        if any(worker.standing is WorkerStatus.LEFT for worker in there) or not _is_free(fleet, node):
             continue
         for worker in there:
-            if worker.standing is Standing.JOINED:
+            if worker.standing is WorkerStatus.JOINED:
                 transition.send(worker.name, Finish())
-                transition.update_worker(worker.name, standing=Standing.DISMISSED)
+                transition.update_worker(worker.name, standing=WorkerStatus.DISMISSED)
                 if not fleet.config.replace:
                     transition.update(wanted=max(0, transition.fleet.wanted - 1))
         if not fleet.departing[node].released:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from varuna.core.messages import HeldCheckpoint
 from varuna.fleet.machine.placement import Holdings, uncovered
 from varuna.fleet.state.fleet import Fleet
-from varuna.fleet.state.worker import Holding
+from varuna.fleet.state.worker import WorkerInventory
 
 
 class MemoryCheckpoint(NamedTuple):
@@ -27,7 +27,7 @@ def in_memory(fleet: Fleet, workers: Iterable[str]) -> Sequence[MemoryCheckpoint
     assert fleet.job is not None
     by_step: defaultdict[int, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name in workers:
-        for each in (fleet.workers[name].holding or Holding()).checkpoints:
+        for each in (fleet.workers[name].holding or WorkerInventory()).checkpoints:
             if _counts(fleet, each):
                 by_step[each.step][name].update(each.sections)
     found = [

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from varuna.core.messages import Transfer
 from varuna.core.plan import Plan
-from varuna.core.sums import MicroBatchLoss, Remainder, Spans, SumAt, SumsAt, count, remainder, spans_of
+from varuna.core.sums import MicroBatchLoss, RemainingWork, Spans, SumLocation, SumsAt, count, remainder, spans_of
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.morph_gain import LINK_BYTES_PER_S, sums_s
 from varuna.fleet.state.run_events import GenerationRecord
-from varuna.fleet.state.worker import Holding
+from varuna.fleet.state.worker import WorkerInventory
 
 _REMEMBERED = 50
 """Generations in which a step was broken off, at most, that tell whether sums are kept."""
@@ -23,7 +23,7 @@ _CLEARLY = 1.5
 """So many times as much must be gained as a morph in the middle of a step costs."""
 
 
-def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) -> Remainder | None:
+def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) -> RemainingWork | None:
     """What is left to do of the step that was broken off; None: all of it.
 
     Args:
@@ -51,7 +51,7 @@ def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) ->
     }
     known = spans_of(losses_of(fleet, members, plan))
 
-    def left_of(sums: Mapping[int, SumsAt]) -> Remainder | None:
+    def left_of(sums: Mapping[int, SumsAt]) -> RemainingWork | None:
         return remainder(plan.micro_batches, plan.replicas, seats, sums, known, ends_of=plan.ends_of)
 
     staying, moving = left_of(here), left_of(offered) if offered != here else None
@@ -72,7 +72,7 @@ def moving_s(fleet: Fleet, sums: Sequence[Transfer]) -> float:
     return most_bytes / (fleet.link_bytes_per_s or LINK_BYTES_PER_S)
 
 
-def sums_moved(left: Remainder | None) -> tuple[Transfer, ...]:
+def sums_moved(left: RemainingWork | None) -> tuple[Transfer, ...]:
     """Sums that their holders send to others."""
     return tuple(
         Transfer(section=each.section, source_rank=each.source_rank, target_rank=rank, sums=True, copied=each.copied)
@@ -82,15 +82,15 @@ def sums_moved(left: Remainder | None) -> tuple[Transfer, ...]:
     )
 
 
-def _sums(holding: Holding, rank: int, plan: Plan, next_step: int) -> Mapping[int, SumsAt]:
+def _sums(holding: WorkerInventory, rank: int, plan: Plan, next_step: int) -> Mapping[int, SumsAt]:
     """By section, what is in the sums of a worker, and in those that it keeps copies of, if they are of this step."""
     sums = holding.sums
     if sums is None or holding.next_step != next_step or sums.micro_batch != plan.micro_batch:
         return {}
-    found: defaultdict[int, dict[SumAt, Spans]] = defaultdict(dict)
+    found: defaultdict[int, dict[SumLocation, Spans]] = defaultdict(dict)
     for copied, parts in ((False, sums.sections), (True, sums.copies)):
         for each in parts:
-            found[each.section][SumAt(rank, copied)] = each.micro_batches
+            found[each.section][SumLocation(rank, copied)] = each.micro_batches
     return found
 
 
@@ -148,11 +148,13 @@ def worth_breaking_off_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) 
     return left_s if left_s > _LEAST_LEFT_S and left_s * faster > _CLEARLY * cost_s else None
 
 
-def _holdings(fleet: Fleet, members: Sequence[str]) -> list[Holding]:
+def _holdings(fleet: Fleet, members: Sequence[str]) -> list[WorkerInventory]:
     """What each member says that it holds; nothing, where that may be of a timeline that was given up."""
     doubtful = bool(fleet.history) and fleet.record.rollback and not fleet.formed
     return [
-        Holding() if doubtful and not _has_begun(fleet, name) else fleet.workers[name].holding or Holding()
+        WorkerInventory()
+        if doubtful and not _has_begun(fleet, name)
+        else fleet.workers[name].holding or WorkerInventory()
         for name in members
     ]
 

@@ -12,7 +12,7 @@ from varuna.fleet.machine.outcome import last_step, outcome, steps_made
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.phases import Finishing
 from varuna.fleet.state.run_events import TrainingEnded
-from varuna.fleet.state.worker import Standing
+from varuna.fleet.state.worker import WorkerStatus
 
 
 def begin_next_training(transition: Transition) -> None:
@@ -43,7 +43,7 @@ def hear_hello(transition: Transition, name: str, hello: Hello) -> None:
             transition.send(name, TrainingOver(training=ended.training, steps=ended.steps, last=ended.last))
     elif not isinstance(fleet.phase, Finishing):
         note_hello(transition, name, hello)
-    elif fleet.workers[name].standing is not Standing.LEFT:
+    elif fleet.workers[name].standing is not WorkerStatus.LEFT:
         assert fleet.job is not None
         if not is_unequal(transition, name, hello, fleet.job):
             transition.send(name, outcome(fleet, name))
@@ -53,7 +53,7 @@ def _note_ahead(transition: Transition, name: str, hello: Hello) -> None:
     """Note that a worker is through with the present training and begins the next one."""
     fleet, number = transition.fleet, hello.training
     is_ending = isinstance(fleet.phase, Finishing) or fleet.is_leaving
-    if fleet.workers[name].standing is Standing.DISMISSED and not is_ending:
+    if fleet.workers[name].standing is WorkerStatus.DISMISSED and not is_ending:
         transition.send(name, Finish(training=number))  # its machine was given back: it trains no more
     elif number > fleet.training + 1:
         send_away(
@@ -65,7 +65,7 @@ def _note_ahead(transition: Transition, name: str, hello: Hello) -> None:
         text = f"{fleet.finish.reason}; training {number + 1} of the script does not begin"
         note_leaving(transition, name, fleet.training)  # it is through, whatever of its words was lost
         transition.send(name, Finish(failure=text, training=number))
-        transition.update_worker(name, standing=Standing.DISMISSED)
+        transition.update_worker(name, standing=WorkerStatus.DISMISSED)
     else:
         note_leaving(transition, name, fleet.training)
         transition.update(ahead={**fleet.ahead, name: hello})

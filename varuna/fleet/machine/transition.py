@@ -10,7 +10,7 @@ from varuna.fleet.state.outputs import Ask, EndRun, Instruction, Kill, Publish, 
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question, UnansweredError, Unusable
 from varuna.fleet.state.run_events import Notice, RunEnded, RunEvent, WorkerLeft, WorkerLost
-from varuna.fleet.state.worker import Standing, Worker, changed
+from varuna.fleet.state.worker import Worker, WorkerStatus, changed
 
 _MAX_BACKOFF_S = 30.0
 
@@ -124,7 +124,7 @@ class Transition:
         if kill:
             self.kill(name, cause, rests=rests)
         matters = self._matters(name)
-        was_in = self.fleet.workers[name].standing in (Standing.JOINED, Standing.ASIDE)
+        was_in = self.fleet.workers[name].standing in (WorkerStatus.JOINED, WorkerStatus.UNREACHABLE)
         worker = self.forget(name)
         fleet = self.fleet
         self.publish(WorkerLost(worker=name, rank=fleet.rank_of(name), cause=cause))
@@ -140,7 +140,7 @@ class Transition:
             self.update(wanted=max(0, fleet.wanted - 1))
         elif worker.replacement and name not in fleet.resting:  # whose GPU waits longer each time
             failures = fleet.start_failures + 1
-            backoff_s = min(2.0 ** (failures - 1), _MAX_BACKOFF_S) if worker.standing is Standing.STARTING else 0.0
+            backoff_s = min(2.0 ** (failures - 1), _MAX_BACKOFF_S) if worker.standing is WorkerStatus.STARTING else 0.0
             self.update(start_failures=failures, respawn_at_s=self.now_s + backoff_s)
             if failures >= fleet.config.max_start_failures:
                 self.end(

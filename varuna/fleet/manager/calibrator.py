@@ -28,7 +28,7 @@ from varuna.fleet.feedback.refine import costs_of, predicted, refine
 from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested, Recalibrated
-from varuna.fleet.state.morph_gain import Weighing, weigh
+from varuna.fleet.state.morph_gain import MorphEstimate, weigh
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import RunPlanner, with_options
@@ -341,7 +341,7 @@ class Calibrator:
         cause = "steps are too short for a copy of state in each"
         return [Notice(text=f"{cause}: workers make one every few seconds instead"), MorphRequested(cause)]
 
-    def _weighed(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> tuple[Plan, Weighing | None]:
+    def _weighed(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> tuple[Plan, MorphEstimate | None]:
         """The plan that is best now, and what it saves until the next change, if that is more than the switch costs."""
         best = self._best(fleet, job)
         if best is None:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from varuna.core.extras import extras
 from varuna.core.value import Value
 from varuna.fleet.manager.prometheus import CONTENT_TYPE, exposition, scraper_token
-from varuna.fleet.manager.step_desk import StepDesk
+from varuna.fleet.manager.step_desk import StepRecorder
 from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.protocol import WORKER_NAME, WorkerName
 from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body, same
@@ -38,7 +38,7 @@ class Drain(Value):
     now: bool = Field(default=False, description="its state is not moved first")
 
 
-class Mint(Value):
+class CreateToken(Value):
     """Body of ``POST /tokens``."""
 
     uses: int = Field(default=1, ge=1, le=100_000)
@@ -79,7 +79,7 @@ class OperatorApi:
     """For pages."""
     plans: Callable[[], dict[str, object]] = dict
     """The planner's table for the workers that there are now."""
-    desk: StepDesk | None = None
+    desk: StepRecorder | None = None
     """Shows what happened in a step; None: there is only what was recorded."""
     run_dir: Path | None = None
     """Timelines are recorded there."""
@@ -293,12 +293,12 @@ class OperatorApi:
         )
 
     async def _tokens(self, request: Request) -> Response:
-        async def act(mint: Mint) -> Response:
+        async def act(mint: CreateToken) -> Response:
             if self.mint is None:
                 return error(409, "nobody can join this run: it was started by `varuna run`, not `varuna manager`")
             return JSONResponse({"join": self.mint(mint.uses, mint.life_s)}, 201)
 
-        return await self._change(request, "mint a join token", Mint, act)
+        return await self._change(request, "mint a join token", CreateToken, act)
 
     async def _links(self, request: Request) -> Response:
         async def act(_: Nothing) -> Response:

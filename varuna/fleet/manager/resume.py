@@ -29,7 +29,7 @@ from varuna.fleet.state.run_events import (
     WorkerLost,
 )
 from varuna.fleet.state.stutter import Straggler
-from varuna.fleet.state.worker import Sight, Standing, Worker
+from varuna.fleet.state.worker import NodeContact, Worker, WorkerStatus
 from varuna.fleet.state.workers import Workers
 
 
@@ -101,7 +101,7 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
         slow={name: Straggler(1 / speed, now_s + fleet.config.probation_s, speed) for name, speed in speeds.items()},
         phase=Running(began_s=now_s),
         workers=Workers(workers),
-        nodes=PersistentMap({worker.node: Sight(heard_s=now_s) for worker in workers}),
+        nodes=PersistentMap({worker.node: NodeContact(heard_s=now_s) for worker in workers}),
         job=past.job,
         version=past.version,
         micro_batch=history[-1].plan.micro_batch,
@@ -152,7 +152,7 @@ def _member(name: str, now_s: float, record: GenerationRecord) -> Worker:
         name=name,
         node=node_of(name),
         replacement=False,
-        standing=Standing.JOINED,
+        standing=WorkerStatus.JOINED,
         joined_s=now_s,
         seen_s=now_s,
         seated=record.has_seat(name),

@@ -60,7 +60,7 @@ class _Profile:
     failure: str | None = None
 
 
-class StepDesk:
+class StepRecorder:
     """Any thread may ask; the manager's tells what happens.
 
     Args:

@@ -6,10 +6,10 @@ Bugs, mixed-up processes and hostile ones look the same from here; the worker is
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from varuna.core.messages import Beat, FromWorker, Held, HeldCheckpoint, Saved, Vote, Voted
+from varuna.core.messages import Beat, FromWorker, HeldCheckpoint, Saved, StopReport, Vote, Voted
 from varuna.core.saved import SavedShard
 from varuna.core.sharded_optimizer import held_by, holders_of
-from varuna.core.sums import HeldSums, SectionSum, TakenSum, is_within, spans_of, union, without
+from varuna.core.sums import HeldSums, InheritedSum, SectionSum, is_within, spans_of, union, without
 from varuna.core.vote import VoteLayout
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.fleet import Fleet
@@ -26,7 +26,7 @@ def objection(fleet: Fleet, worker: str, message: FromWorker) -> Objection | Non
             return Objection(f"it sent a heartbeat of generation {generation}, the newest is {fleet.generation}")
         case Voted(vote=vote):
             return _about_vote(fleet, vote) or _out_of_line(fleet, worker, [vote])
-        case Held(generation=generation) if generation >= fleet.began:
+        case StopReport(generation=generation) if generation >= fleet.began:
             return _about_held(fleet, worker, message)
         case Saved(shard=shard):
             return _about_shard(fleet, worker, shard)
@@ -79,7 +79,7 @@ def _newest_step(fleet: Fleet, worker: Worker) -> int | None:
     return beat.step if beat is not None and beat.generation == fleet.generation else None
 
 
-def _about_held(fleet: Fleet, worker: str, held: Held) -> Objection | None:
+def _about_held(fleet: Fleet, worker: str, held: StopReport) -> Objection | None:
     if held.generation > fleet.generation:
         return Objection(f"it stopped generation {held.generation}, the newest is {fleet.generation}")
     for vote in held.votes:
@@ -156,7 +156,7 @@ def _may_be_of(record: GenerationRecord, rank: int, next_step: int, held: Sectio
     plan = record.plan
     replica = plan.place_of(rank).replica
     share = spans_of(plan.micro_batches_of(replica))
-    taken: tuple[TakenSum, ...] = ()
+    taken: tuple[InheritedSum, ...] = ()
     if record.remainder is not None and next_step == record.first_step:
         share, taken = record.remainder.work[replica], record.remainder.taken[rank]
     own = (part.micro_batches for part in taken if part.section == held.section)
@@ -164,7 +164,7 @@ def _may_be_of(record: GenerationRecord, rank: int, next_step: int, held: Sectio
     return held.section in plan.sections_at(rank) and (is_full or not without(held.micro_batches, union([share, *own])))
 
 
-def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
+def _was_given(fleet: Fleet, worker: str, held: StopReport) -> bool:
     """A worker holds what its seat does, of this generation or (if that did not form) of one before.
 
     Lent sections are missing while their parameters are outdated. In the first step, some of the others may be as if

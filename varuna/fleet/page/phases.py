@@ -4,7 +4,7 @@ from varuna.core.messages import WorkerPhase
 from varuna.core.units import counted
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.phases import Finishing, Idle, Running, Stopping
-from varuna.fleet.state.worker import Standing
+from varuna.fleet.state.worker import WorkerStatus
 
 
 def phase_of(fleet: Fleet) -> str:
@@ -16,7 +16,7 @@ def phase_of(fleet: Fleet) -> str:
 def _phase(fleet: Fleet) -> str:
     match fleet.phase:
         case Idle() if not fleet.history:
-            ready = fleet.workers.count(Standing.JOINED)
+            ready = fleet.workers.count(WorkerStatus.JOINED)
             if fleet.config.elastic:
                 return f"waiting for machines: {ready} of {fleet.config.workers} workers have joined"
             if ready < fleet.wanted:

@@ -29,7 +29,7 @@ from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.manager.outlook import outlook
 from varuna.fleet.manager.prometheus import scraper_token
 from varuna.fleet.manager.resume import known_checkpoint
-from varuna.fleet.manager.step_desk import StepDesk
+from varuna.fleet.manager.step_desk import StepRecorder
 from varuna.fleet.net.ca import make_private, write_private
 from varuna.fleet.net.protocol import wire_digest
 from varuna.fleet.page.chronicle import Chronicle
@@ -240,7 +240,7 @@ class ManagerService(Generic[B]):
                 completed=lambda step: self.mailbox.post(CheckpointCompleted(step)),
                 known=None if past is None else known_checkpoint(past),
             )
-            self._desk = StepDesk(
+            self._desk = StepRecorder(
                 place.run_dir,
                 self.workers.send,
                 steps=lambda: self._steps,

@@ -12,14 +12,14 @@ from varuna.fleet.state.causes import EndCause, FinishWish
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.device_faults import BrokenDevice, ShortMemory
 from varuna.fleet.state.loss_rate import LossRate
-from varuna.fleet.state.morph_gain import Experience, FirstStep
+from varuna.fleet.state.morph_gain import FirstStep, MorphHistory
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Finishing, Idle, Phase
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question
 from varuna.fleet.state.run_events import GenerationRecord, TrainingEnded
 from varuna.fleet.state.silence import Silence
 from varuna.fleet.state.stutter import NO_EVIDENCE, Straggler
-from varuna.fleet.state.worker import Sight, Standing, Worker, changed
+from varuna.fleet.state.worker import NodeContact, Worker, WorkerStatus, changed
 from varuna.fleet.state.workers import Workers
 
 
@@ -49,7 +49,7 @@ class Risk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ReachabilityScan:
     """A look at the machines that are out of sight, after which nothing needs to be done about them for a while."""
 
     until_s: float = float("-inf")
@@ -77,13 +77,13 @@ class Fleet:
     """When anybody was heard last."""
     regained_s: float = float("-inf")
     """When that ended for the last time, on the clock for silence."""
-    nodes: PersistentMap[Sight] = field(default_factory=PersistentMap)
+    nodes: PersistentMap[NodeContact] = field(default_factory=PersistentMap)
     """By machine, of an elastic fleet."""
     nearest_s: float = float("-inf")
     """When a machine was heard last, on the clock for silence."""
     hidden: PersistentMap[None] = field(default_factory=PersistentMap)
     """Machines that were out of sight when all were looked at, and have not been heard since."""
-    looked: Look = field(default_factory=Look)
+    looked: ReachabilityScan = field(default_factory=ReachabilityScan)
     """The last look at what is out of sight."""
     hiding_s: float = float("-inf")
     """Until then, on the clock for silence, no other machine can get out of sight."""
@@ -138,7 +138,7 @@ class Fleet:
     """Generations in a row that broke before a step without anybody's death."""
     futile_since_s: float | None = None
     """When the first of them did, those before newcomers were dropped included; on the clock for silence."""
-    experience: Experience = field(default_factory=lambda: Experience(began_s=0.0))
+    experience: MorphHistory = field(default_factory=lambda: MorphHistory(began_s=0.0))
     loss_rate: LossRate = field(default_factory=lambda: LossRate(began_s=0.0))
     departing: Mapping[str, Departure] = field(default_factory=dict)
     """By node."""
@@ -199,7 +199,7 @@ class Fleet:
             listened_s=now_s,
             heard_s=now_s,
             wanted=0 if config.elastic else config.workers,
-            experience=Experience(began_s=now_s),
+            experience=MorphHistory(began_s=now_s),
             loss_rate=LossRate(began_s=now_s),
         )
 
@@ -211,7 +211,7 @@ class Fleet:
         workers = [
             changed(
                 worker,
-                standing=Standing.DISMISSED if self.is_departing(worker.name) else Standing.STARTING,
+                standing=WorkerStatus.DISMISSED if self.is_departing(worker.name) else WorkerStatus.STARTING,
                 seated=False,
                 trained=worker.trained or any(worker.name in record.ranks for record in self.history),
                 holding=None,
@@ -351,7 +351,7 @@ class Fleet:
     @property
     def is_starting(self) -> bool:
         """Whether a worker is warming up."""
-        return self.workers.count(Standing.STARTING) > 0
+        return self.workers.count(WorkerStatus.STARTING) > 0
 
     @property
     def more_to_come(self) -> bool:
@@ -434,7 +434,7 @@ class Fleet:
 
     def is_joined(self, name: str) -> bool:
         """Whether ``name`` is alive and takes directives."""
-        return name in self.workers and self.workers[name].standing is Standing.JOINED
+        return name in self.workers and self.workers[name].standing is WorkerStatus.JOINED
 
     def rank_of(self, name: str) -> int | None:
         """Rank in the newest generation."""

@@ -31,7 +31,7 @@ class FirstStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experience:
+class MorphHistory:
     """What a run has learned about change: how often it comes, and how long a planned morph stalls training."""
 
     began_s: float
@@ -39,16 +39,16 @@ class Experience:
     changed_s: float = float("-inf")
     stalls_s: tuple[float, ...] = ()
 
-    def changed(self, now_s: float, burst_s: float) -> "Experience":
+    def changed(self, now_s: float, burst_s: float) -> "MorphHistory":
         """A worker came or went; those that come or go within ``burst_s`` count as one change."""
         count = self.changes + (now_s > self.changed_s + burst_s)
         return replace(self, changes=count, changed_s=now_s)
 
-    def stalled(self, stall_s: float) -> "Experience":
+    def stalled(self, stall_s: float) -> "MorphHistory":
         """Note how long a planned morph stalled training."""
         return replace(self, stalls_s=(*self.stalls_s, stall_s)[-_STALLS_KEPT:])
 
-    def corrected(self, stall_s: float) -> "Experience":
+    def corrected(self, stall_s: float) -> "MorphHistory":
         """The newest stall was another one."""
         return replace(self, stalls_s=(*self.stalls_s[:-1], stall_s))
 
@@ -81,7 +81,7 @@ def _stage_s(plan: Plan, section_bytes: Sequence[int], link_bytes_per_s: float |
 
 
 @dataclass(frozen=True, slots=True)
-class Weighing:
+class MorphEstimate:
     """Gain and cost of a switch, in seconds of training."""
 
     saved_s: float
@@ -117,7 +117,7 @@ class Weighing:
         return f"{saved}{also}, {relation} than {morph}"
 
 
-def weigh(old: Plan, new: Plan, *, computing_s: float, stall_s: float, exposed_s: float) -> Weighing:
+def weigh(old: Plan, new: Plan, *, computing_s: float, stall_s: float, exposed_s: float) -> MorphEstimate:
     """Weigh a switch from ``old`` to ``new``; another prediction of the same work is no gain.
 
     Args:
@@ -129,4 +129,4 @@ def weigh(old: Plan, new: Plan, *, computing_s: float, stall_s: float, exposed_s
     """
     faster = 1 - new.step_s / old.step_s if old.step_s > 0 and not new.same_work(old) else 0.0
     gains_safety = old.replicas == 1 < new.replicas
-    return Weighing(computing_s * faster, stall_s, faster, _LOSSES * exposed_s if gains_safety else 0.0)
+    return MorphEstimate(computing_s * faster, stall_s, faster, _LOSSES * exposed_s if gains_safety else 0.0)

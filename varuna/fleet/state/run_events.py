@@ -9,7 +9,7 @@ from pydantic import Field
 from varuna.core.messages import LastStep, Vote
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.core.sums import Remainder
+from varuna.core.sums import RemainingWork
 from varuna.core.times import RankTimes, StepParts
 from varuna.core.value import Value
 
@@ -26,7 +26,7 @@ class GenerationRecord(Value):
     first_step: int
     steps_redone: int = Field(default=0, description="a step in flight that was lost, and steps undone by a rollback")
     kept_micro_batches: int = Field(default=0, description="of the step in flight: those that do not run again")
-    remainder: Remainder | None = Field(
+    remainder: RemainingWork | None = Field(
         default=None, description="what of the step in flight has to run, until it is recorded; None: all of it"
     )
     keepers: tuple[int | None, ...] = Field(

@@ -23,7 +23,7 @@ def changed(value: T, **changes: Any) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class NodeContact:
     """How well the manager hears a machine."""
 
     heard_s: float
@@ -36,19 +36,19 @@ class Sight:
     """People know that it is out of sight."""
 
 
-class Standing(Enum):
+class WorkerStatus(Enum):
     """Where a worker is in its life; lost workers are forgotten."""
 
     STARTING = "starting"
     JOINED = "joined"
-    ASIDE = "put aside"
+    UNREACHABLE = "put aside"
     """Out of sight while the step stands still: lost once the next generation is written down without it."""
     LEFT = "left"
     DISMISSED = "dismissed"
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class WorkerInventory:
     """State of a worker that stands still; ``next_step`` is None without state."""
 
     next_step: int | None = None
@@ -66,7 +66,7 @@ class Holding:
     """Of older steps, in its memory."""
 
 
-def states_of(holdings: Mapping[str, Holding]) -> dict[str, frozenset[int]]:
+def states_of(holdings: Mapping[str, WorkerInventory]) -> dict[str, frozenset[int]]:
     """By worker, the sections whose state it has; of those that nobody has, one worker makes it who can."""
     found = {name: holding.sections for name, holding in holdings.items()}
     known = frozenset[int]().union(*found.values())
@@ -97,7 +97,7 @@ class Worker:
     """Of that, as the worker tells it; empty: unknown."""
     node: str = "local"
     """The VM: what it takes away with it when it goes."""
-    standing: Standing = Standing.STARTING
+    standing: WorkerStatus = WorkerStatus.STARTING
     pid: int | None = None
     joined_s: float = 0.0
     seen_s: float = 0.0
@@ -106,7 +106,7 @@ class Worker:
     """In the grid of the newest generation."""
     trained: bool = False
     """It had a seat in an earlier training of the script."""
-    holding: Holding | None = None
+    holding: WorkerInventory | None = None
     """None while the worker runs a generation, or is about to answer."""
     beat: Beat | None = None
     """The newest."""
@@ -130,7 +130,7 @@ class Worker:
     @property
     def is_joined(self) -> bool:
         """Whether it takes directives."""
-        return self.standing is Standing.JOINED
+        return self.standing is WorkerStatus.JOINED
 
     def hearing(self, beat: Beat) -> Mapping[str, Any]:
         """Fields that a heartbeat changes: what a worker has done in a generation stays done, whatever it does next."""

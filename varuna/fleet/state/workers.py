@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from varuna.fleet.state.persistent import PersistentMap
-from varuna.fleet.state.worker import Standing, Worker
+from varuna.fleet.state.worker import Worker, WorkerStatus
 
 _NOBODY: frozenset[str] = frozenset()
-_STANDINGS = tuple(Standing)
+_STANDINGS = tuple(WorkerStatus)
 
 
 class Workers(Mapping[str, Worker]):
@@ -44,7 +44,7 @@ class Workers(Mapping[str, Worker]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._by_name)
 
-    def count(self, standing: Standing) -> int:
+    def count(self, standing: WorkerStatus) -> int:
         """Number of workers with this standing."""
         return self._counts[_STANDINGS.index(standing)]
 
@@ -103,7 +103,7 @@ def _is_awaited(worker: Worker) -> bool:
 
 
 def _is_unfinished(worker: Worker) -> bool:
-    return worker.standing is Standing.LEFT or (worker.standing is Standing.DISMISSED and worker.seated)
+    return worker.standing is WorkerStatus.LEFT or (worker.standing is WorkerStatus.DISMISSED and worker.seated)
 
 
 def _is_newcomer(worker: Worker) -> bool:

@@ -23,11 +23,11 @@ from varuna.partition.capture.building import BuiltModel, build_without_data, ca
 from varuna.partition.capture.construction import Construction, construct
 from varuna.partition.capture.dtypes import HALVES, check_dtypes
 from varuna.partition.capture.export import ExportedGraph, export
-from varuna.partition.capture.guards import Taken, taken_for_granted
-from varuna.partition.capture.known_inputs import Givens
+from varuna.partition.capture.guards import BranchAssumptions, taken_for_granted
+from varuna.partition.capture.known_inputs import KnownInputs
 from varuna.partition.capture.outputs import OutputsFunction, rows_of
 from varuna.partition.capture.parameter_limits import limits_of
-from varuna.partition.capture.real_values import Grade, RealValues
+from varuna.partition.capture.real_values import RealValues, ValueSource
 from varuna.partition.graph.captured import Capture as Capture
 from varuna.partition.graph.captured import TensorKind
 from varuna.partition.graph.inline import inline_regions
@@ -205,8 +205,8 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     _check_keys(model, batch)
     _name_others(model, recipe, batch)
     module = LossModule(model, recipe)
-    givens = Givens(recipe.build, model, fake, samples, buffers)
-    taken = Taken(None, ())
+    givens = KnownInputs(recipe.build, model, fake, samples, buffers)
+    taken = BranchAssumptions(None, ())
 
     def accept(program: torch.export.ExportedProgram, values: RealValues, noticed: ForwardFindings) -> bool:
         nonlocal taken
@@ -220,8 +220,8 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
             _constants(program, noticed),
             places=values.places,
             decided=values.decided,
-            of_activations=values.most is Grade.PARAMETERS,
-            is_certain=values.most is Grade.CODE,
+            of_activations=values.most is ValueSource.PARAMETERS,
+            is_certain=values.most is ValueSource.CODE,
         )
         taken = found or taken
         return found is not None
@@ -369,7 +369,7 @@ def _describe(
     exported: ExportedGraph,
     model: nn.Module,
     keys: list[str],
-    taken: Taken,
+    taken: BranchAssumptions,
     sources: str,
     sizes: OpenSizes | None,
 ) -> Capture:

@@ -26,10 +26,10 @@ from varuna.core.errors import ModelError
 from varuna.data.sizes import OpenSizes
 from varuna.partition.capture.branches import Comparing, general_sizes
 from varuna.partition.capture.construction import idle_moves
-from varuna.partition.capture.loops import EveryPlace
+from varuna.partition.capture.loops import MaskLoopUnroller
 from varuna.partition.capture.open_sizes import general_lengths, hashed_sizes
 from varuna.partition.capture.parameter_limits import Limits
-from varuna.partition.capture.real_values import Given, Grade, RealValues
+from varuna.partition.capture.real_values import Given, RealValues, ValueSource
 from varuna.partition.capture.sample_lists import ListedSamples
 from varuna.partition.opaque.autograd_functions import kept_functions
 from varuna.partition.opaque.calls import WritesError
@@ -62,7 +62,7 @@ class ExportedGraph(NamedTuple):
 def export(
     module: nn.Module,
     fake: Mapping[str, Tensor],
-    given: Callable[[Grade], Given | None],
+    given: Callable[[ValueSource], Given | None],
     accept: Callable[[torch.export.ExportedProgram, RealValues, ForwardFindings], bool],
     pieces: Pieces,
     sizes: OpenSizes | None = None,
@@ -92,8 +92,8 @@ def export(
             failure = error
             if sizes is not None:
                 raise
-    values = RealValues(Grade.SAMPLES, given(Grade.SAMPLES) or {})
-    helped = (values.watch(), EveryPlace(), Alignments(), Limits(), Comparing(), idle_moves())
+    values = RealValues(ValueSource.SAMPLES, given(ValueSource.SAMPLES) or {})
+    helped = (values.watch(), MaskLoopUnroller(), Alignments(), Limits(), Comparing(), idle_moves())
     try:
         with _as_eager(), _all(helped), _silent():
             found = pieces.find(lambda: _with_lists(module, fake, values.real), values.real)
@@ -110,7 +110,7 @@ def export(
 def _some_way(
     module: nn.Module,
     fake: Mapping[str, Tensor],
-    given: Callable[[Grade], Given | None],
+    given: Callable[[ValueSource], Given | None],
     accept: Callable[[torch.export.ExportedProgram, RealValues, ForwardFindings], bool],
     pieces: Pieces,
     sizes: OpenSizes | None,
@@ -118,15 +118,15 @@ def _some_way(
     last: Exception | None = None
     noticed = ForwardFindings()
     asks_for_data = False
-    for most in Grade:
-        known = given(most) if most is not Grade.PARAMETERS or asks_for_data else None
+    for most in ValueSource:
+        known = given(most) if most is not ValueSource.PARAMETERS or asks_for_data else None
         if known is None:
             continue
         asks_for_data = False
         for compiling in (asked := _Asked(), _as_eager()):
             if compiling is not asked and not asked.at_all:  # eager would take the same path
                 continue
-            way = _Way(RealValues(most, known), EveryPlace(), Limits(), Noticing())
+            way = _Way(RealValues(most, known), MaskLoopUnroller(), Limits(), Noticing())
             try:
                 with compiling, pieces.in_place():
                     program = way.attempt(module, fake, sizes)
@@ -136,7 +136,7 @@ def _some_way(
                 last, noticed = error, way.noticing.noticed
                 asks_for_data |= type(error).__module__.startswith("torch") and not _is_for_some_sizes(error)
                 continue
-            if accept(program, way.values, way.noticing.noticed) or most is Grade.CODE:
+            if accept(program, way.values, way.noticing.noticed) or most is ValueSource.CODE:
                 visited, count = way.places.visited, way.limits.count
                 return ExportedGraph(program, visited, count, way.noticing.noticed, dict(pieces.found))
             asks_for_data = True
@@ -145,7 +145,7 @@ def _some_way(
 
 class _Way(NamedTuple):
     values: RealValues
-    places: EveryPlace
+    places: MaskLoopUnroller
     limits: Limits
     noticing: Noticing
 

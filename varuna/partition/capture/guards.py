@@ -36,7 +36,7 @@ _ON_TENSORS: dict[Any, Any] = {
 """Python's operations on numbers, and the same on tensors of one element."""
 
 
-class Taken(NamedTuple):
+class BranchAssumptions(NamedTuple):
     """What the branches of one graph took for granted."""
 
     conditions: Conditions | None
@@ -83,7 +83,7 @@ def taken_for_granted(
     decided: Sequence[frozenset[str]],
     of_activations: bool,
     is_certain: bool,
-) -> Taken | None:
+) -> BranchAssumptions | None:
     """Conditions and truths of an exported graph; None if something else was taken for granted as well.
 
     Args:
@@ -132,7 +132,7 @@ def taken_for_granted(
             return None
     sources = _Sources(inputs, buffers, constants)
     conditions = _conditions(graph, owner, of_samples, sources, past, places) if of_samples else None
-    return Taken(conditions, tuple(truths), tuple(dict.fromkeys(unseen)))
+    return BranchAssumptions(conditions, tuple(truths), tuple(dict.fromkeys(unseen)))
 
 
 def _is_own(node: Node) -> bool:

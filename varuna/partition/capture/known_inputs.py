@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.data.randomness import seeded
-from varuna.partition.capture.real_values import Given, Grade
+from varuna.partition.capture.real_values import Given, ValueSource
 from varuna.process.host_lock import turn
 
 FOLLOWED_BELOW_BYTES = 2**30
@@ -17,7 +17,7 @@ FOLLOWED_BELOW_BYTES = 2**30
 
 
 @dataclass
-class Givens:
+class KnownInputs:
     """Values of one capture, by grade."""
 
     build: Callable[[], nn.Module]
@@ -44,19 +44,19 @@ class Givens:
         """Whether the model is small enough to be built."""
         return sum(4 * value.numel() for value in self.model.parameters()) < FOLLOWED_BELOW_BYTES
 
-    def of(self, most: Grade) -> Given | None:
+    def of(self, most: ValueSource) -> Given | None:
         """Values of tensors up to a grade, which operations may write to; None if there are none of that grade."""
-        if most is Grade.CODE:
+        if most is ValueSource.CODE:
             return {}
-        if most is Grade.PARAMETERS and not self.is_small:
+        if most is ValueSource.PARAMETERS and not self.is_small:
             return None
         named = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters())}
-        known = self._built() if most is Grade.PARAMETERS else self.buffers
-        found = {id(self.inputs[key]): (value.clone(), Grade.SAMPLES) for key, value in self.samples.items()}
+        known = self._built() if most is ValueSource.PARAMETERS else self.buffers
+        found = {id(self.inputs[key]): (value.clone(), ValueSource.SAMPLES) for key, value in self.samples.items()}
         for name, value in known.items():
             if name in named and named[name].shape == value.shape:
                 is_first = isinstance(named[name], nn.Parameter)
-                grade = Grade.PARAMETERS if is_first else Grade.SAMPLES
+                grade = ValueSource.PARAMETERS if is_first else ValueSource.SAMPLES
                 found[id(named[name])] = (value.to(named[name].dtype, copy=not is_first), grade)
         return found
 

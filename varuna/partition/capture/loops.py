@@ -11,7 +11,7 @@ _FOUND = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 _LEFT_AS_IS = (Tensor.squeeze, torch.squeeze, Tensor.flatten, torch.flatten)
 
 
-class EveryPlace(TorchFunctionMode):
+class MaskLoopUnroller(TorchFunctionMode):
     """While a model is captured, ``for i in mask.nonzero():`` visits every index of the vector ``mask``.
 
     How many are true depends on data, so export cannot unroll the loop; how many there are does not. What a loop does

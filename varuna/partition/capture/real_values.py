@@ -36,7 +36,7 @@ _OVERWRITES = frozenset({"aten::fill_", "aten::zero_", "aten::copy_", *(f"aten::
 _SYMBOLS = (SymInt, SymFloat, SymBool)
 
 
-class Grade(IntEnum):
+class ValueSource(IntEnum):
     """What a value follows from."""
 
     CODE = 0
@@ -45,14 +45,14 @@ class Grade(IntEnum):
     """and random numbers"""
 
 
-Given = Mapping[int, tuple[Tensor, Grade]]
+Given = Mapping[int, tuple[Tensor, ValueSource]]
 """id of a tensor without data -> its value, and what that follows from"""
 
 
 class _Memory:
     """The memory that all views of one real tensor share."""
 
-    def __init__(self, grade: Grade | None) -> None:
+    def __init__(self, grade: ValueSource | None) -> None:
         self.grade = grade
         """None: unknown; memory that nobody has filled, or filled with something unknown"""
 
@@ -65,7 +65,7 @@ class _Value:
 class RealValues:
     """Follows the operations of one export."""
 
-    def __init__(self, most: Grade, given: Given) -> None:
+    def __init__(self, most: ValueSource, given: Given) -> None:
         """Prepare.
 
         Args:
@@ -135,7 +135,7 @@ class RealValues:
         """Give constants that forward() made of the code alone their values; call it while watching."""
         for name, constant in constants.items():
             value = self._known.get(constant) if isinstance(constant, FakeTensor) else None
-            if value is not None and value.memory.grade is Grade.CODE:
+            if value is not None and value.memory.grade is ValueSource.CODE:
                 constants[name] = value.real.clone()
 
     def _operation(
@@ -148,11 +148,11 @@ class RealValues:
         values = [self._form(leaf, form) if form else self._value(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         written = [self._value(tensor) for tensor in written_tensors(func, args, kwargs)]
         grade = self._grade(func, leaves, values, written)
-        if grade is Grade.CODE and torch.Tag.data_dependent_output in func.tags:
+        if grade is ValueSource.CODE and torch.Tag.data_dependent_output in func.tags:
             found = self._real(mode, func, leaves, structure, values)
             if isinstance(found, bool | int | float):
                 return found
-        if grade is Grade.CODE and torch.Tag.dynamic_output_shape in func.tags:
+        if grade is ValueSource.CODE and torch.Tag.dynamic_output_shape in func.tags:
             found = self._real(mode, func, leaves, structure, values)
             if isinstance(found, Tensor):
                 fixed = mode.fake_tensor_converter.from_real_tensor(mode, found)
@@ -180,7 +180,7 @@ class RealValues:
         indices: list[Any] = []
         for index in args[1]:
             value = self._value(index) if isinstance(index, Tensor) and index.dtype is torch.bool else None
-            if value is None or value.memory.grade is not Grade.CODE:
+            if value is None or value.memory.grade is not ValueSource.CODE:
                 indices.append(index)
             else:
                 make = mode.fake_tensor_converter.from_real_tensor
@@ -190,12 +190,12 @@ class RealValues:
     def _value(self, tensor: Tensor) -> _Value | None:
         found: _Value | None = self._known.get(tensor)
         if found is None and type(tensor) is Tensor and tensor.device.type == "cpu":  # an attribute, or from Python
-            found = self._known[tensor] = _Value(tensor.detach().clone(), _Memory(Grade.CODE))
+            found = self._known[tensor] = _Value(tensor.detach().clone(), _Memory(ValueSource.CODE))
         return found
 
     def _grade(
         self, func: Any, leaves: list[Any], values: list[_Value | None], written: list[_Value | None]
-    ) -> Grade | None:
+    ) -> ValueSource | None:
         """Grade of what the operation makes and writes; None if it is unknown."""
         name = func._schema.name
         if name.startswith(_ALLOCATES):
@@ -205,10 +205,10 @@ class RealValues:
             read = values[1:]
         grades = [None if value is None else value.memory.grade for value in read]
         if torch.Tag.nondeterministic_seeded in func.tags:
-            grades.append(Grade.PARAMETERS)
+            grades.append(ValueSource.PARAMETERS)
         if any(isinstance(leaf, _SYMBOLS) for leaf in leaves):
-            grades.append(Grade.SAMPLES)
-        worst = Grade.CODE
+            grades.append(ValueSource.SAMPLES)
+        worst = ValueSource.CODE
         for grade in grades:
             if grade is None or grade > self.most:
                 return None
@@ -219,12 +219,12 @@ class RealValues:
         """A tensor of which an operation uses only the form, as ``new_zeros`` and ``zeros_like`` do."""
         shape = () if form["new"] else tensor.shape
         if all(isinstance(size, int) for size in shape):
-            return _Value(torch.empty(shape, dtype=tensor.dtype), _Memory(Grade.CODE))
+            return _Value(torch.empty(shape, dtype=tensor.dtype), _Memory(ValueSource.CODE))
         return self._value(tensor)
 
     def _is_affordable(self, made: Any) -> bool:
         """Whether a result is small enough to be computed."""
-        if self.most is not Grade.CODE:
+        if self.most is not ValueSource.CODE:
             return True
         sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         size = sum(size for size in sizes if isinstance(size, int))
@@ -258,7 +258,7 @@ class RealValues:
             return None
 
     def _note(
-        self, mode: FakeTensorMode, made: Any, real: Any, grade: Grade | None, sources: list[_Value | None]
+        self, mode: FakeTensorMode, made: Any, real: Any, grade: ValueSource | None, sources: list[_Value | None]
     ) -> None:
         memories = {source.real.untyped_storage()._cdata: source.memory for source in sources if source is not None}
         for fake, found in zip(tree_leaves(made), tree_leaves(real), strict=False):
@@ -267,7 +267,7 @@ class RealValues:
                     continue
                 memory = memories.get(found.untyped_storage()._cdata) or _Memory(grade)
                 self._known[fake] = _Value(found, memory)
-                if grade is not None and grade <= Grade.SAMPLES:
+                if grade is not None and grade <= ValueSource.SAMPLES:
                     for size, extent in zip(fake.shape, found.shape, strict=True):
                         _bind(mode, size, extent)
             elif isinstance(fake, _SYMBOLS) and grade is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 
-class Blame(NamedTuple):
+class MixingSource(NamedTuple):
     """An operation that mixes examples, or may."""
 
     node: Node
@@ -21,10 +21,10 @@ class Blame(NamedTuple):
     """False: the operation is not known here; only running it tells"""
 
 
-Blames = tuple[Blame, ...]
+Blames = tuple[MixingSource, ...]
 
 
-class Order(NamedTuple):
+class RowOrder(NamedTuple):
     """Whose elements follow each other along a dimension of ``outer * count * inner``: element i is that of example
     ``i // inner % count``. The examples are those of the batch, or the elements that a mask picks.
     """
@@ -35,7 +35,7 @@ class Order(NamedTuple):
     """what picks: two pickings by one mask are in one order"""
 
 
-IN_TURN = Order(1, 1)
+IN_TURN = RowOrder(1, 1)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Rows:
 
     dim: int
     """negative: along which the examples lie"""
-    order: Order | None
+    order: RowOrder | None
     """None: all examples have the same"""
     given: bool
     """follows from inputs and constants"""
@@ -86,18 +86,18 @@ class Total:
 
 
 @dataclass(frozen=True)
-class Fact:
+class BatchConstant:
     """A value of the whole batch, from inputs and constants alone: a size, a count, or computed from such."""
 
 
 @dataclass(frozen=True)
-class Level:
+class Uniform:
     """A value of the whole batch that is neither of the two above: no sum over its parts gives it."""
 
     blames: Blames
 
 
-State = Fixed | Rows | Total | Fact | Level
+State = Fixed | Rows | Total | BatchConstant | Uniform
 
 
 def joined(*states: State) -> Blames:
@@ -146,7 +146,7 @@ def viewed(rows: Rows, before: Tensor, after: Tensor) -> Rows | None:
         within = inner // rest
         if times % within:
             return None
-        changed = None if rows.order is None else Order(times // within, within, order.picked)
+        changed = None if rows.order is None else RowOrder(times // within, within, order.picked)
         return Rows(dim, changed, rows.given, rows.blames, rows.by_fact, rows.number)
     return None
 

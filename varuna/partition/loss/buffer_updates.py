@@ -20,7 +20,7 @@ from varuna.partition.graph.costs import Sizes
 from varuna.partition.graph.flow import is_random, linear
 from varuna.partition.graph.operations import op_name
 from varuna.partition.graph.shared_memory import SharedMemory, bodies_of
-from varuna.partition.loss.batch_dimension import EXAMPLES, ONE, Fact, Fixed, Rows, Total, carriers
+from varuna.partition.loss.batch_dimension import EXAMPLES, ONE, BatchConstant, Fixed, Rows, Total, carriers
 from varuna.partition.loss.mixing import Tracking, needed_by
 from varuna.partition.loss.terms import RULES, place_of
 
@@ -179,7 +179,7 @@ class _Part:
             return "sum"
         if isinstance(state, Total):
             return "sum" if state.counts == {ONE} else "mean" if state.counts == {EXAMPLES} else None
-        if isinstance(state, Fact) and op_name(node) in ("aten::sum", "aten::mean"):
+        if isinstance(state, BatchConstant) and op_name(node) in ("aten::sum", "aten::mean"):
             return "mean" if op_name(node) == "aten::mean" else "sum"
         return None
 

@@ -21,16 +21,16 @@ from varuna.partition.loss.batch_dimension import (
     EXAMPLES,
     IN_TURN,
     ONE,
-    Blame,
+    BatchConstant,
     Blames,
     Count,
-    Fact,
     Fixed,
-    Level,
-    Order,
+    MixingSource,
+    RowOrder,
     Rows,
     State,
     Total,
+    Uniform,
     carriers,
     joined,
     multiple_of,
@@ -64,7 +64,7 @@ class Tracking:
         """what is added up over the batch although its examples may have been mixed before"""
         self.divisors: set[Node] = set()
         """drawn at random"""
-        self.undecided: set[Blame] = set()
+        self.undecided: set[MixingSource] = set()
         """no value for each example comes after them, which could tell whether examples have been mixed"""
         needed = needed_by(capture.graph, results)
         for node in capture.graph.nodes:
@@ -79,7 +79,7 @@ class Tracking:
 
     def blame(self, node: Node, what: str, *states: State, certain: bool = True) -> Blames:
         """Blames of the states, or a new one."""
-        return joined(*states) or (Blame(node, what, certain),)
+        return joined(*states) or (MixingSource(node, what, certain),)
 
     def is_drawn(self, node: Node) -> bool:
         """Whether no parameter goes in: only inputs and random numbers."""
@@ -92,13 +92,15 @@ class Tracking:
             return Fixed(given=True)
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return Fact() if value.node.expr.free_symbols <= {self.batch} else Level(self.blame(node, UNKNOWN))
+            return (
+                BatchConstant() if value.node.expr.free_symbols <= {self.batch} else Uniform(self.blame(node, UNKNOWN))
+            )
         if node.target is operator.getitem:
             found = self.states[node.args[0]]  # type: ignore[index]
             return found[node.args[1]] if isinstance(found, tuple) else found  # type: ignore[index]
         found = self._rule(node)(self, node)
         if isinstance(found, Rows) and isinstance(value, Tensor) and found.dim not in carriers(value):
-            found = Level(self.blame(node, UNKNOWN, found, certain=False))  # the examples lie nowhere any more
+            found = Uniform(self.blame(node, UNKNOWN, found, certain=False))  # the examples lie nowhere any more
         if is_random(node) or self._memory.is_written(node):
             found = _ungiven(found)
         return found
@@ -140,7 +142,7 @@ class Tracking:
         if dims and isinstance(state, Rows):
             return Rows(dims[0], state.order, False, joined(before, state), state.by_fact)
         blames = self.blame(base, UNKNOWN, before, state, certain=False)
-        return Rows(dims[0], IN_TURN, False, blames) if dims else Level(blames)
+        return Rows(dims[0], IN_TURN, False, blames) if dims else Uniform(blames)
 
 
 def needed_by(graph: Graph, results: Iterable[Node]) -> set[Node]:
@@ -164,7 +166,7 @@ def _ungiven(found: Found) -> Found:
         return Rows(found.dim, found.order, False, found.blames, found.by_fact)
     if isinstance(found, Fixed):
         return Fixed(given=False)
-    return Total(frozenset({ONE})) if isinstance(found, Fact) else found
+    return Total(frozenset({ONE})) if isinstance(found, BatchConstant) else found
 
 
 def operands(node: Node) -> list[Node]:
@@ -187,21 +189,21 @@ def meet(t: Tracking, node: Node, sources: Iterable[Node], *, dim: int | None = 
     rows = [state for state in states if isinstance(state, Rows)]
     blames = joined(*states)
     if any(isinstance(state, Total) for state in states):
-        blames = (*blames, Blame(node, FOR_EACH, True))
+        blames = (*blames, MixingSource(node, FOR_EACH, True))
     orders = {row.order for row in rows if row.order is not None}
     if (len({row.dim for row in rows}) > 1 and dim is None) or len(orders) > 1:
-        blames = (*blames, Blame(node, COMPARES, True))
+        blames = (*blames, MixingSource(node, COMPARES, True))
     if any(row.number for row in rows):
-        blames = (*blames, Blame(node, PLACES, False))
-    if any(isinstance(state, Fact) for state in states):
+        blames = (*blames, MixingSource(node, PLACES, False))
+    if any(isinstance(state, BatchConstant) for state in states):
         t.fact_users.add(node)
     ordered = next((row for row in rows if row.order is not None), rows[0])
     return Rows(
         ordered.dim if dim is None else dim,
         ordered.order,
-        all(isinstance(s, Fact) or getattr(s, "given", False) for s in states),
+        all(isinstance(s, BatchConstant) or getattr(s, "given", False) for s in states),
         tuple(dict.fromkeys(blames)),
-        any(isinstance(state, Fact) or getattr(state, "by_fact", False) for state in states),
+        any(isinstance(state, BatchConstant) or getattr(state, "by_fact", False) for state in states),
     )
 
 
@@ -211,11 +213,11 @@ def pointwise(t: Tracking, node: Node) -> Found:
     states = [t.of(source) for source in sources]
     if any(isinstance(state, Rows) for state in states):
         return meet(t, node, sources)
-    if any(isinstance(state, Total | Level) for state in states):
+    if any(isinstance(state, Total | Uniform) for state in states):
         return combined(t, node, states)
-    if any(isinstance(state, Fact) for state in states):
-        given = all(isinstance(state, Fact) or (isinstance(state, Fixed) and state.given) for state in states)
-        return Fact() if given else Level(t.blame(node, NO_SUM))
+    if any(isinstance(state, BatchConstant) for state in states):
+        given = all(isinstance(state, BatchConstant) or (isinstance(state, Fixed) and state.given) for state in states)
+        return BatchConstant() if given else Uniform(t.blame(node, NO_SUM))
     return Fixed(given=all(getattr(state, "given", False) for state in states))
 
 
@@ -229,30 +231,34 @@ def combined(t: Tracking, node: Node, states: list[State]) -> State:
     name, totals = op_name(node), [state for state in states if isinstance(state, Total)]
     counts = frozenset[Count]().union(*(total.counts for total in totals))
     other = frozenset({Count("other", (node,))})
-    t.undecided.update(blame for state in states if isinstance(state, Level) for blame in state.blames)
+    t.undecided.update(blame for state in states if isinstance(state, Uniform) for blame in state.blames)
     if name in ADDITIONS:
-        return Total(counts, joined(*states)) if totals else Level(joined(*states))
+        return Total(counts, joined(*states)) if totals else Uniform(joined(*states))
     if name == "aten::neg":
         return states[0]
     if not totals:
-        return Level(joined(*states))
-    if name in PRODUCTS and len(totals) == 1 and not any(isinstance(state, Level) for state in states):
-        return Total(other if any(isinstance(s, Fact) for s in states) else counts, joined(*states))
+        return Uniform(joined(*states))
+    if name in PRODUCTS and len(totals) == 1 and not any(isinstance(state, Uniform) for state in states):
+        return Total(other if any(isinstance(s, BatchConstant) for s in states) else counts, joined(*states))
     if name in QUOTIENTS and not node.kwargs.get("rounding_mode"):
         divisor = t.of(node.args[1])
         if isinstance(divisor, Fixed):
             return Total(counts, joined(*states))
-        if isinstance(divisor, Fact):
+        if isinstance(divisor, BatchConstant):
             by_size = multiple_of(getattr(node.args[1], "meta", {}).get("val"), t.batch) is not None
             return Total(frozenset({EXAMPLES}) if by_size and counts == {ONE} else other, joined(*states))
         if counts == {ONE} and isinstance(divisor, Total) and t.is_drawn(node.args[1]):  # type: ignore[arg-type]
             t.divisors.add(node.args[1])  # type: ignore[arg-type]
-            return Total(frozenset({EXAMPLES}), (*joined(*states), Blame(node, DRAWN, False)))
-        return Level((*joined(*states), Blame(node, DIVIDES, True)))
-    if name == "aten::where" and isinstance(states[0], Fact) and not any(isinstance(s, Level) for s in states):
+            return Total(frozenset({EXAMPLES}), (*joined(*states), MixingSource(node, DRAWN, False)))
+        return Uniform((*joined(*states), MixingSource(node, DIVIDES, True)))
+    if (
+        name == "aten::where"
+        and isinstance(states[0], BatchConstant)
+        and not any(isinstance(s, Uniform) for s in states)
+    ):
         return Total(other, joined(*states))
     what = PRODUCT if name in PRODUCTS else NO_SUM
-    return Level((*joined(*states), Blame(node, what, True)))
+    return Uniform((*joined(*states), MixingSource(node, what, True)))
 
 
 def unknown(t: Tracking, node: Node) -> Found:
@@ -271,9 +277,9 @@ def doubted(t: Tracking, node: Node, what: str, *, certain: bool) -> Found:
         dims = carriers(made)
         if not moved and not dims:
             return Fixed(given)
-        new = (Blame(node, what, certain),) if (moved and not joined(*states)) or certain else ()
-        blames = tuple(dict.fromkeys((*joined(*states), *new))) or (Blame(node, what, certain),)
-        return guessed(t, made, blames) if dims else Level(blames)
+        new = (MixingSource(node, what, certain),) if (moved and not joined(*states)) or certain else ()
+        blames = tuple(dict.fromkeys((*joined(*states), *new))) or (MixingSource(node, what, certain),)
+        return guessed(t, made, blames) if dims else Uniform(blames)
 
     return tuple(map(one, value)) if isinstance(value, list | tuple) else one(value)
 
@@ -283,7 +289,7 @@ def guessed(t: Tracking, value: object, blames: Blames) -> Rows:
     assert isinstance(value, Tensor)
     dim = carriers(value)[0]
     times = multiple_of(value.shape[dim], t.batch)
-    return Rows(dim, Order(1, times or 1), False, blames)
+    return Rows(dim, RowOrder(1, times or 1), False, blames)
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

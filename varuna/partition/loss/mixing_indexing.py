@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from varuna.partition.graph.operations import flat, op_name
 from varuna.partition.graph.shared_memory import written_arguments
-from varuna.partition.loss.batch_dimension import ONE, Fact, Fixed, Order, Rows, carriers
+from varuna.partition.loss.batch_dimension import ONE, BatchConstant, Fixed, RowOrder, Rows, carriers
 from varuna.partition.loss.mixing import (
     COMPARES,
     PLACES,
@@ -73,14 +73,14 @@ def _picked(t: Tracking, node: Node, chosen: tuple[int, Node]) -> Found:
         return doubted(t, node, COMPARES, certain=True)
     return meet(t, node, [source, mask], dim=dims[0]).__class__(  # type: ignore[list-item]
         dims[0],
-        Order(1, 1, mask),
+        RowOrder(1, 1, mask),
         getattr(state, "given", False) and which.given,
         tuple(dict.fromkeys((*getattr(state, "blames", ()), *which.blames))),
         getattr(state, "by_fact", False) or which.by_fact,
     )
 
 
-def _unlike(one: Order | None, two: Order | None) -> bool:
+def _unlike(one: RowOrder | None, two: RowOrder | None) -> bool:
     return one is not None and two is not None and one != two
 
 
@@ -90,7 +90,7 @@ def _along_picks(t: Tracking, node: Node, mask: Node, moving: list[Rows], dim: i
         return unsure(t, node)
     given = state.given and all(each.given for each in moving)
     blames = tuple(dict.fromkeys(blame for each in (state, *moving) for blame in each.blames))
-    return Rows(dim, Order(1, 1, mask), given, blames, state.by_fact)
+    return Rows(dim, RowOrder(1, 1, mask), given, blames, state.by_fact)
 
 
 def put(t: Tracking, node: Node) -> Found:
@@ -129,7 +129,7 @@ def nonzero(t: Tracking, node: Node) -> Found:
     state = t.of(source)
     if not isinstance(state, Rows) or not isinstance(source, Node) or "nonzero.default" in str(node.target):
         return unsure(t, node)
-    one = Rows(-1, Order(1, 1, source), state.given, state.blames, state.by_fact)
+    one = Rows(-1, RowOrder(1, 1, source), state.given, state.blames, state.by_fact)
     return tuple(one for _ in node.meta["val"])
 
 
@@ -156,7 +156,7 @@ def scattered(t: Tracking, node: Node) -> Found:
     if not rows or not into or name not in ADDING or carriers(node.meta["val"]):
         return unsure(t, node)
     met = meet(t, node, [source for source in sources if isinstance(t.of(source), Rows)])
-    return total(t, node, met, ONE) if not met.given or met.blames or met.by_fact else Fact()
+    return total(t, node, met, ONE) if not met.given or met.blames or met.by_fact else BatchConstant()
 
 
 ADDING = ("scatter_add", "index_add", "bincount")

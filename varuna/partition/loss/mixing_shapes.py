@@ -9,14 +9,14 @@ from torch.fx import Node
 from varuna.partition.graph.operations import flat
 from varuna.partition.loss.batch_dimension import (
     IN_TURN,
-    Blame,
-    Fact,
+    BatchConstant,
     Fixed,
-    Level,
-    Order,
+    MixingSource,
+    RowOrder,
     Rows,
     State,
     Total,
+    Uniform,
     carriers,
     multiple_of,
 )
@@ -91,7 +91,7 @@ def expand(t: Tracking, node: Node) -> Found:
         return state
     if len(dims) == 1 and isinstance(state, Fixed):
         return Rows(dims[0], None, state.given)
-    if len(dims) == 1 and isinstance(state, Fact):
+    if len(dims) == 1 and isinstance(state, BatchConstant):
         return Rows(dims[0], None, True, (), True)
     return doubted(t, node, UNKNOWN, certain=False)
 
@@ -110,7 +110,7 @@ def numbers(t: Tracking, node: Node) -> Found:
     if not dims:
         return Fixed(given=True)
     copies = multiple_of(value_of(node).shape[dims[0]], t.batch) or 1  # as many as a batch that was put together
-    return Rows(dims[0], Order(copies, 1), True, (), False, number=True)
+    return Rows(dims[0], RowOrder(copies, 1), True, (), False, number=True)
 
 
 def random(t: Tracking, node: Node) -> Found:
@@ -133,7 +133,7 @@ def written(t: Tracking, node: Node) -> Found:
 def permutation(t: Tracking, node: Node) -> Found:
     """A random order, of the examples if there are as many."""
     dims = carriers(value_of(node))
-    blame = (Blame(node, PLACES, True),)
+    blame = (MixingSource(node, PLACES, True),)
     return Rows(dims[0], IN_TURN, False, blame) if dims else Fixed(given=False)
 
 
@@ -206,7 +206,7 @@ def part(t: Tracking, node: Node) -> Found:
     if left and whole and left == whole:
         return state
     if left and whole and from_start and left % order.inner == 0 and (argument(node, "step", 1) or 1) == 1:
-        return Rows(dim, Order(left // order.inner, order.inner, order.picked), state.given, state.blames)
+        return Rows(dim, RowOrder(left // order.inner, order.inner, order.picked), state.given, state.blames)
     return doubted(t, node, PLACES, certain=True)
 
 
@@ -219,7 +219,7 @@ def parts(t: Tracking, node: Node) -> Found:
         times = [multiple_of(each.shape[each.dim() + dim], t.batch) for each in made]
         if any(time is None or time % order.inner for time in times):
             return doubted(t, node, PLACES, certain=True)
-        orders = [Order(int(time or 0) // order.inner, order.inner, order.picked) for time in times]
+        orders = [RowOrder(int(time or 0) // order.inner, order.inner, order.picked) for time in times]
         return tuple(Rows(dim, each, state.given, state.blames, state.by_fact) for each in orders)
     if isinstance(state, Rows) and "unbind" in str(node.target) and dim > state.dim:
         state = at(state, state.dim + 1)
@@ -247,20 +247,20 @@ def joining(t: Tracking, node: Node) -> Found:
     if len(rows) < len(states) or len(known) > 1 or any(each is None for each in outer):
         return doubted(t, node, UNKNOWN, certain=False)
     inner = next(iter(known), 1)
-    order = Order(sum(int(each or 0) for each in outer) // inner, inner)
+    order = RowOrder(sum(int(each or 0) for each in outer) // inner, inner)
     blames = tuple(blame for blame in met.blames if blame.node is not node)  # unlike parts may follow each other
     return Rows(dim, order, met.given, blames, met.by_fact)
 
 
 def _joined_level(t: Tracking, node: Node, states: list[State]) -> Found:
-    if any(isinstance(state, Level) for state in states) and not any(isinstance(state, Total) for state in states):
+    if any(isinstance(state, Uniform) for state in states) and not any(isinstance(state, Total) for state in states):
         return doubted(t, node, UNKNOWN, certain=False)
     totals = [state for state in states if isinstance(state, Total)]
     if totals:
         blames = tuple(dict.fromkeys(blame for state in states for blame in getattr(state, "blames", ())))
         return Total(frozenset().union(*(total.counts for total in totals)), blames)
-    if any(isinstance(state, Fact) for state in states):
-        return Fact()
+    if any(isinstance(state, BatchConstant) for state in states):
+        return BatchConstant()
     dims = carriers(value_of(node))
     given = all(getattr(state, "given", False) for state in states)
     return Rows(dims[0], None, given) if dims else Fixed(given)
@@ -277,7 +277,7 @@ def repeat(t: Tracking, node: Node) -> Found:
         return doubted(t, node, UNKNOWN, certain=False)
     order, times = state.order or IN_TURN, large // small
     each = "interleave" in str(node.target)
-    order = Order(order.outer, order.inner * times) if each else Order(order.outer * times, order.inner)
+    order = RowOrder(order.outer, order.inner * times) if each else RowOrder(order.outer * times, order.inner)
     return Rows(state.dim, order, state.given, state.blames, state.by_fact)
 
 

@@ -8,14 +8,14 @@ from varuna.partition.graph.operations import op_name
 from varuna.partition.loss.batch_dimension import (
     EXAMPLES,
     ONE,
-    Blame,
+    BatchConstant,
     Count,
-    Fact,
     Fixed,
-    Level,
+    MixingSource,
     Rows,
     State,
     Total,
+    Uniform,
     carriers,
     joined,
 )
@@ -72,7 +72,7 @@ def adding(t: Tracking, node: Node) -> Found:
     if not over_examples(t, node):
         return _kept(node, state)
     if state.given and not state.blames and not state.by_fact:
-        return Fact()
+        return BatchConstant()
     count = count_of(state) if "mean" in str(node.target) else ONE
     t.operands[node.args[0]] = state  # type: ignore[index]
     return total(t, node, state, count)
@@ -87,7 +87,7 @@ def count_of(state: Rows) -> Count:
 def total(t: Tracking, node: Node, state: Rows, count: Count) -> State:
     """A sum over the batch, divided by ``count``."""
     if count.kind == "picked" and not getattr(t.of(count.nodes[0]), "given", False):
-        return Level((*state.blames, Blame(node, DIVIDES, True)))
+        return Uniform((*state.blames, MixingSource(node, DIVIDES, True)))
     return Total(frozenset({Count("other", (node,)) if state.by_fact else count}), state.blames)
 
 
@@ -97,10 +97,10 @@ def choosing(t: Tracking, node: Node) -> Found:
     if str(node.target).endswith(".other"):
         return pointwise(t, node)
     if not isinstance(state, Rows):
-        return doubted(t, node, NO_SUM, certain=True) if isinstance(state, Total | Level | Fact) else state
+        return doubted(t, node, NO_SUM, certain=True) if isinstance(state, Total | Uniform | BatchConstant) else state
     if over_examples(t, node):
         if op_name(node) in FOUND and state.given and not state.blames and reduced(node) is None:
-            return Fact()
+            return BatchConstant()
         found: State = doubted(t, node, CHOOSES, certain=False)  # type: ignore[assignment]
     else:
         found = _kept(node, state) if "topk" not in str(node.target) else state
@@ -116,7 +116,7 @@ def top(t: Tracking, node: Node) -> Found:
     state, value = t.of(node.args[0]), node.meta["val"]
     dim = negative(int(argument(node, "dim", -1)), value_of(node.args[0]))
     if isinstance(state, Rows) and dim == state.dim:
-        return tuple(Level((*state.blames, Blame(node, CHOOSES, True))) for _ in value)
+        return tuple(Uniform((*state.blames, MixingSource(node, CHOOSES, True))) for _ in value)
     return tuple(state for _ in value)
 
 
@@ -136,7 +136,7 @@ def _untouched(t: Tracking, node: Node) -> Found:
     totals = [state for state in states if isinstance(state, Total)]
     if len(totals) == 1 and all(isinstance(state, Total | Fixed) for state in states) and len(states) == 2:
         return totals[0]
-    return Level((*joined(*states), Blame(node, PRODUCT if len(totals) > 1 else NO_SUM, True)))
+    return Uniform((*joined(*states), MixingSource(node, PRODUCT if len(totals) > 1 else NO_SUM, True)))
 
 
 def matmul(t: Tracking, node: Node) -> Found:
@@ -147,7 +147,7 @@ def matmul(t: Tracking, node: Node) -> Found:
     if not isinstance(one, Rows) and not isinstance(two, Rows):
         return _untouched(t, node)
     for other in (one, two):
-        if isinstance(other, Total | Level):
+        if isinstance(other, Total | Uniform):
             return doubted(t, node, FOR_EACH, certain=True)
     a, b = (value_of(source).dim() for source in sources)
     made = node.meta["val"].dim()
@@ -184,7 +184,7 @@ def einsum(t: Tracking, node: Node) -> Found:
     equation, sources = str(node.args[0]).replace(" ", ""), operands(node)
     states = [t.of(source) for source in sources]
     rows = [state for state in states if isinstance(state, Rows)]
-    if "." in equation or "->" not in equation or not rows or any(isinstance(s, Total | Level) for s in states):
+    if "." in equation or "->" not in equation or not rows or any(isinstance(s, Total | Uniform) for s in states):
         return unsure(t, node) if rows else _untouched(t, node)
     terms, result = equation.split("->")
     letters = {term[state.dim] for term, state in zip(terms.split(","), states, strict=True) if isinstance(state, Rows)}
@@ -262,7 +262,7 @@ def losses(t: Tracking, node: Node) -> Found:
         isinstance(state, Rows) and state.dim != -value_of(source).dim()
         for source, state in zip(sources, states, strict=True)
     ):
-        met = Rows(-1, rows[0].order, False, (*joined(*states), Blame(node, COMPARES, False)))
+        met = Rows(-1, rows[0].order, False, (*joined(*states), MixingSource(node, COMPARES, False)))
     else:
         met = meet(t, node, sources, dim=-1 if leading else None)
     if reduction == NONE:
@@ -291,9 +291,12 @@ def alignments(t: Tracking, node: Node) -> Found:
     targets, value = states[1], value_of(sources[1])
     blames = joined(*states)
     if isinstance(targets, Rows) and value.dim() == 1 and (targets.order is None or targets.order.picked is None):
-        blames = (*blames, Blame(node, COMPARES, False))  # each example's are found by the lengths of those before
+        blames = (
+            *blames,
+            MixingSource(node, COMPARES, False),
+        )  # each example's are found by the lengths of those before
     given = (state for state in states if isinstance(state, Rows))
-    by_fact = any(state.by_fact for state in given) or any(isinstance(state, Fact) for state in states)
+    by_fact = any(state.by_fact for state in given) or any(isinstance(state, BatchConstant) for state in states)
     return Rows(-1, states[0].order, False, blames, by_fact)
 
 

@@ -18,13 +18,13 @@ from varuna.partition.graph.operations import flat, op_name
 from varuna.partition.loss.batch_dimension import (
     IN_TURN,
     ONE,
+    BatchConstant,
     Count,
-    Fact,
     Fixed,
-    Level,
     Rows,
     State,
     Total,
+    Uniform,
     carriers,
 )
 from varuna.partition.loss.mixing import PRODUCTS, QUOTIENTS, Tracking, argument, combined
@@ -47,15 +47,15 @@ class OpenTracking(Tracking):
         dims = carriers(value)
         if node.op == "placeholder":
             if node.name in self._capture.inputs:
-                return Rows(dims[0], IN_TURN, given=True) if dims else Fact()
+                return Rows(dims[0], IN_TURN, given=True) if dims else BatchConstant()
             return Fixed(given=node.name not in self._capture.parameters and not self._memory.is_written(node))
         if node.op == "get_attr":
             return Fixed(given=True)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return Fact() if value.node.expr.free_symbols <= self._capture.open_symbols.keys() else Level(())
+            return BatchConstant() if value.node.expr.free_symbols <= self._capture.open_symbols.keys() else Uniform(())
         sources = flat((*node.args, *node.kwargs.values()))
         states = [self.of(source) for source in sources]
-        given = all(isinstance(s, Fact) or getattr(s, "given", False) for s in states)
+        given = all(isinstance(s, BatchConstant) or getattr(s, "given", False) for s in states)
         given = given and not is_random(node) and not self._memory.is_written(node)
         rows = any(isinstance(state, Rows) for state in states)
         if dims or (isinstance(value, list | tuple) and any(map(carriers, value))):
@@ -63,22 +63,22 @@ class OpenTracking(Tracking):
         if node.target is operator.getitem:
             return states[0]
         if rows:
-            return Fact() if given else self._total(node)
-        if any(isinstance(state, Total | Level) for state in states):
+            return BatchConstant() if given else self._total(node)
+        if any(isinstance(state, Total | Uniform) for state in states):
             totals = [state for state in states if isinstance(state, Total)]
             if op_name(node).removeprefix("aten::") in _KEEPING and len(totals) == len(states):
                 return Total(frozenset[Count]().union(*(total.counts for total in totals)))
             return combined(self, node, states)
-        if any(isinstance(state, Fact) for state in states):
-            return Fact() if given else Level(())
+        if any(isinstance(state, BatchConstant) for state in states):
+            return BatchConstant() if given else Uniform(())
         return Fixed(given=given)
 
     def _rows(self, node: Node, dims: list[int], states: list[State], *, given: bool) -> State:
-        if any(isinstance(state, Total | Level) for state in states):
-            return Level(()) if not dims else Rows(dims[0], IN_TURN, given=False)
+        if any(isinstance(state, Total | Uniform) for state in states):
+            return Uniform(()) if not dims else Rows(dims[0], IN_TURN, given=False)
         divides = op_name(node) in (*PRODUCTS, *QUOTIENTS) and not given
         by_fact = any(getattr(state, "by_fact", False) for state in states)
-        if divides and any(isinstance(state, Fact) for state in states):
+        if divides and any(isinstance(state, BatchConstant) for state in states):
             self.fact_users.add(node)  # a loss for each place, divided by how many there are
             by_fact = True
         return Rows(dims[0] if dims else -1, IN_TURN, given, (), by_fact)
@@ -88,22 +88,22 @@ class OpenTracking(Tracking):
         name = op_name(node)
         source = node.args[0]
         if isinstance(state := self.of(source), Rows) and state.by_fact:
-            return Total(frozenset({Count("other", (node,))})) if name in _SUMS else Level(())
+            return Total(frozenset({Count("other", (node,))})) if name in _SUMS else Uniform(())
         if name in _SUMS:
             return Total(frozenset({ONE}))
         if name == "aten::mean":
             return Total(frozenset({Count("elements", (source, _dims(node)))}))
         if name not in LOSSES or argument(node, "reduction", MEAN) == NONE:
-            return Level(())
+            return Uniform(())
         if argument(node, "reduction", MEAN) == SUM:
             return Total(frozenset({ONE}))
         target, weight = node.args[1], argument(node, "weight")
         if name not in TARGETS or not isinstance(target, Node) or target.meta["val"].is_floating_point():
             counted = target if name in TARGETS else source
             return Total(frozenset({Count("elements", (counted, None if name not in TARGETS else (0,)))}))
-        if isinstance(state := self.of(target), Rows | Fact) and getattr(state, "given", True):
+        if isinstance(state := self.of(target), Rows | BatchConstant) and getattr(state, "given", True):
             return Total(frozenset({Count("targets", (target, argument(node, "ignore_index", -100), weight))}))
-        return Level(())
+        return Uniform(())
 
 
 def _dims(node: Node) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ from varuna.partition.cut.split import section_graph
 from varuna.partition.graph.captured import Capture
 from varuna.partition.graph.flow import Flow
 from varuna.partition.graph.operations import flat, op_name
-from varuna.partition.loss.batch_dimension import Count, Fact, Fixed, Rows, Total, carriers, multiple_of
+from varuna.partition.loss.batch_dimension import BatchConstant, Count, Fixed, Rows, Total, carriers, multiple_of
 from varuna.partition.loss.mixing import ADDITIONS, QUOTIENTS, argument
 from varuna.partition.loss.mixing_indexing import ADDING
 from varuna.partition.loss.mixing_sums import FOUND, LOSSES, MEAN, NONE, TARGETS, over_examples
@@ -103,7 +103,7 @@ class Splitting:
                 state = self._t.of(value)
                 if isinstance(state, Total):
                     return self._term(value)
-                if isinstance(state, Fact):
+                if isinstance(state, BatchConstant):
                     number = self._number(value, dtype)
                     return self._scaled(number) if is_sum and not (name == "aten::where" and place == 0) else number
                 return self._scaled(value) if is_sum else value
@@ -187,7 +187,7 @@ class Splitting:
         value = node.meta["val"]
         dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else None
         for source in dict.fromkeys(flat((*node.args, *node.kwargs.values()))):
-            if isinstance(self._t.of(source), Fact):
+            if isinstance(self._t.of(source), BatchConstant):
                 if dtype is None:
                     raise CannotCountError(source)
                 node.replace_input_with(source, self._number(source, dtype))
@@ -240,7 +240,7 @@ class Splitting:
             return self._size_leaf(times)
         if isinstance(state, Fixed):
             return self._built_fixed(fact)
-        if fact.op != "call_function" or not isinstance(state, Fact):
+        if fact.op != "call_function" or not isinstance(state, BatchConstant):
             raise CannotCountError(fact)
         if name in ("aten::sum", "aten::mean", *FOUND) and over_examples(self._t, fact):
             return self._built_sum(fact)

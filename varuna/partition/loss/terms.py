@@ -8,7 +8,7 @@ from torch.fx import Node
 from varuna.partition.graph.captured import Capture
 from varuna.partition.graph.operations import op_name
 from varuna.partition.graph.shared_memory import bodies_of
-from varuna.partition.loss.batch_dimension import EXAMPLES, Blames, Count, Level, Rows, Total
+from varuna.partition.loss.batch_dimension import EXAMPLES, Blames, Count, Rows, Total, Uniform
 from varuna.partition.loss.mixing import Rule, Tracking
 from varuna.partition.loss.mixing_indexing import INDEXING
 from varuna.partition.loss.mixing_shapes import SHAPES
@@ -47,7 +47,7 @@ def terms_of(capture: Capture) -> Terms:
     state = tracking.of(loss)
     counts = state.counts if isinstance(state, Total) else frozenset[Count]()
     blames: Blames = getattr(state, "blames", ())
-    undecided = set(blames) if isinstance(state, Level) else tracking.undecided
+    undecided = set(blames) if isinstance(state, Uniform) else tracking.undecided
     if any(blame.certain for blame in blames):
         undecided = set()  # these are told already
     found = tuple(dict.fromkeys(b._replace(certain=True) if b in undecided else b for b in blames))

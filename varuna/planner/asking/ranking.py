@@ -20,7 +20,7 @@ class Rejection(Value):
     missing_bytes: int | None = Field(default=None, description="at the worst stage; None if memory is not why")
 
 
-class Outpaced(Value):
+class PrunedPlan(Value):
     """A plan that was not simulated: its bound cannot win."""
 
     stages: int
@@ -37,5 +37,5 @@ class Ranking:
     """Simulated, best first."""
     predictions: tuple[Prediction, ...]
     """Predictions of these plans, in their order."""
-    outpaced: tuple[Outpaced, ...]
+    outpaced: tuple[PrunedPlan, ...]
     rejected: tuple[Rejection, ...]

@@ -29,7 +29,7 @@ def pipeline_costs(
     )
 
 
-class Around(NamedTuple):
+class ActionOverhead(NamedTuple):
     """Seconds that a stage's actions take beyond the times of their sections."""
 
     plain_s: float
@@ -40,7 +40,7 @@ class Around(NamedTuple):
     """for F, which gives one to the next stage, if there is one, and may read samples"""
 
 
-def around_sections(profile: Profile, start: int, stop: int, *, is_one_of_many: bool) -> Around:
+def around_sections(profile: Profile, start: int, stop: int, *, is_one_of_many: bool) -> ActionOverhead:
     """Seconds of a stage's actions beyond its sections, alone or in a pipeline of several.
 
     Args:
@@ -52,7 +52,7 @@ def around_sections(profile: Profile, start: int, stop: int, *, is_one_of_many: 
     known = profile.calibration
     given_s = known.hand_over_s if is_one_of_many else 0.0  # what is taken is waited for, and costs hardly anything
     reads = profile.input_bytes.before[stop] > profile.input_bytes.before[start]
-    return Around(
+    return ActionOverhead(
         plain_s=known.action_s,
         backward_s=known.action_s + (given_s if start else 0.0),
         forward_s=known.action_s + (given_s if stop < profile.sections else 0.0) + (known.samples_s if reads else 0.0),

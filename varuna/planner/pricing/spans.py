@@ -12,7 +12,7 @@ from varuna.planner.pricing.sharded_optimizer import UNSHARDED, Sharding, shardi
 from varuna.schedule.buffers import ACTIVATIONS_COMING, GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD
 
 
-class Room(NamedTuple):
+class ActivationBudget(NamedTuple):
     """The memory that sections [start, stop) leave for micro-batches in flight."""
 
     free_bytes: float
@@ -23,12 +23,12 @@ class Room(NamedTuple):
     """Bytes of a micro-batch in flight: what came in, and its samples."""
 
 
-_NONE = Room(-1.0, 0, 0)
+_NONE = ActivationBudget(-1.0, 0, 0)
 _DEEP = MESSAGES_LEAVING + 2
 """From this depth on, more micro-batches in flight have no more messages."""
 
 
-class Moment(Enum):
+class PeakMoment(Enum):
     """What a stage does when it has most."""
 
     FORWARD = "F, while another micro-batch waits for its gradient"
@@ -113,7 +113,7 @@ class Spans:
             profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1 or others_note
         )
         self._sharding: dict[tuple[int, int], Sharding] = {}
-        self._rooms: dict[tuple[int, int, bool], Room] = {}
+        self._rooms: dict[tuple[int, int, bool], ActivationBudget] = {}
         self._peaks: dict[tuple[int, int, int, bool], float] = {}
         self._known_s: dict[tuple[int, ...], dict[tuple[int, int], float]] = {}
 
@@ -121,7 +121,7 @@ class Spans:
         """Where seconds of spans may be noted, for all stages of whatever depth P whose role is the same."""
         return self._known_s.setdefault(role, {})
 
-    def room(self, start: int, stop: int, copies: bool) -> Room:
+    def room(self, start: int, stop: int, copies: bool) -> ActivationBudget:
         """Return the memory that sections [start, stop) leave for micro-batches in flight."""
         key = (start, stop, copies)
         known = self._rooms.get(key)
@@ -129,7 +129,7 @@ class Spans:
             known = self._rooms[key] = self._room(*key)
         return known
 
-    def _room(self, start: int, stop: int, copies: bool) -> Room:
+    def _room(self, start: int, stop: int, copies: bool) -> ActivationBudget:
         limit = float("inf") if self.limit_bytes is None else self.limit_bytes
         host_limit = float("inf") if self.host_limit_bytes is None else self.host_limit_bytes
         state = self._resident[stop] - self._resident[start] + self.reserved
@@ -141,7 +141,7 @@ class Spans:
         if state + self.update(start, stop, copies) > limit or self.host_bytes(start, stop, copies) > host_limit:
             return _NONE
         read, incoming = self._inputs[stop] - self._inputs[start], self.incoming[start]
-        return Room(free - self.ahead(start, stop), incoming, incoming + read)
+        return ActivationBudget(free - self.ahead(start, stop), incoming, incoming + read)
 
     def ahead(self, start: int, stop: int) -> float:
         """Samples that a stage reads ahead: what it needs of them, and all of those that are being read."""
@@ -164,7 +164,7 @@ class Spans:
             if bare_peak + others * self.held(start, start, stop) <= room_bytes:
                 return start
         # Kept activations are there while sections before them run again: the peak may be more than with none kept.
-        at_work = self.at_work(start, stop) + self.messages(start, stop, depth, Moment.BACKWARD)
+        at_work = self.at_work(start, stop) + self.messages(start, stop, depth, PeakMoment.BACKWARD)
         for first in range(self._first_within(start, stop, (room_bytes - at_work) / others), stop):
             if first >= lowest and self.flying(start, first, stop, depth) <= room_bytes:
                 return first
@@ -222,13 +222,13 @@ class Spans:
             Bytes of activations and what a section at work needs, and bytes of messages.
         """
         moments = (
-            (self.at_work(start, stop), self.messages(start, stop, depth, Moment.BACKWARD)),
-            (self._recorded(start, stop, first_kept), self.messages(start, stop, depth, Moment.RECOMPUTE)),
-            (self._beside(start, stop, first_kept, recomputes), self.messages(start, stop, depth, Moment.FORWARD)),
+            (self.at_work(start, stop), self.messages(start, stop, depth, PeakMoment.BACKWARD)),
+            (self._recorded(start, stop, first_kept), self.messages(start, stop, depth, PeakMoment.RECOMPUTE)),
+            (self._beside(start, stop, first_kept, recomputes), self.messages(start, stop, depth, PeakMoment.FORWARD)),
         )
         return max(moments, key=sum)
 
-    def messages(self, start: int, stop: int, depth: int, moment: Moment) -> int:
+    def messages(self, start: int, stop: int, depth: int, moment: PeakMoment) -> int:
         """Bytes at both ends: messages that leave, and buffers for the next ones that arrive.
 
         Inputs that have come, and gradients that the stage before has not taken, count in the stash: of a micro-batch
@@ -245,12 +245,12 @@ class Spans:
             moment: what the stage does.
         """
         leaving, returning = self._leaving[stop], self._returning[stop]
-        if moment is Moment.BACKWARD:
+        if moment is PeakMoment.BACKWARD:
             rear = min(MESSAGES_LEAVING, depth - 1) * leaving + (GRADIENTS_COMING - 1) * returning
             if depth > 1:
                 rear = max(rear, min(MESSAGES_LEAVING, depth - 2) * leaving + GRADIENTS_COMING * returning)
         else:
-            most = min(MESSAGES_LEAVING, depth) - (moment is Moment.FORWARD)
+            most = min(MESSAGES_LEAVING, depth) - (moment is PeakMoment.FORWARD)
             rear = most * leaving + GRADIENTS_COMING * returning
         return self._front[start] + rear
 

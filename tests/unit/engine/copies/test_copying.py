@@ -10,7 +10,7 @@ from tests.unit.engine.ranks import connected
 from tests.waiting import wait_for
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.engine.base.inbox import GenerationEnded, Inbox
-from varuna.engine.base.still import Still
+from varuna.engine.base.still import StateGate
 from varuna.engine.copies import keeping, sending, wire
 from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
 from varuna.engine.copies.layout import Body
@@ -27,7 +27,7 @@ class Pair:
     def __init__(self, step_s: float = 0.0) -> None:
         self.groups, self.inboxes = connected(2), [Inbox(), Inbox()]
         self.value = torch.zeros(1000)
-        self.owner, self.other, self.copy = Still(0), Still(0), KeptCopy()
+        self.owner, self.other, self.copy = StateGate(0), StateGate(0), KeptCopy()
         CopyKeeper(
             self.groups[1], 0, self.copy, sums_alone=False, inbox=self.inboxes[1], still=self.other, rank=1, stage=1
         )
@@ -46,7 +46,7 @@ class Pair:
             stage=0,
         )
 
-    def update(self, *stills: Still, step: int) -> None:
+    def update(self, *stills: StateGate, step: int) -> None:
         """Both, or one of them, apply a step."""
         for still in stills:
             still.changes()
@@ -151,7 +151,7 @@ def test_a_body_of_any_size_arrives(monkeypatch: pytest.MonkeyPatch, size_bytes:
 
 
 def test_a_copy_that_cannot_be_made_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
-    groups, inbox, still = connected(2), Inbox(), Still(0)
+    groups, inbox, still = connected(2), Inbox(), StateGate(0)
 
     def states() -> dict[int, SectionState]:
         raise RuntimeError("no memory for it")

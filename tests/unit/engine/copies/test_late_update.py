@@ -9,13 +9,13 @@ import torch
 from tests.depth import nightly_rows
 from tests.unit.engine.models import SmallLanguage, adamw
 from tests.unit.engine.ranks import Setup
-from varuna.checkpoint.io.frozen import FROZEN, LeftOut
+from varuna.checkpoint.io.frozen import FROZEN, FrozenParameters
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.messages import Vote
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums, SectionSum
 from varuna.core.vote import VoteLayout
-from varuna.engine.copies.keeping import CopiedSums, WholeStep
+from varuna.engine.copies.keeping import CopiedSums, RecoverableStep
 from varuna.engine.copies.late_update import can_be_made, made_again
 from varuna.engine.pipeline.apply import apply_vote
 from varuna.engine.stage.job import Job
@@ -74,7 +74,9 @@ def with_gradients(stage: Stage, seed: int) -> None:
         stage.totals.take(name, torch.randn(view.shape, generator=chance))
 
 
-def left_of(stage: Stage, left_out: LeftOut, spans: tuple[tuple[int, int], ...] = ((0, MICRO_BATCHES),)) -> WholeStep:
+def left_of(
+    stage: Stage, left_out: FrozenParameters, spans: tuple[tuple[int, int], ...] = ((0, MICRO_BATCHES),)
+) -> RecoverableStep:
     """What a keeper has of the step."""
     sums = {
         section: CopiedSums(
@@ -86,7 +88,7 @@ def left_of(stage: Stage, left_out: LeftOut, spans: tuple[tuple[int, int], ...] 
     }
     states = {section: copied(left_out.of(stage.state_of(section))) for section in stage.sections}
     totals = {name: value.clone() for name, value in stage.totals.apart.items()}
-    return WholeStep(stage.next_step, states, sums, totals)
+    return RecoverableStep(stage.next_step, states, sums, totals)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_it_is_the_one_that_was_lost(precision: Any, offload: bool) -> None:
         build=Tuned, optimizer=trained_only, scheduler=scheduled, clip=0.5, precision=precision, offload=offload
     )
     job = setup.job()
-    left_out = LeftOut(job.model.trainable)
+    left_out = FrozenParameters(job.model.trainable)
     every = range(len(job.model.sections))
     stage = Stage(
         job, one_stage(job), 0, initial_states(setup.model, every, setup.beginning.parameters, job.buffers), 0
@@ -130,7 +132,7 @@ def test_it_takes_all_of_the_step_and_its_vote() -> None:
         job, one_stage(job), 0, initial_states(setup.model, every, setup.beginning.parameters, job.buffers), 0
     )
     with_gradients(stage, seed=0)
-    left_out, vote = LeftOut(job.model.trainable), vote_on(stage, 0)
+    left_out, vote = FrozenParameters(job.model.trainable), vote_on(stage, 0)
     assert can_be_made(job, stage.plan, left_of(stage, left_out), vote)
     assert not can_be_made(job, stage.plan, left_of(stage, left_out, ((0, 1),)), vote), "a micro-batch is missing"
     assert not can_be_made(job, stage.plan, left_of(stage, left_out)._replace(sums={}), vote)

@@ -22,7 +22,7 @@ from varuna.engine.device.host_copies import DONE, StreamCopies
 from varuna.engine.links.carry import Carry
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.message import Layout
-from varuna.engine.links.traffic import Traffic, traffic_of, traffic_over
+from varuna.engine.links.traffic import TransferPaths, traffic_of, traffic_over
 from varuna.engine.pipeline import reduce
 from varuna.partition.cut.split import Crossing
 
@@ -63,11 +63,11 @@ class Hasty(StreamCopies):
 def test_a_wait_that_is_left_out_would_be_seen() -> None:
     """What the tests above rest on."""
     setup = Setup(
-        build=SmallLanguage, traffic=Late(lambda streams: Traffic(Hasty(streams), StreamCopies(streams), streams))
+        build=SmallLanguage, traffic=Late(lambda streams: TransferPaths(Hasty(streams), StreamCopies(streams), streams))
     )
     with pytest.raises(Exception, match=r"."):  # an index of -1, or NaN
         assert all(math.isfinite(loss) for loss, _ in setup.losses(2, 1, steps=1))
-    setup.traffic = Late(lambda streams: Traffic(StreamCopies(streams), Rash(streams), streams))
+    setup.traffic = Late(lambda streams: TransferPaths(StreamCopies(streams), Rash(streams), streams))
     with pytest.raises(DivergedError, match="gradient norm nan"):
         setup.losses(1, 2, steps=2)
 
@@ -140,7 +140,7 @@ class Listening:
 
 @pytest.mark.parametrize("gpu", [DeviceFacts(name="gpu", memory_bytes=2**34), None])
 def test_a_session_tells_what_device_it_computes_on(gpu: DeviceFacts | None) -> None:
-    def traffic() -> Traffic:
+    def traffic() -> TransferPaths:
         streams = LateStreams()
         streams.device = gpu
         return traffic_over(None if gpu is None else streams)

@@ -25,7 +25,7 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.transport import FORMING_BOUND_S, local_store
 from varuna.engine.base.wait_bounds import Awaited, Patience
 from varuna.engine.links import gpu_links as module
-from varuna.engine.links.gpu_links import CommGroup, Direct, GpuChannel, comm_groups, connect
+from varuna.engine.links.gpu_links import CommGroup, GpuChannel, GpuLinks, comm_groups, connect
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import DeviceMessage, Layout, Packed
@@ -332,7 +332,7 @@ class Grid:
         self.plan, self.store = plan_of(stages, replicas), local_store()
         size = stages * replicas
         self.votes, self.fabrics = connected(size), [Wire() for _ in range(size)]
-        self.ended, self.directs = threading.Event(), [Direct() for _ in range(size)]
+        self.ended, self.directs = threading.Event(), [GpuLinks() for _ in range(size)]
 
     def connect(self, rank: int) -> None:
         streams = LateStreams()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from varuna.engine.base.transport import Group, local_store
-from varuna.engine.links.gpu_links import Direct
+from varuna.engine.links.gpu_links import GpuLinks
 from varuna.engine.links.groups import Groups, form
 from varuna.engine.worker.forming import InterruptibleStore
 from varuna.testing.threads import run_all
@@ -215,8 +215,8 @@ def test_a_large_message_that_is_half_way_ends_at_both_ends(tags: tuple[int, int
 
 def test_what_gpus_of_a_session_that_ended_hold_goes_when_the_next_one_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     first = form_here(local_store(), 0, members=1, stages=1, replicas=1)
-    abandoned: list[Direct] = []
-    monkeypatch.setattr(Direct, "abandon", lambda direct: abandoned.append(direct))
+    abandoned: list[GpuLinks] = []
+    monkeypatch.setattr(GpuLinks, "abandon", lambda direct: abandoned.append(direct))
     first.abandon(exiting=True)
     assert not abandoned  # the process may be about to end
     form_here(local_store(), 0, members=1, stages=1, replicas=1)

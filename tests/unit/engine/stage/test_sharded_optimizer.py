@@ -16,7 +16,7 @@ from tests.unit.engine.ranks import STEPS, Setup
 from tests.unit.engine.stage.test_offload import halved
 from tests.unit.testing.test_resuming import train
 from varuna.core.errors import UsageError
-from varuna.core.messages import Held
+from varuna.core.messages import StopReport
 from varuna.core.precision import Precision
 from varuna.engine.base.transport import local_store
 from varuna.engine.graphs.compiled import Compiler
@@ -31,9 +31,9 @@ class Listening(StaticMembership):
 
     def __init__(self) -> None:
         super().__init__(World(0, 1, local_store(), "127.0.0.1", 0), lambda job, workers, micro_batch: None)  # type: ignore[arg-type,return-value]
-        self.heard: list[Held] = []
+        self.heard: list[StopReport] = []
 
-    def held(self, held: Held) -> None:
+    def held(self, held: StopReport) -> None:
         self.heard.append(held)
 
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from tests.unit.engine.late import LateStreams
 from varuna.core.plan import Plan
-from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans, TakenSum
+from varuna.core.sums import InheritedSum, MicroBatchLoss, SectionSum, Spans, StepAssignment
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, StreamCopies
 from varuna.engine.stage.gradient_bucket import Bucket
-from varuna.engine.stage.sums import Begun, StepShare, Sums, SumWanted, TiedTotals
+from varuna.engine.stage.sums import ResumedStep, StepShare, Sums, SumWanted, TiedTotals
 
 PLAN = Plan(
     stages=1, replicas=2, micro_batch=1, global_batch=6, starts=(0,), sections=3, stash_limits=(1,)
@@ -22,7 +22,7 @@ def leaves() -> list[Tensor]:
 
 
 def sums_over(
-    leaves: list[Tensor], begun: Begun | None = None, copies: HostCopies = CPU_COPIES
+    leaves: list[Tensor], begun: ResumedStep | None = None, copies: HostCopies = CPU_COPIES
 ) -> tuple[Sums, dict[int, Bucket]]:
     here = {number: {"a": leaf} for number, leaf in enumerate(leaves)} | {2: dict[str, Tensor]()}
     flats = {} if begun is None else begun.flats
@@ -102,13 +102,13 @@ def test_the_total_of_a_tied_gradient_leaves_the_sums_as_they_are_until_the_upda
 
 
 def test_the_next_generation_goes_on_and_drops_what_some_replica_has(leaves: list[Tensor]) -> None:
-    taken = tuple(TakenSum(section=0, micro_batches=((j, j + 1),), source_rank=j) for j in range(2))
+    taken = tuple(InheritedSum(section=0, micro_batches=((j, j + 1),), source_rank=j) for j in range(2))
     kept = (SectionSum(section=0, micro_batches=((0, 2), (4, 5))), SectionSum(section=1, micro_batches=((4, 5),)))
-    rest = RestOfStep(
+    rest = StepAssignment(
         work=((3, 6),), taken=taken, kept=kept, losses=(MicroBatchLoss(micro_batch=0, values=(1.0, 2.0)),)
     )
     flat = torch.full((3,), 5.0)
-    sums, buckets = sums_over(leaves, Begun(rest, {0: flat}))
+    sums, buckets = sums_over(leaves, ResumedStep(rest, {0: flat}))
     assert buckets[0].flat is flat, "taken over, not copied"
     sums.begin()
     for section in (0, 1):
@@ -120,11 +120,11 @@ def test_the_next_generation_goes_on_and_drops_what_some_replica_has(leaves: lis
     sums.begin()
     add(sums, buckets, leaves, 0, 4)
     assert flat.tolist() == [2.0] * 3, "from the second step on, all is added to zeros"
-    work = StepShare(PLAN, 0, 7, Begun(rest, {}))
+    work = StepShare(PLAN, 0, 7, ResumedStep(rest, {}))
     assert (list(work.of(7)), list(work.of(8))) == ([3, 4, 5], [0, 1, 2])
     work.begin(7)
     assert work.losses == [(0, [1.0, 2.0])]
-    other = StepShare(PLAN, 1, 7, Begun(rest, {}))
+    other = StepShare(PLAN, 1, 7, ResumedStep(rest, {}))
     other.begin(7)
     assert not other.losses, "one replica tells it"
     assert other.known == rest.losses, "but all can tell it after another loss"

@@ -22,7 +22,7 @@ from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.io.snapshot import SnapshotBuffer, parts_of
 from varuna.core.saved import SavedShard
 from varuna.engine.device.host_copies import Ready, StreamCopies
-from varuna.engine.links.traffic import Traffic, traffic_over
+from varuna.engine.links.traffic import TransferPaths, traffic_over
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.store.base import Store
@@ -66,8 +66,8 @@ class Rash(Gated):
         pass
 
 
-def late_traffic(kind: type[Gated], gate: threading.Event) -> Callable[[], Traffic]:
-    def make() -> Traffic:
+def late_traffic(kind: type[Gated], gate: threading.Event) -> Callable[[], TransferPaths]:
+    def make() -> TransferPaths:
         streams = LateStreams()
         return traffic_over(streams)._replace(saves=kind(gate, streams))
 

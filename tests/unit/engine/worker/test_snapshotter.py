@@ -24,7 +24,7 @@ from varuna.core.messages import Assignment
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
 from varuna.core.saved import SavedShard
-from varuna.core.sums import RestOfStep, SectionSum, TakenSum
+from varuna.core.sums import InheritedSum, SectionSum, StepAssignment
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker import snapshotter
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
@@ -317,8 +317,8 @@ def test_saved_sums_of_other_parameters_are_removed_and_not_gone_on_from(store: 
     states = initial_states(setup.model, [1], setup.beginning.parameters, setup.job().buffers)
     own = {name: states[1].tensors[f"parameters/{name}"] for name in setup.model.sections[1].parameters}
     file, part = sums_file(1, 0, "0123456789abcdef", 0), SectionSum(section=1, micro_batches=((0, 3),))
-    taken = TakenSum(**part.model_dump(), source_rank=0, file=file)
-    rest = RestOfStep(work=((3, 8),), taken=(taken,), kept=(part,))
+    taken = InheritedSum(**part.model_dump(), source_rank=0, file=file)
+    rest = StepAssignment(work=((3, 8),), taken=(taken,), kept=(part,))
     given = {"fresh": False, "checkpoint": checkpoint_place(store.url, 4), "rest": rest}
     assignment = assigned(plan).model_copy(update=given)
 

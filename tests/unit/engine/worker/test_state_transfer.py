@@ -10,7 +10,7 @@ from safetensors.torch import save_model
 from tests.unit.engine.late import LateStreams
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.engine.ranks import connected
-from varuna.checkpoint.io.frozen import LeftOut, put_back
+from varuna.checkpoint.io.frozen import FrozenParameters, put_back
 from varuna.checkpoint.io.section_state import SectionState, to_bytes
 from varuna.core.devices import STAGING_BYTES
 from varuna.core.errors import VarunaError
@@ -54,7 +54,7 @@ def exchanged(
     size: int,
     transfers: list[Transfer],
     held: dict[int, dict[int, SectionState]],
-    left_out: LeftOut | None = None,
+    left_out: FrozenParameters | None = None,
     copies: HostCopies = CPU_COPIES,
 ) -> dict[int, dict[int, SectionState]]:
     groups = connected(size)
@@ -86,7 +86,7 @@ def test_several_sections_between_three_ranks_in_all_directions_at_once() -> Non
 
 
 def test_what_files_have_is_not_sent() -> None:
-    state, left_out = state_of(3), LeftOut({"half", "transposed"})
+    state, left_out = state_of(3), FrozenParameters({"half", "transposed"})
     [found] = exchanged(2, [move(3, 0, 1)], {0: {3: state}}, left_out)[1].values()
     assert "parameters/w" not in found.tensors
     put_back(

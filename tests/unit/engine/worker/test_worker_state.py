@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from varuna.core.membership import Membership
-from varuna.core.messages import Held
+from varuna.core.messages import StopReport
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.worker.worker_state import WorkerState
 
@@ -53,9 +53,9 @@ class Listening:
     recorded_step = -1
 
     def __init__(self) -> None:
-        self.heard: list[Held] = []
+        self.heard: list[StopReport] = []
 
-    def held(self, held: Held) -> None:
+    def held(self, held: StopReport) -> None:
         self.heard.append(held)
 
 

@@ -8,7 +8,7 @@ from tests.depth import by_depth
 from tests.unit.extras.replay.models import make_calibration
 from tests.unit.extras.replay.test_replay import FREE, replay, trace
 from varuna.core.plan import Plan
-from varuna.core.sums import HeldSums, RestOfStep, SectionSum, Spans, TakenSum, count, numbers_of
+from varuna.core.sums import HeldSums, InheritedSum, SectionSum, Spans, StepAssignment, count, numbers_of
 from varuna.extras.replay.broken_steps import BrokenSteps
 from varuna.extras.replay.job import job_of
 from varuna.extras.replay.lost import LostBy
@@ -35,7 +35,7 @@ def steps() -> BrokenSteps:
 
 
 def held(
-    steps: BrokenSteps, rank: int, stopped_s: tuple[float, float], rest: RestOfStep | None = None, plan: Plan = PLAN
+    steps: BrokenSteps, rank: int, stopped_s: tuple[float, float], rest: StepAssignment | None = None, plan: Plan = PLAN
 ) -> dict[int, Spans]:
     found = steps.held(plan, rank, rest, stopped_s)
     return {} if found is None else {each.section: each.micro_batches for each in found.sections}
@@ -66,9 +66,9 @@ def test_the_last_stage_knows_losses_that_are_in_no_sum_yet(steps: BrokenSteps) 
 
 
 def test_what_was_inherited_is_still_there_and_not_added_again(steps: BrokenSteps) -> None:
-    rest = RestOfStep(
+    rest = StepAssignment(
         work=((0, 8), (30, 32)),
-        taken=(TakenSum(section=0, micro_batches=((8, 30),), source_rank=0),),
+        taken=(InheritedSum(section=0, micro_batches=((8, 30),), source_rank=0),),
         kept=tuple(SectionSum(section=section, micro_batches=((4, 30),)) for section in (0, 1)),
     )
     whole_s = steps.seconds(PLAN, [rest.work, ((32, 40),)])

@@ -6,7 +6,7 @@ from tests.depth import by_depth
 from tests.unit.extras.replay.test_replay import CHURN, QUIET, replay, trace
 from varuna.extras.replay.copied import CopiedSum, StateCopies, copied_sums
 from varuna.extras.replay.costs import MorphCosts
-from varuna.extras.replay.lost import Account, LostBy, Spell
+from varuna.extras.replay.lost import Account, LostBy, OutageSpan
 
 
 @pytest.mark.parametrize("notice_s", by_depth([30.0], [0.0, 30.0]))
@@ -35,9 +35,9 @@ def test_noticing_takes_a_lease() -> None:
 def test_what_is_missing_has_one_cause_at_a_time() -> None:
     account = Account(lambda workers: float(workers))
     account.workers(0.0, there=4)
-    account.does(10.0, Spell(LostBy.SPARES, 3.0, 0.5))  # nobody was warm: all of it is missing for that
+    account.does(10.0, OutageSpan(LostBy.SPARES, 3.0, 0.5))  # nobody was warm: all of it is missing for that
     account.workers(10.0, warm=4)
-    account.does(20.0, Spell(LostBy.NOTICING))
+    account.does(20.0, OutageSpan(LostBy.NOTICING))
     lost = account.closed(22.0, 30)
     assert {cause: share for cause, share in lost.items() if share} == pytest.approx(
         {LostBy.WARMING: 40.0, LostBy.COPYING: 5.0, LostBy.SPARES: 5.0, LostBy.NOTICING: 8.0}

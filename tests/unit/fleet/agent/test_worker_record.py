@@ -13,11 +13,11 @@ from varuna.core.messages import (
     Assign,
     Assignment,
     Beat,
-    Held,
     Hello,
     Leaving,
     Recorded,
     Saved,
+    StopReport,
     Suspect,
     Vote,
     Voted,
@@ -98,7 +98,7 @@ def test_a_greeting_after_a_long_absence_fits_into_a_frame() -> None:
 def test_standing_still_is_remembered_until_there_is_a_new_part() -> None:
     w = record()
     w.told(assign(0))
-    suspect, held = Suspect(generation=0, reason="a link broke"), Held(generation=0, next_step=1)
+    suspect, held = Suspect(generation=0, reason="a link broke"), StopReport(generation=0, next_step=1)
     w.hear(suspect)
     assert w.snapshot().said == (HELLO, suspect)
     w.hear(held)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.unit.fleet.support import Machine
-from varuna.core.messages import Apply, Finish, Held
+from varuna.core.messages import Apply, Finish, StopReport
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import Event, MessageReceived
@@ -16,11 +16,11 @@ from varuna.fleet.state.run_events import VerdictReached
 Turn = tuple[Fleet, list[Instruction]]
 
 
-def hearing(change: Callable[[Fleet, Held], dict[str, Any]]) -> Machine:
+def hearing(change: Callable[[Fleet, StopReport], dict[str, Any]]) -> Machine:
     """What a worker that has stopped says it holds is heard as something else."""
 
     def machine(fleet: Fleet, event: Event, now_s: float) -> Turn:
-        if isinstance(event, MessageReceived) and isinstance(event.message, Held):
+        if isinstance(event, MessageReceived) and isinstance(event.message, StopReport):
             changed = event.message.model_copy(update=change(fleet, event.message))
             event = replace(event, message=changed)
         return advance(fleet, event, now_s)
@@ -30,7 +30,11 @@ def hearing(change: Callable[[Fleet, Held], dict[str, Any]]) -> Machine:
 
 def takes_any_answer_for_the_result(fleet: Fleet, event: Event, now_s: float) -> Turn:
     """An answer to Hold that crossed an Apply counts as the answer to that."""
-    if isinstance(event, MessageReceived) and isinstance(event.message, Held) and isinstance(fleet.phase, Stopping):
+    if (
+        isinstance(event, MessageReceived)
+        and isinstance(event.message, StopReport)
+        and isinstance(fleet.phase, Stopping)
+    ):
         fleet = replace(fleet, phase=replace(fleet.phase, applying=fleet.phase.applying - {event.worker}))
     return advance(fleet, event, now_s)
 

@@ -1,7 +1,7 @@
 """Rollbacks in which old state and old votes turn up again; ``machine`` must not count them."""
 
 from tests.unit.fleet.support import Driver, Machine, two_stages
-from varuna.core.messages import Held, Suspect
+from varuna.core.messages import StopReport, Suspect
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import StepRecorded
@@ -17,8 +17,8 @@ def abandoned_timeline(machine: Machine) -> None:
     assert driver.fleet.record.first_step == 2
     driver.say("w0", Suspect(generation=1, reason="?"))
     driver.wait(1.2)
-    driver.say("w2", Held(generation=1, next_step=2, sections=(2, 3)))
-    driver.say("w0", Held(generation=1, next_step=4, sections=(0, 1), votes=(old,)))  # had not reloaded yet
+    driver.say("w2", StopReport(generation=1, next_step=2, sections=(2, 3)))
+    driver.say("w0", StopReport(generation=1, next_step=4, sections=(0, 1), votes=(old,)))  # had not reloaded yet
     assert (driver.fleet.generation, driver.fleet.record.first_step, driver.fleet.record.rollback) == (2, 2, True)
     assert len(driver.told(StepRecorded)) == 4
 
@@ -36,7 +36,7 @@ def spare_of_a_rollback(machine: Machine) -> None:
     first, second = driver.fleet.record.grid
     driver.kill(second)
     driver.held(first, 2)
-    driver.say(spare, Held(generation=1, next_step=2, sections=(2, 3)))  # had not dropped its old state yet
+    driver.say(spare, StopReport(generation=1, next_step=2, sections=(2, 3)))  # had not dropped its old state yet
     assert (driver.fleet.generation, driver.fleet.record.rollback) == (2, True)
 
 

@@ -10,10 +10,10 @@ from varuna.core.messages import (
     Assign,
     Failed,
     Finish,
-    Held,
     Hold,
     RaiseFlag,
     Recorded,
+    StopReport,
     Suspect,
     TrainingOver,
     Unsaved,
@@ -203,7 +203,7 @@ def test_a_spare_that_takes_a_seat_one_step_behind_is_given_state_and_not_the_vo
     done = len(driver.done)
     for name in ("w1", "w3"):
         driver.held(name, 3)
-    driver.say("w4", Held(generation=2, next_step=2, sections=(0, 1)))  # its state has not come yet
+    driver.say("w4", StopReport(generation=2, next_step=2, sections=(0, 1)))  # its state has not come yet
     assert not sends(driver.done[done:], Apply)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan
-from varuna.core.messages import Held, Suspect, Voted
+from varuna.core.messages import StopReport, Suspect, Voted
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.fleet.state.config import FleetConfig
@@ -31,7 +31,7 @@ def answer(driver: Driver, worker: str, next_step: int = 2, *, copies: bool = Tr
     owner = driver.fleet.record.copied_from(rank)
     assert owner is not None
     kept = driver.seat_sections(driver.fleet.record.grid[owner])
-    held = Held(
+    held = StopReport(
         generation=driver.fleet.generation,
         next_step=next_step,
         sections=driver.seat_sections(worker),
@@ -95,7 +95,7 @@ def test_a_death_between_vote_and_copy_goes_back(driver: Driver) -> None:
     """The others have the vote on step 2 and apply it; what w1 has applied has no copy yet, and the old one is old."""
     driver.kill("w1")
     vote = driver.vote(2)
-    held = Held(generation=0, next_step=3, sections=driver.seat_sections("w0"), votes=(vote,))
+    held = StopReport(generation=0, next_step=3, sections=driver.seat_sections("w0"), votes=(vote,))
     driver.say("w0", held)
     answer(driver, "w2")  # still before the step, with the old copy of w1
     answer(driver, "w3")
@@ -139,7 +139,7 @@ def test_copies_last_until_the_next_generation_has_formed(driver: Driver) -> Non
     first = driver.fleet.history[0]
     for worker, copies in (("w0", (4, 5)), ("w3", (2, 3))):
         sections = tuple(first.plan.first_cut.sections_of(first.ranks[worker]))
-        driver.say(worker, Held(generation=1, next_step=2, sections=sections, copies=copies))
+        driver.say(worker, StopReport(generation=1, next_step=2, sections=sections, copies=copies))
     assert driver.fleet.generation == 2
     assert (driver.fleet.record.plan.shape, driver.fleet.record.rollback) == ("2x1", False)
     driver.say("w0", Voted(vote=driver.vote(2)))

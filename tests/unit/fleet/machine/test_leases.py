@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fleet.support import Driver, sends, two_stages
-from varuna.core.messages import Apply, Beat, Held, Hello, Hold, RaiseFlag, Recorded, Suspect, TrainingOver
+from varuna.core.messages import Apply, Beat, Hello, Hold, RaiseFlag, Recorded, StopReport, Suspect, TrainingOver
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.page.status import describe
@@ -26,7 +26,7 @@ from varuna.fleet.state.outputs import Kill, Publish
 from varuna.fleet.state.phases import Idle, Running, Stopping
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
-from varuna.fleet.state.worker import Holding, Standing
+from varuna.fleet.state.worker import WorkerInventory, WorkerStatus
 
 
 def on_machines(nodes: str, *, steps: tuple[int, ...] = (0, 1), **options: object) -> Driver:
@@ -208,7 +208,7 @@ def test_one_long_wait_does_not_make_a_later_loss_slow() -> None:
 def test_a_machine_out_of_sight_is_put_aside_when_the_step_stands_still() -> None:
     driver = on_machines("abcd")
     driver.wait(6.6, hidden=("d",))
-    assert driver.fleet.workers["w3"].standing is Standing.ASIDE
+    assert driver.fleet.workers["w3"].standing is WorkerStatus.UNREACHABLE
     assert [name for name, _ in sends(driver.done, Hold)] == ["w0", "w1", "w2"]
     assert not any(isinstance(item, Kill) for item in driver.done)
     stop(driver, "w0", "w1", "w2", next_step=2)
@@ -223,7 +223,7 @@ def test_a_machine_out_of_sight_is_put_aside_when_the_step_stands_still() -> Non
 def test_a_spare_that_holds_up_the_beginning_of_a_generation_is_given_up_like_a_rank() -> None:
     driver = on_machines("abcde", steps=())
     driver.wait(60, hidden=("e",))
-    assert driver.fleet.workers["w4"].standing is Standing.ASIDE
+    assert driver.fleet.workers["w4"].standing is WorkerStatus.UNREACHABLE
     stop(driver, "w0", "w1", "w2", "w3", next_step=0)
     assert lost(driver) == {"w4"}
     assert driver.fleet.live_members == ("w0", "w1", "w2", "w3")
@@ -293,7 +293,7 @@ def test_state_that_comes_back_meanwhile_is_not_rolled_back() -> None:
     driver.held("w0", 40)
     driver.held("w2", None)
     driver.wait(20, hidden=("b",))
-    driver.say("w1", Held(generation=0, next_step=40, sections=(2, 3)))
+    driver.say("w1", StopReport(generation=0, next_step=40, sections=(2, 3)))
     assert (driver.fleet.record.rollback, driver.fleet.record.first_step, lost(driver)) == (False, 40, set())
 
 
@@ -326,7 +326,7 @@ def test_state_that_goes_out_of_sight_between_generations_is_waited_for_too() ->
     assert isinstance(driver.fleet.phase, Idle)
     driver.wait(35, hidden=("b",), still=False)
     assert isinstance(driver.fleet.phase, Idle)
-    driver.say("w1", Held(generation=driver.fleet.generation, next_step=40, sections=(2, 3)))
+    driver.say("w1", StopReport(generation=driver.fleet.generation, next_step=40, sections=(2, 3)))
     driver.wait(5, still=False)
     assert (driver.fleet.record.rollback, driver.fleet.record.first_step, lost(driver)) == (False, 40, set())
 
@@ -430,7 +430,7 @@ def test_a_rank_that_parts_between_two_generations_comes_back_as_a_newcomer() ->
     driver = on_machines("abcdef")
     parts_between_generations(driver, "w3", dead="w5")
     assert set(driver.fleet.members) == {"w0", "w1", "w2", "w4"}
-    assert driver.fleet.workers["w3"].holding == Holding()  # what it holds is old after the next step
+    assert driver.fleet.workers["w3"].holding == WorkerInventory()  # what it holds is old after the next step
     driver.voted(2)
     joins(driver, "w6", "g")
     train(driver, 5)

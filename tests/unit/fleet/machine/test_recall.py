@@ -9,7 +9,7 @@ from tests.depth import by_depth
 from tests.unit.fleet.machine.test_storms import storm, usual
 from tests.unit.fleet.simulated_fleet import SECTIONS, SimulatedFleet, SimulatedWorker, stormy
 from tests.unit.fleet.support import Driver, make_job, make_plan
-from varuna.core.messages import Assignment, Held, HeldCheckpoint
+from varuna.core.messages import Assignment, HeldCheckpoint, StopReport
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.fleet.machine.recall import in_memory
@@ -19,7 +19,7 @@ from varuna.fleet.state.inputs import CheckpointCompleted, Event
 from varuna.fleet.state.outputs import Instruction, Publish
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationStarted, Notice
-from varuna.fleet.state.worker import Holding, changed
+from varuna.fleet.state.worker import WorkerInventory, changed
 
 
 def keeping(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
@@ -59,7 +59,7 @@ def answer(driver: Driver, worker: str, *steps: int, next_step: int = 9) -> None
     both = tuple(sorted((*own, *driver.seat_sections(driver.fleet.record.grid[owner]))))
     generation = driver.fleet.generation
     kept = tuple(HeldCheckpoint(generation=generation, step=step, sections=both) for step in steps)
-    held = Held(generation=generation, next_step=next_step, sections=own, checkpoints=kept)
+    held = StopReport(generation=generation, next_step=next_step, sections=own, checkpoints=kept)
     assert objection(driver.fleet, worker, held) is None
     driver.say(worker, held)
 
@@ -87,7 +87,7 @@ def test_an_older_one_stays_while_more_of_it_may_be_lost(driver: Driver) -> None
     answer(driver, "w0", 4, 7)
     both = {4: (0, 1, 4, 5), 7: (4, 5)}
     kept = tuple(HeldCheckpoint(generation=0, step=step, sections=sections) for step, sections in both.items())
-    driver.say("w2", Held(generation=0, next_step=9, sections=(4, 5), checkpoints=kept))
+    driver.say("w2", StopReport(generation=0, next_step=9, sections=(4, 5), checkpoints=kept))
     answer(driver, "w3", 4, 7)
     assert driver.fleet.record.first_step == 7
     assert driver.fleet.record.memory_steps == (7, 4)
@@ -101,7 +101,7 @@ def test_a_step_that_a_rollback_took_back_is_not_that_step_though_it_was_done_ag
     assert (driver.fleet.generation, driver.fleet.record.first_step) == (1, 4)
     driver.voted(4, 5, 6, 7, 8)
     holdings = {
-        name: Holding(
+        name: WorkerInventory(
             checkpoints=tuple(HeldCheckpoint(generation=0, step=step, sections=tuple(range(8))) for step in (3, 4, 7))
         )
         for name in ("w0", "w2")
@@ -140,7 +140,7 @@ def test_a_worker_is_believed_only_what_its_seat_can_have(
     driver: Driver, generation: int, step: int, sections: tuple[int, ...]
 ) -> None:
     kept = (HeldCheckpoint(generation=generation, step=step, sections=sections),)
-    held = Held(generation=0, next_step=9, sections=driver.seat_sections("w0"), checkpoints=kept)
+    held = StopReport(generation=0, next_step=9, sections=driver.seat_sections("w0"), checkpoints=kept)
     assert "memory checkpoint" in str(objection(driver.fleet, "w0", held))
 
 
@@ -293,7 +293,7 @@ class KeepingFleet(SimulatedFleet):
 
     def deliver(self, worker: SimulatedWorker) -> None:
         """A worker that has stopped tells what it has."""
-        if worker.outbox and isinstance(worker.outbox[0], Held):
+        if worker.outbox and isinstance(worker.outbox[0], StopReport):
             held = tuple(
                 HeldCheckpoint(generation=made, step=step, sections=tuple(sorted(each.sections)))
                 for (made, step), each in self.kept.get(worker.name, {}).items()
@@ -301,7 +301,7 @@ class KeepingFleet(SimulatedFleet):
             )
             message = worker.outbox[0]
             worker.outbox[0] = message.model_copy(update={"checkpoints": held})
-            alone = Held(generation=message.generation, next_step=None, checkpoints=held)
+            alone = StopReport(generation=message.generation, next_step=None, checkpoints=held)
             if self.driver.fleet.is_joined(worker.name):
                 assert objection(self.driver.fleet, worker.name, alone) is None
         super().deliver(worker)

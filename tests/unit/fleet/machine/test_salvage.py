@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, two_stages
-from varuna.core.messages import Beat, Held, Voted, WorkerPhase
+from varuna.core.messages import Beat, StopReport, Voted, WorkerPhase
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, Spans
@@ -37,7 +37,9 @@ def sums(sections: Mapping[int, Spans], losses: range = range(0), micro_batch: i
 
 def answer(driver: Driver, worker: str, held: HeldSums | None, next_step: int = 1) -> None:
     sections = driver.seat_sections(worker)
-    driver.say(worker, Held(generation=driver.fleet.generation, next_step=next_step, sections=sections, sums=held))
+    driver.say(
+        worker, StopReport(generation=driver.fleet.generation, next_step=next_step, sections=sections, sums=held)
+    )
 
 
 def test_the_pipeline_that_is_whole_goes_on_from_its_sums(driver: Driver) -> None:
@@ -70,10 +72,12 @@ def test_another_loss_keeps_what_has_been_added_since(driver: Driver) -> None:
     answer(driver, "w2", sums({0: ((4, 6),), 1: ((4, 6),)}))
     answer(driver, "w3", sums({2: ((4, 6),), 3: ((4, 6),)}, range(4, 6)))
     driver.kill("w0")  # the spare
-    driver.say("w2", Held(generation=1, next_step=1, sections=(0, 1), sums=sums({0: ((0, 2), (4, 6)), 1: ((4, 6),)})))
+    driver.say(
+        "w2", StopReport(generation=1, next_step=1, sections=(0, 1), sums=sums({0: ((0, 2), (4, 6)), 1: ((4, 6),)}))
+    )
     driver.say(
         "w3",
-        Held(
+        StopReport(
             generation=1, next_step=1, sections=(2, 3), sums=sums({2: ((0, 3), (4, 6)), 3: ((0, 3), (4, 6))}, range(6))
         ),
     )
@@ -106,7 +110,7 @@ def test_sums_of_a_timeline_that_was_given_up_are_void() -> None:
     for name, sections in (("w0", (0, 1)), ("w2", (0, 1)), ("w3", (2, 3))):
         spans: Spans = ((4, 6),)
         held = sums(dict.fromkeys(sections, spans), range(MICRO_BATCHES))
-        driver.say(name, Held(generation=0, next_step=0, sections=sections, sums=held))
+        driver.say(name, StopReport(generation=0, next_step=0, sections=sections, sums=held))
     assert driver.fleet.generation == 1
     assert driver.fleet.record.kept_micro_batches == 0
 
@@ -161,6 +165,6 @@ def test_whoever_saw_that_sums_are_wrong_speaks_for_those_who_did_not(driver: Dr
             driver.kill("w1")
         else:
             answer(driver, worker, held)
-    driver.say("w0", Held(generation=0, next_step=1, sections=(0, 1), wrong_sums=True))
+    driver.say("w0", StopReport(generation=0, next_step=1, sections=(0, 1), wrong_sums=True))
     assert driver.fleet.generation == 1
     assert driver.fleet.record.kept_micro_batches == 0

@@ -10,7 +10,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import SpawnRequested
-from varuna.fleet.state.morph_gain import Experience, Weighing, weigh
+from varuna.fleet.state.morph_gain import MorphEstimate, MorphHistory, weigh
 from varuna.fleet.state.run_events import Notice
 
 
@@ -115,7 +115,7 @@ def test_a_gain_that_saves_more_than_it_stalls_is_taken() -> None:
 def test_a_gain_is_left_where_the_next_change_comes_too_soon() -> None:
     driver = gaining(wall_s=1.0)
     driver.fleet = replace(
-        driver.fleet, experience=Experience(began_s=0.0, changes=200, changed_s=0.0, stalls_s=(5.0, 7.0))
+        driver.fleet, experience=MorphHistory(began_s=0.0, changes=200, changed_s=0.0, stalls_s=(5.0, 7.0))
     )
     assert not sends(driver.wait(2), RaiseFlag)
     assert "not more than the 6.0 s that a morph takes" in driver.told(Notice)[-1].text
@@ -131,9 +131,9 @@ def test_a_gain_is_left_when_the_run_is_nearly_done() -> None:
 
 def test_spares_are_looked_at_again() -> None:
     driver = gaining(wall_s=1.0)
-    driver.fleet = replace(driver.fleet, experience=Experience(began_s=0.0, stalls_s=(1000.0,)))
+    driver.fleet = replace(driver.fleet, experience=MorphHistory(began_s=0.0, stalls_s=(1000.0,)))
     assert not sends(driver.wait(2), RaiseFlag)
-    driver.fleet = replace(driver.fleet, experience=Experience(began_s=0.0, stalls_s=(1.0,)))
+    driver.fleet = replace(driver.fleet, experience=MorphHistory(began_s=0.0, stalls_s=(1.0,)))
     assert not sends(driver.wait(30), RaiseFlag)
     assert len(sends(driver.wait(40), RaiseFlag)) == 1
 
@@ -153,7 +153,7 @@ def test_what_the_first_step_waits_for_is_a_stall_as_well() -> None:
 
 
 def test_a_run_learns_how_often_things_change_and_what_a_morph_costs() -> None:
-    experience = Experience(began_s=0.0)
+    experience = MorphHistory(began_s=0.0)
     assert experience.gap_s(0.0) == 250
     for now_s in (100.0, 100.5, 200.0, 300.0):  # the first two are one change
         experience = experience.changed(now_s, 1.0)
@@ -176,7 +176,7 @@ def test_a_second_holder_of_each_section_is_worth_what_a_rollback_would_cost() -
 
 def test_what_is_weighed_is_told_as_it_is() -> None:
     def told(faster: float, spared_s: float) -> str:
-        return str(Weighing(saved_s=60 * faster, stall_s=1.0, faster=faster, spared_s=spared_s))
+        return str(MorphEstimate(saved_s=60 * faster, stall_s=1.0, faster=faster, spared_s=spared_s))
 
     expected = "before the next change is expected"
     assert told(0.5, 0.0) == f"steps 50 % faster save 30.0 s {expected}, more than the 1.0 s that a morph takes"

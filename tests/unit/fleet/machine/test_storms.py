@@ -9,7 +9,7 @@ import pytest
 from tests.depth import by_depth
 from tests.unit.fleet.simulated_fleet import PLANNERS, SECTIONS, STEPS, SimulatedFleet, SimulatedWorker, stormy
 from tests.unit.fleet.support import Driver, make_job
-from varuna.core.messages import Held
+from varuna.core.messages import StopReport
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, numbers_of, spans_of
@@ -260,13 +260,13 @@ class SummingFleet(SimulatedFleet):
 
     def deliver(self, worker: SimulatedWorker) -> None:
         """A worker that has stopped tells what it has; the manager believes it."""
-        if worker.outbox and isinstance(worker.outbox[0], Held):
+        if worker.outbox and isinstance(worker.outbox[0], StopReport):
             held = worker.outbox[0] = self._with_sums(worker, worker.outbox[0])
             if held.sums is not None and held.next_step is not None and self.driver.fleet.is_joined(worker.name):
                 assert objection_to_sums(self.driver.fleet, worker.name, held.next_step, held.sums) is None
         super().deliver(worker)
 
-    def _with_sums(self, worker: SimulatedWorker, held: Held) -> Held:
+    def _with_sums(self, worker: SimulatedWorker, held: StopReport) -> StopReport:
         found = self.summed.get(worker.name)
         if found is None or held.next_step != found.step or worker.next_step != found.step:
             return held

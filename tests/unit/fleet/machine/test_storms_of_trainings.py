@@ -11,7 +11,7 @@ from tests.unit.fleet.support import Driver, make_job
 from varuna.core.messages import Assignment, Finish, Leaving, Suspect, TrainingOver, Voted
 from varuna.fleet.state.outputs import Instruction, Publish
 from varuna.fleet.state.run_events import TrainingEnded
-from varuna.fleet.state.worker import Standing
+from varuna.fleet.state.worker import WorkerStatus
 
 STEPS = 4
 
@@ -34,7 +34,7 @@ class Trainings(SimulatedFleet):
     def hello(self, worker: SimulatedWorker) -> None:
         known = self.driver.fleet.workers.get(worker.name)
         if worker.name not in self.trainings and worker.alive and known is not None:
-            assert known.standing is Standing.STARTING
+            assert known.standing is WorkerStatus.STARTING
             self.begin(worker, 0)
 
     def leave(self, worker: SimulatedWorker) -> None:

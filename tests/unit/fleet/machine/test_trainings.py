@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, sends, two_stages
-from varuna.core.messages import Assign, Beat, Failed, Finish, Held, Leaving, Saved, TrainingOver, Voted
+from varuna.core.messages import Assign, Beat, Failed, Finish, Leaving, Saved, StopReport, TrainingOver, Voted
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 from varuna.fleet.state.config import FleetConfig
@@ -11,7 +11,7 @@ from varuna.fleet.state.inputs import ConnectionLost, DrainRequested, FinishRequ
 from varuna.fleet.state.outputs import Collect, EndRun
 from varuna.fleet.state.phases import Finishing, Idle, Running
 from varuna.fleet.state.run_events import GenerationStarted, Notice, StepRecorded, TrainingEnded, WorkerLost
-from varuna.fleet.state.worker import Standing
+from varuna.fleet.state.worker import WorkerStatus
 
 OTHER = make_job(sections=2, steps=5)
 """Another model, with another number of steps."""
@@ -77,7 +77,7 @@ def test_who_takes_long_between_two_trainings_joins_the_next_one_later() -> None
     driver.wait(11)
     assert driver.fleet.members == ("w0", "w1", "w2")
     begins(driver, "w3", 1)
-    assert driver.fleet.workers["w3"].standing is Standing.JOINED
+    assert driver.fleet.workers["w3"].standing is WorkerStatus.JOINED
 
 
 def test_a_newcomer_is_told_that_earlier_trainings_are_over() -> None:
@@ -89,9 +89,9 @@ def test_a_newcomer_is_told_that_earlier_trainings_are_over() -> None:
     assert (name, over.training, over.steps, over.is_main) == (newcomer, 0, 3, False)
     assert over.last is not None
     assert over.last.step == 2
-    assert driver.fleet.workers[newcomer].standing is Standing.STARTING
+    assert driver.fleet.workers[newcomer].standing is WorkerStatus.STARTING
     begins(driver, newcomer, 1, OTHER)
-    assert driver.fleet.workers[newcomer].standing is Standing.JOINED
+    assert driver.fleet.workers[newcomer].standing is WorkerStatus.JOINED
 
 
 @pytest.mark.parametrize("training", [0, 1])
@@ -167,7 +167,7 @@ def test_late_words_about_an_earlier_training_change_nothing() -> None:
         begins(driver, name, 1, OTHER)
     before, done = driver.fleet, len(driver.done)
     driver.say("w1", Voted(vote=vote))
-    driver.say("w1", Held(generation=0, next_step=3, sections=(2, 3), votes=(vote,)))
+    driver.say("w1", StopReport(generation=0, next_step=3, sections=(2, 3), votes=(vote,)))
     driver.say("w1", Saved(shard=shard))
     driver.say("w1", Leaving(step=3))
     assert not [each for each in driver.done[done:] if isinstance(each, Collect)]
@@ -225,7 +225,7 @@ def test_a_worker_whose_machine_is_given_back_trains_in_no_later_training() -> N
     driver.voted(0)
     driver.feed(DrainRequested(spare))
     driver.wait(1)
-    assert driver.fleet.workers[spare].standing is Standing.DISMISSED
+    assert driver.fleet.workers[spare].standing is WorkerStatus.DISMISSED
     for training in (1, 2):
         begins(driver, spare, training)
         name, finish = sends(driver.done, Finish)[-1]

@@ -20,7 +20,7 @@ from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
-from varuna.fleet.state.worker import Standing, Worker
+from varuna.fleet.state.worker import Worker, WorkerStatus
 from varuna.fleet.state.workers import Workers
 
 JOB = make_job(steps=100_000, micro_batch=2)
@@ -30,7 +30,7 @@ PLAN = make_plan(JOB, 2, 2).model_copy(update={"step_s": 1e6})  # never better t
 def fleet() -> Fleet:
     """Two workers in the middle of generation 0."""
     record = GenerationRecord(generation=0, plan=PLAN, members=("w0", "w1"), cause="start", first_step=0)
-    workers = Workers(Worker(name=name, replacement=False, standing=Standing.JOINED) for name in ("w0", "w1"))
+    workers = Workers(Worker(name=name, replacement=False, standing=WorkerStatus.JOINED) for name in ("w0", "w1"))
     made = Fleet.empty(FleetConfig(workers=2), 0.0)
     return replace(made, job=JOB, history=(record,), workers=workers, recorded_step=10, step_wall_s=100.0)
 
@@ -339,7 +339,7 @@ def test_a_better_plan_is_looked_for_in_the_memory_of_the_workers_devices(tmp_pa
 def test_what_a_spare_tells_keeps_nobody_from_learning(tmp_path: Path) -> None:
     made, heard = fleet(), calibrator(tmp_path)
     record = made.record.model_copy(update={"members": ("w0", "w1", "w2")})
-    spare = Worker(name="w2", replacement=False, standing=Standing.JOINED)
+    spare = Worker(name="w2", replacement=False, standing=WorkerStatus.JOINED)
     made = replace(made, history=(record,), workers=Workers((*made.workers.values(), spare)))
     assert made.rank_of("w2") == 2
     assert heard.hear(made, "w2", beat(times()), 0.0) == []

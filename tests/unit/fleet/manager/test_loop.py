@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fleet.support import make_job, make_vote, two_stages
-from varuna.core.messages import Assign, Beat, FromWorker, Held, Hello, Recorded, ToWorker, Voted
+from varuna.core.messages import Assign, Beat, FromWorker, Hello, Recorded, StopReport, ToWorker, Voted
 from varuna.core.model import JobFacts
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.loop import Manager
@@ -100,7 +100,7 @@ class Play:
         match message:
             case Voted(vote=vote):
                 generation = vote.generation
-            case Held(generation=generation):
+            case StopReport(generation=generation):
                 pass
             case _:
                 generation = -1
@@ -112,9 +112,9 @@ class Play:
         while self.script and self.script[0][0] <= generation:
             self.mailbox.post(self.script.pop(0)[1])
 
-    def held(self, worker: str) -> Held:
+    def held(self, worker: str) -> StopReport:
         stage = PLAN.place_of(MEMBERS.index(worker)).stage
-        return Held(generation=0, next_step=1, sections=tuple(PLAN.first_cut.sections_of(stage)))
+        return StopReport(generation=0, next_step=1, sections=tuple(PLAN.first_cut.sections_of(stage)))
 
     def end(self) -> None:
         self.script.append((self.script[-1][0] if self.script else -1, StopRequested("enough", 0)))
@@ -142,7 +142,7 @@ def test_beats_that_come_together_are_heard_one_by_one(play: Play) -> None:
 
 
 def test_a_worker_that_lies_is_killed_and_written_down_and_the_others_go_on(play: Play) -> None:
-    play.say("w3", Held(generation=0, next_step=1, sections=(0, 1, 2, 3)))
+    play.say("w3", StopReport(generation=0, next_step=1, sections=(0, 1, 2, 3)))
     play.say("w3", play.held("w3"))  # nobody listens to it any more
     for name in MEMBERS[:3]:
         play.say(name, play.held(name))

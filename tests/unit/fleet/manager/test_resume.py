@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_vote, two_stages
-from varuna.core.messages import Assign, Beat, Held, Hello, Hold, Leaving, RaiseFlag, Suspect, Voted
+from varuna.core.messages import Assign, Beat, Hello, Hold, Leaving, RaiseFlag, StopReport, Suspect, Voted
 from varuna.fleet.manager.reconcile import Reconciliation, node_of, reconcile
 from varuna.fleet.manager.resume import KnownCheckpoint, known_checkpoint, lost_workers, resume
 from varuna.fleet.net.protocol import WorkerSnapshot
@@ -70,7 +70,7 @@ class Shell:
                 self.journal.append(done.event, vote=vote)
         self.written = len(self.driver.done)
 
-    def say(self, worker: str, message: Hello | Voted | Held | Suspect | Beat | Leaving) -> None:
+    def say(self, worker: str, message: Hello | Voted | StopReport | Suspect | Beat | Leaving) -> None:
         self.driver.say(worker, message)
         self.write()
 
@@ -98,15 +98,15 @@ class Shell:
         self.write()
         return fenced
 
-    def snapshot(self, name: str, *said: Held | Suspect | Voted, generation: int = 0) -> WorkerSnapshot:
+    def snapshot(self, name: str, *said: StopReport | Suspect | Voted, generation: int = 0) -> WorkerSnapshot:
         return WorkerSnapshot(worker=name, said=(self.hello(name), *said), generation=generation)
 
-    def held(self, name: str, next_step: int) -> Held:
+    def held(self, name: str, next_step: int) -> StopReport:
         fleet = self.driver.fleet
         stage = fleet.record.plan.place_of(fleet.members.index(name)).stage
         votes = (make_vote(fleet.record.plan, fleet.generation, next_step - 1),)
         sections = tuple(fleet.record.plan.first_cut.sections_of(stage))
-        return Held(generation=fleet.generation, next_step=next_step, sections=sections, votes=votes)
+        return StopReport(generation=fleet.generation, next_step=next_step, sections=sections, votes=votes)
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_a_generation_that_nobody_was_told_of_is_given_up_and_its_number_is_not_
     shell.driver.wait(2)
     assert isinstance(shell.driver.fleet.phase, Stopping)
     for name in shell.driver.fleet.live_members:
-        shell.say(name, Held(generation=1, next_step=1, sections=_sections(old, name)))
+        shell.say(name, StopReport(generation=1, next_step=1, sections=_sections(old, name)))
     assert shell.driver.fleet.generation == 2
 
 
@@ -325,7 +325,7 @@ def test_spares_of_a_plan_that_left_somebody_out_are_planned_for_anew(shell: She
         if isinstance(shell.driver.fleet.phase, Stopping):
             break
     for rank, name in enumerate(fleet.members):
-        held = shell.held(name, step + 1) if rank < 2 else Held(generation=1, next_step=None, sections=())
+        held = shell.held(name, step + 1) if rank < 2 else StopReport(generation=1, next_step=None, sections=())
         shell.say(name, held)
     assert shell.driver.fleet.generation == 2
     assert shell.driver.fleet.record.plan.workers == 4

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.fleet.support import make_job, make_plan
 from varuna.core.messages import PROFILE_STEPS, ProfilePart, ProfileSteps, ShowStep, StepShown, ToWorker
 from varuna.core.times import Did, RankTimeline
-from varuna.fleet.manager.step_desk import StepDesk
+from varuna.fleet.manager.step_desk import StepRecorder
 from varuna.fleet.page.step_sheet import DeskAnswer
 from varuna.fleet.run_folder.timelines import kept_steps, read_timeline
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, StepRecorded, WaitsSplit, WorkerLost
@@ -24,7 +24,7 @@ class Desk:
         self.now_s, self.folder = 0.0, folder
         self.errors: list[BaseException] = []
         self.splits: list[WaitsSplit] = []
-        self.desk = StepDesk(
+        self.desk = StepRecorder(
             folder,
             lambda worker, message: self.sent.append((worker, message)),
             steps=lambda: STEPS,

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fleet.support import Driver, make_vote, two_stages
-from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
+from varuna.core.messages import Beat, FromWorker, Saved, StopReport, Vote, Voted
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Copies, Plan
 from varuna.core.saved import SavedShard
-from varuna.core.sums import HeldSums, MicroBatchLoss, Remainder, SectionSum, Spans, TakenSum
+from varuna.core.sums import HeldSums, InheritedSum, MicroBatchLoss, RemainingWork, SectionSum, Spans
 from varuna.fleet.manager.validation import objection
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.config import FleetConfig
@@ -36,10 +36,10 @@ def shard(**changes: object) -> Saved:
     return Saved(shard=SavedShard.model_validate({**values, **changes}))
 
 
-def summed(spans: Spans, *losses: MicroBatchLoss, section: int = 0) -> Held:
+def summed(spans: Spans, *losses: MicroBatchLoss, section: int = 0) -> StopReport:
     sections = (SectionSum(section=section, micro_batches=spans),)
     held = HeldSums(micro_batch=2, sections=sections, losses=losses)
-    return Held(generation=0, next_step=2, sections=(0, 1), sums=held)
+    return StopReport(generation=0, next_step=2, sections=(0, 1), sums=held)
 
 
 def text(found: Objection | None) -> str:
@@ -52,17 +52,20 @@ def test_lies_are_named() -> None:
     w0, sections = driver.fleet.members[0], (0, 1)
     lies: list[tuple[FromWorker, str]] = [
         (Beat(generation=5, step=0, activity=""), "the newest is 0"),
-        (Held(generation=1, next_step=2), "the newest is 0"),
-        (Held(generation=0, next_step=2, sections=(2, 3)), "never given"),
-        (Held(generation=0, next_step=2, sections=(0, 1, 2, 3)), "never given"),
-        (Held(generation=0, next_step=2, sections=(0,), lent=(1,)), "never given"),
-        (Held(generation=0, next_step=2, sections=sections, copies=(2, 3)), "which nobody has sent it"),
-        (Held(generation=0, next_step=None, copies=(2, 3)), "without a step"),
-        (Held(generation=0, next_step=2, sections=sections, makeable=(2, 3)), "which nobody has sent it"),
-        (Held(generation=0, next_step=None, makeable=(2, 3)), "without a step"),
-        (Held(generation=0, next_step=9, sections=sections), "step 2 is not committed"),
-        (Held(generation=0, next_step=None, sections=sections), "without a step"),
-        (Held(generation=0, next_step=2, sections=sections, votes=(vote(driver, 1, vector=(1.0,)),)), "1 numbers"),
+        (StopReport(generation=1, next_step=2), "the newest is 0"),
+        (StopReport(generation=0, next_step=2, sections=(2, 3)), "never given"),
+        (StopReport(generation=0, next_step=2, sections=(0, 1, 2, 3)), "never given"),
+        (StopReport(generation=0, next_step=2, sections=(0,), lent=(1,)), "never given"),
+        (StopReport(generation=0, next_step=2, sections=sections, copies=(2, 3)), "which nobody has sent it"),
+        (StopReport(generation=0, next_step=None, copies=(2, 3)), "without a step"),
+        (StopReport(generation=0, next_step=2, sections=sections, makeable=(2, 3)), "which nobody has sent it"),
+        (StopReport(generation=0, next_step=None, makeable=(2, 3)), "without a step"),
+        (StopReport(generation=0, next_step=9, sections=sections), "step 2 is not committed"),
+        (StopReport(generation=0, next_step=None, sections=sections), "without a step"),
+        (
+            StopReport(generation=0, next_step=2, sections=sections, votes=(vote(driver, 1, vector=(1.0,)),)),
+            "1 numbers",
+        ),
         (summed(((7, 9),)), "other micro-batches than 8"),
         (summed(((3, 5), (4, 6))), "other micro-batches than 8"),
         (summed(((3, 5),)), "micro-batches that it was never given"),
@@ -74,7 +77,10 @@ def test_lies_are_named() -> None:
         (Voted(vote=vote(driver, 2, generation=7)), "the newest is 0"),
         (Voted(vote=vote(driver, 10**6)), "of 100"),
         (Voted(vote=vote(driver, 98)), "vote of step 98, but step 2 is not committed"),
-        (Held(generation=0, next_step=2, sections=sections, votes=(vote(driver, 2), vote(driver, 4))), "step 3 is not"),
+        (
+            StopReport(generation=0, next_step=2, sections=sections, votes=(vote(driver, 2), vote(driver, 4))),
+            "step 3 is not",
+        ),
         (shard(file="/etc/passwd"), "outside"),
         (shard(file="../x"), "outside"),
         (shard(section=4), "impossible"),
@@ -94,8 +100,8 @@ def test_sums_of_what_was_given_are_believed(spans: Spans) -> None:
 def test_sums_that_a_worker_went_on_from_are_believed_in_that_step_only() -> None:
     driver = running()
     plan, w0 = driver.fleet.record.plan, driver.fleet.members[0]
-    own = (TakenSum(section=0, micro_batches=((4, 6),), source_rank=2),)
-    left = Remainder(micro_batches=8, taken=(own, (), (), ()), work=(((0, 2),), ((2, 4), (6, 8))))
+    own = (InheritedSum(section=0, micro_batches=((4, 6),), source_rank=2),)
+    left = RemainingWork(micro_batches=8, taken=(own, (), (), ()), work=(((0, 2),), ((2, 4), (6, 8))))
     record = driver.fleet.record.model_copy(update={"remainder": left, "first_step": 2})
     fleet = replace(driver.fleet, history=(record,))
     assert plan.micro_batches == 8
@@ -115,7 +121,7 @@ def test_in_the_first_step_some_state_is_on_its_way_and_what_was_there_before_is
     fleet = replace(driver.fleet, history=(driver.fleet.record, second))
 
     def said(sections: tuple[int, ...], lent: tuple[int, ...], copies: tuple[int, ...], step: int = 2) -> str | None:
-        held = Held(generation=1, next_step=step, sections=sections, lent=lent, copies=copies)
+        held = StopReport(generation=1, next_step=step, sections=sections, lent=lent, copies=copies)
         found = objection(fleet, w0, held)
         return None if found is None else found.text
 
@@ -130,10 +136,10 @@ def test_in_the_first_step_some_state_is_on_its_way_and_what_was_there_before_is
 def test_honest_words_pass_at_every_moment_of_a_morph() -> None:
     driver = running()
     w0, plan = driver.fleet.members[0], driver.fleet.record.plan
-    assert objection(driver.fleet, w0, Held(generation=0, next_step=2, sections=(0, 1))) is None
-    ahead = Held(generation=0, next_step=3, sections=(0, 1), votes=(make_vote(plan, 0, 2),))
+    assert objection(driver.fleet, w0, StopReport(generation=0, next_step=2, sections=(0, 1))) is None
+    ahead = StopReport(generation=0, next_step=3, sections=(0, 1), votes=(make_vote(plan, 0, 2),))
     assert objection(driver.fleet, w0, ahead) is None
-    assert objection(driver.fleet, w0, Held(generation=0, next_step=None)) is None
+    assert objection(driver.fleet, w0, StopReport(generation=0, next_step=None)) is None
     nan = vote(driver, 2, vector=(float("nan"),) * len(make_vote(plan, 0, 2).vector))
     assert objection(driver.fleet, w0, Voted(vote=nan)) is None
     assert objection(driver.fleet, w0, shard()) is None
@@ -143,7 +149,7 @@ def test_honest_words_pass_at_every_moment_of_a_morph() -> None:
     assert driver.fleet.generation == 1
     for name in driver.fleet.members:  # before the new generation has formed, they still hold what they had
         old = tuple(plan.first_cut.sections_of(plan.place_of(driver.fleet.history[0].members.index(name)).stage))
-        assert objection(driver.fleet, name, Held(generation=1, next_step=2, sections=old)) is None
+        assert objection(driver.fleet, name, StopReport(generation=1, next_step=2, sections=old)) is None
 
 
 def test_a_false_vote_does_not_become_the_newest_step() -> None:
@@ -206,11 +212,11 @@ def test_what_is_shared_out_is_whole_with_its_holders_only() -> None:
     driver.voted(0, 1)
     w0 = driver.fleet.members[0]
     said = [
-        Held(generation=0, next_step=2, sections=(0,), lent=(1,)),
-        Held(generation=0, next_step=2, sections=(0,)),
-        Held(generation=0, next_step=2, sections=(0, 1)),
-        Held(generation=0, next_step=2, sections=(1,), lent=(0,)),
-        Held(generation=0, next_step=None, lent=(1,)),
+        StopReport(generation=0, next_step=2, sections=(0,), lent=(1,)),
+        StopReport(generation=0, next_step=2, sections=(0,)),
+        StopReport(generation=0, next_step=2, sections=(0, 1)),
+        StopReport(generation=0, next_step=2, sections=(1,), lent=(0,)),
+        StopReport(generation=0, next_step=None, lent=(1,)),
     ]
     assert [bool(objection(driver.fleet, w0, held)) for held in said] == [False, False, True, True, True]
 
@@ -234,10 +240,10 @@ def sums_of(*sections: int, spans: Spans) -> tuple[SectionSum, ...]:
 def test_sums_of_the_rank_whose_copy_a_worker_keeps_are_no_lie() -> None:
     driver = copied(Copies.STATE)
 
-    def held(*sections: int, own: tuple[int, ...] = (), copies: tuple[int, ...] = (2, 3)) -> Held:
+    def held(*sections: int, own: tuple[int, ...] = (), copies: tuple[int, ...] = (2, 3)) -> StopReport:
         spans: Spans = ((0, 3),)
         sums = HeldSums(micro_batch=2, sections=sums_of(*own, spans=spans), copies=sums_of(*sections, spans=spans))
-        return Held(generation=0, next_step=1, sections=(0, 1), copies=copies, sums=sums)
+        return StopReport(generation=0, next_step=1, sections=(0, 1), copies=copies, sums=sums)
 
     assert objection(driver.fleet, "w0", held(2, 3, own=(0, 1))) is None
     assert objection(driver.fleet, "w0", held(2)) is None
@@ -255,11 +261,11 @@ def test_copied_sums_are_of_the_owners_share_and_bring_no_state() -> None:
     assert driver.fleet.record.copied_from(2) == 0, "which runs the same sections"
     theirs, mine = ((0, 3),), ((4, 8),)
 
-    def held(spans: Spans, section: int = 0, copies: tuple[int, ...] = ()) -> Held:
+    def held(spans: Spans, section: int = 0, copies: tuple[int, ...] = ()) -> StopReport:
         sums = HeldSums(
             micro_batch=2, sections=sums_of(0, 1, spans=mine), copies=sums_of(section, section + 1, spans=spans)
         )
-        return Held(generation=0, next_step=1, sections=(0, 1), sums=sums, copies=copies)
+        return StopReport(generation=0, next_step=1, sections=(0, 1), sums=sums, copies=copies)
 
     assert objection(driver.fleet, keeper, held(theirs)) is None
     assert "never given" in text(objection(driver.fleet, keeper, held(((2, 5),))))

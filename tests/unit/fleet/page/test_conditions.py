@@ -8,7 +8,7 @@ from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Departure
 from varuna.fleet.state.phases import Finishing
-from varuna.fleet.state.worker import Standing
+from varuna.fleet.state.worker import WorkerStatus
 
 
 def conditions(driver: Driver) -> dict[str, tuple[str, str]]:
@@ -57,7 +57,7 @@ def test_who_starts_is_not_called_silent() -> None:
     driver.gather()
     driver.fleet = replace(
         driver.fleet,
-        workers=driver.fleet.workers.with_worker(replace(driver.fleet.workers["w1"], standing=Standing.STARTING)),
+        workers=driver.fleet.workers.with_worker(replace(driver.fleet.workers["w1"], standing=WorkerStatus.STARTING)),
     )
     assert conditions(driver)["w1"] == ("wait", "starting")
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from varuna.fleet.state.worker import Holding, Standing, Worker
+from varuna.fleet.state.worker import Worker, WorkerInventory, WorkerStatus
 from varuna.fleet.state.workers import Workers
 
 
@@ -20,17 +20,17 @@ def test_what_rules_ask_for_is_what_counting_all_workers_says(seed: int) -> None
             worker = known.get(name, Worker(name=name, replacement=False, node=f"n{number % 5}"))
             worker = replace(
                 worker,
-                standing=choose.choice(list(Standing)),
+                standing=choose.choice(list(WorkerStatus)),
                 seated=choose.random() < 0.5,
-                holding=choose.choice([None, Holding()]),
+                holding=choose.choice([None, WorkerInventory()]),
             )
             workers, known[name] = workers.with_worker(worker), worker
         fresh = Workers(known.values())
         assert dict(workers) == dict(fresh) == known
         assert list(workers) == list(known)
-        for standing in Standing:
+        for standing in WorkerStatus:
             assert workers.count(standing) == sum(worker.standing is standing for worker in known.values())
-        joined = [worker for worker in known.values() if worker.standing is Standing.JOINED]
+        joined = [worker for worker in known.values() if worker.standing is WorkerStatus.JOINED]
         assert workers.awaited == fresh.awaited == sum(worker.holding is None for worker in joined)
         assert workers.newcomers == fresh.newcomers == {worker.name for worker in joined if not worker.seated}
         assert workers.unfinished == fresh.unfinished

@@ -15,7 +15,7 @@ from tests.unit.partition.in_turn import differences
 from varuna.core.errors import DataError, ModelError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture.capture import Recipe
-from varuna.partition.capture.real_values import Grade, RealValues
+from varuna.partition.capture.real_values import RealValues, ValueSource
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.model import partition
 
@@ -157,7 +157,7 @@ def test_what_follows_from_buffers_and_samples_is_a_condition() -> None:
 
 
 def test_memory_that_random_numbers_fill_has_a_value_where_random_numbers_have_one() -> None:
-    for most, is_known in ((Grade.PARAMETERS, True), (Grade.SAMPLES, False)):
+    for most, is_known in ((ValueSource.PARAMETERS, True), (ValueSource.SAMPLES, False)):
         values = RealValues(most, {})
         with values.watch(), FakeTensorMode(shape_env=ShapeEnv()):  # as gumbel_softmax() draws
             drawn = torch.empty(3).exponential_()

@@ -14,7 +14,7 @@ from varuna.calibration.samples import Sized
 from varuna.core.errors import FleetError, VarunaError
 from varuna.engine.base.transport import Group, c10d
 from varuna.engine.links.nccl import interface_with
-from varuna.engine.links.traffic import Traffic
+from varuna.engine.links.traffic import TransferPaths
 from varuna.engine.worker.forming import InterruptibleStore
 from varuna.extras.doctor.judging.facts import FleetSums, LinkFacts, LinkOrder
 from varuna.extras.doctor.judging.rounds import opponents
@@ -122,7 +122,7 @@ def pair(stores: Callable[[str], Any], place: int, address: str) -> LinkFacts:
     Raises:
         RuntimeError: the link broke, or nobody came.
     """
-    traffic = Traffic()
+    traffic = TransferPaths()
     peers = Peers(stores("middle"), place, 2, address, _PACE)
     samples = peers.messages((_SMALL_BYTES, _MIDDLE_BYTES), traffic)
     if peers.agree(_took_s(samples, _MIDDLE_BYTES)) < _FAST_S:

@@ -12,8 +12,8 @@ from varuna.core.version import __version__
 from varuna.extras.doctor.judging.facts import LinkOrder, MachineFacts
 from varuna.extras.doctor.links.torch_child import TorchChild
 from varuna.extras.doctor.machine.look import Wanted, look, owner_here
-from varuna.extras.doctor.meeting.meeting import LINKS_S, SILENT_S, Arrival, Knock, Next, Programme, Report
-from varuna.extras.doctor.meeting.reach import Door, try_all
+from varuna.extras.doctor.meeting.meeting import LINKS_S, SILENT_S, Arrival, CheckPlan, MeetingRequest, Next, Report
+from varuna.extras.doctor.meeting.reach import ProbePort, try_all
 from varuna.fleet.net.client import ManagerRemote, UnreachableError, reason
 
 _EVERY_S = 0.3
@@ -74,7 +74,7 @@ class Guest:
             )
             facts = look(child, wanted).model_copy(update={"clock_ahead_s": ahead_s})
             on_facts(facts)
-            door = Door(self._address, self._remote.token)
+            door = ProbePort(self._address, self._remote.token)
             return self._stay(facts, door, child)
         finally:
             self._closed.set()
@@ -82,7 +82,7 @@ class Guest:
                 door.close()
             child.close()
 
-    def _stay(self, facts: MachineFacts, door: Door, child: TorchChild) -> Next:
+    def _stay(self, facts: MachineFacts, door: ProbePort, child: TorchChild) -> Next:
         rank, name = self._arrive(facts, door.port)
         threading.Thread(target=self._listen, args=(rank,), name="varuna-guest", daemon=True).start()
         now = self._until(lambda now: now.phase != "gather")
@@ -105,7 +105,7 @@ class Guest:
             self._report(rank, "links", Report(links=links, sums=sums))
         return self._until(lambda now: now.healthy is not None)
 
-    def welcome(self) -> tuple[Programme, float]:
+    def welcome(self) -> tuple[CheckPlan, float]:
         """What the meeting is, and how much this machine's clock is ahead of its one.
 
         Raises:
@@ -119,7 +119,7 @@ class Guest:
             if answer.status != 200:
                 raise FleetError(reason(answer.body))
             try:
-                welcome = Programme.model_validate_json(answer.body)
+                welcome = CheckPlan.model_validate_json(answer.body)
             except ValidationError as error:
                 raise FleetError(
                     "the first machine has another version of Varuna. Install the same one on all machines."
@@ -131,7 +131,7 @@ class Guest:
 
     def _arrive(self, facts: MachineFacts, door: int) -> tuple[int, str]:
         arrival = Arrival(facts=facts, door=door).model_dump(mode="json")
-        knock = Knock(varuna=__version__, name=facts.name, arrival=arrival)
+        knock = MeetingRequest(varuna=__version__, name=facts.name, arrival=arrival)
         answer = self._remote.post("/arrive", knock.model_dump())
         if answer.status != 200:
             raise FleetError(f"the first machine does not let this one take part: {reason(answer.body)}")

@@ -44,7 +44,7 @@ class Arrival(Value):
     door: int = Field(ge=1, le=65535)
 
 
-class Knock(Value):
+class MeetingRequest(Value):
     """An arrival in an envelope that all versions of Varuna can read."""
 
     varuna: str = Field(max_length=64)
@@ -78,7 +78,7 @@ class Next(Value):
     """the verdict, at the end"""
 
 
-class Programme(Value):
+class CheckPlan(Value):
     """For a machine that comes: what it needs to know before it looks at itself."""
 
     mark: str
@@ -289,13 +289,13 @@ class MachineMeeting:
         return PlainTextResponse(self.certificate_pem)
 
     async def _get_welcome(self, request: Request) -> Response:
-        welcome = Programme(mark=self.mark, checkpoints=self._checkpoints, time_s=time.time())
+        welcome = CheckPlan(mark=self.mark, checkpoints=self._checkpoints, time_s=time.time())
         return JSONResponse(welcome.model_dump())
 
     async def _post_arrival(self, request: Request) -> Response:
         body = await read_body(request, _LARGEST_BYTES)
         try:
-            knock = Knock.model_validate_json(body or b"")
+            knock = MeetingRequest.model_validate_json(body or b"")
             if knock.varuna != __version__:
                 with self._lock:
                     self._others[knock.name] = knock.varuna

@@ -23,7 +23,7 @@ _WHY = {
 }
 
 
-class Door:
+class ProbePort:
     """A free port at which this machine answers those that know the secret of the meeting."""
 
     def __init__(self, address: str, secret: str) -> None:

@@ -19,12 +19,12 @@ from varuna.extras.doctor.meeting.meeting import (
     REACH_S,
     SILENT_S,
     Arrival,
-    Knock,
     MachineMeeting,
+    MeetingRequest,
     Next,
     Report,
 )
-from varuna.extras.doctor.meeting.reach import Door, try_all
+from varuna.extras.doctor.meeting.reach import ProbePort, try_all
 from varuna.fleet.net.client import ManagerRemote
 
 
@@ -47,7 +47,7 @@ class Scene:
 
     def arrive(self, name: str, version: str = __version__, **more: Any) -> Any:
         arrival = Arrival(facts=WELL.model_copy(update={"name": name}), door=4000).model_dump(mode="json")
-        knock = Knock(varuna=version, name=name, arrival={**arrival, **more})
+        knock = MeetingRequest(varuna=version, name=name, arrival={**arrival, **more})
         return self.remote.post("/arrive", knock.model_dump())
 
     def next(self, rank: int) -> Next:
@@ -147,8 +147,8 @@ def test_a_guest_whose_meeting_ends_says_so(scene: Scene, monkeypatch: pytest.Mo
 
 
 def test_doors_answer_those_who_know_the_secret_and_closed_ones_are_told_apart() -> None:
-    door, other = Door("127.0.0.1", "s"), Door("127.0.0.1", "another")
-    closed = Door("127.0.0.1", "s")
+    door, other = ProbePort("127.0.0.1", "s"), ProbePort("127.0.0.1", "another")
+    closed = ProbePort("127.0.0.1", "s")
     closed.close()
     doors = {name: ("127.0.0.1", each.port) for name, each in {"b": door, "c": other, "d": closed}.items()}
     found = try_all(doors, "s", "127.0.0.1")
