@@ -1,4 +1,4 @@
-"""Lines of each room may fall freely; where they rise, ``tests/house.toml`` rises in the same commit, with the reason."""
+"""Lines of each room may fall freely; where they rise, ``tests/house.toml`` rises in that commit, with the reason."""
 
 import tomllib
 from collections import Counter

@@ -106,9 +106,12 @@ class TrainingsOfAgents(Trainings):
 
 
 def go_on(fleet: Trainings) -> None:
-    """Left alone, the script comes to its next trainings."""
+    """Left alone, the script comes to its next trainings.
+
+    A worker that froze between two trainings may still come, so each training gathers for ``gather_s`` (300 rounds).
+    """
     goal = fleet.driver.fleet.training + 2
-    for _ in range(150):
+    for _ in range(1_000):
         if fleet.driver.fleet.training >= goal:
             return
         fleet.round()
