@@ -62,12 +62,11 @@ def agent(
     unencrypted, so the interface must be private. Other users of the machine
     can see arguments: give the JOIN string in --join-file or VARUNA_JOIN.
     """
+    from varuna.core.node_notices import NodeNotice, ZoneNotice
     from varuna.fleet.agent.agent import Agent, AgentConfig
     from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
     from varuna.fleet.agent.join import serve
     from varuna.fleet.agent.manager_client import ManagerAddress
-    from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
-    from varuna.fleet.notices.notice import CloudNotice, Preemptible, RebalanceAdvice, SpotNotice, ZoneNotice
     from varuna.fleet.notices.spot_notices import SpotNotices
     from varuna.process.output_pump import unread_allowed
 
@@ -83,19 +82,12 @@ def agent(
         place = ManagerAddress(invitation.host, invitation.port, card.certificate_pem, join_file)
         member = Agent(place, home, card, config, say)
 
-        def warn(notice: CloudNotice) -> None:
-            match notice:
-                case SpotNotice(action=action, in_s=in_s):
-                    member.notify(SpotWarning(in_s, f"spot notice: {action}"))
-                case RebalanceAdvice(reason=reason):
-                    member.notify(RiskWarning(reason))
-                case ZoneNotice() if zone:
-                    pass  # who set it knows better
-                case Preemptible() | ZoneNotice():
-                    member.notify(notice)
+        def warn(notice: NodeNotice) -> None:
+            if not (isinstance(notice, ZoneNotice) and zone):  # the environment's word counts
+                member.notify(notice)
 
         if zone:
-            member.notify(ZoneNotice(zone))
+            member.notify(ZoneNotice(zone=zone))
         notices = SpotNotices(warn)
         notices.start()
         exit_code = member.run()

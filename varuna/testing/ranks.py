@@ -21,6 +21,7 @@ import torch
 from varuna.core.errors import NoPlanError, UsageError, VarunaError, WorkerError
 from varuna.core.messages import ToWorker, from_worker
 from varuna.core.model import JobFacts
+from varuna.core.node_notices import PreemptionNotice
 from varuna.core.plan import Plan
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.loop import Manager
@@ -262,7 +263,7 @@ class _Workers:
         """A rank's machine will be taken away in so many seconds; any thread may say so."""
         name = self._manager.fleet.members[rank]
         self._warned.add(name)
-        self._mailbox.post(NoticeReceived(name, time.monotonic() + seconds, "preemption notice"))
+        self._mailbox.post(NoticeReceived(name, PreemptionNotice(in_s=seconds, reason="preemption notice")))
 
     def wait_for_plan(self) -> None:
         """Until the manager has made plans without the ranks that were given notice; not for its own thread."""

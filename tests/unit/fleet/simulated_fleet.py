@@ -8,7 +8,16 @@ the vote reaches a rank, a worker dies), and the fleet asserts on the way. The s
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.unit.fleet.support import Driver, by_class, make_job, make_plan, make_vote, two_stages, unlike_pipelines
+from tests.unit.fleet.support import (
+    Driver,
+    by_class,
+    make_job,
+    make_plan,
+    make_vote,
+    preempted,
+    two_stages,
+    unlike_pipelines,
+)
 from varuna.core.devices import device_of, region_of, region_of_zone
 from varuna.core.messages import (
     Apply,
@@ -28,6 +37,7 @@ from varuna.core.messages import (
     Voted,
 )
 from varuna.core.model import JobFacts, Memory
+from varuna.core.node_notices import ZoneNotice
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import Holders, holders_of
 from varuna.engine.copies.late_update import needed
@@ -46,7 +56,6 @@ from varuna.fleet.state.inputs import (
     Tick,
     WorkerExited,
     WorkerSpawned,
-    ZoneReceived,
 )
 from varuna.fleet.state.outputs import Instruction, Kill, Publish, Send
 from varuna.fleet.state.phases import Running
@@ -496,7 +505,7 @@ class SimulatedFleet:
 
     def notice(self, worker: SimulatedWorker) -> None:
         """Its node will be taken away, sooner or later than it takes to leave it."""
-        self.feed(NoticeReceived(worker.name, self.driver.now_s + len(self.driver.done) % 7))
+        self.feed(preempted(worker.name, in_s=len(self.driver.done) % 7))
 
     def drain(self, worker: SimulatedWorker) -> None:
         self.feed(DrainRequested(worker.name))
@@ -504,7 +513,7 @@ class SimulatedFleet:
     def place(self, worker: SimulatedWorker) -> None:
         """Its machine says where it is, or that it was somewhere else."""
         zones = "a/1", "a/2", "b/1"
-        self.feed(ZoneReceived(worker.name, zones[len(self.driver.done) % 3]))
+        self.feed(NoticeReceived(worker.name, ZoneNotice(zone=zones[len(self.driver.done) % 3])))
 
     def ask(self, _: SimulatedWorker) -> None:
         self.feed(MorphRequested())

@@ -22,6 +22,7 @@ from varuna.core.messages import (
     WorkerPhase,
 )
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
+from varuna.core.node_notices import PreemptionNotice
 from varuna.core.plan import Pipelines, Plan
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
@@ -34,6 +35,7 @@ from varuna.fleet.state.inputs import (
     Event,
     MessageReceived,
     NodeHeard,
+    NoticeReceived,
     Tick,
     WorkerExited,
     WorkerSpawned,
@@ -303,3 +305,8 @@ def join(registry: Registry, token: str = "", hostname: str = "vm") -> Identity:
     """As a machine does: with a secret of its own."""
     secret = secrets.token_urlsafe(16)
     return Identity(node=registry.join(token or registry.mint(), hostname, hashed(secret)), secret=secret)
+
+
+def preempted(node: str, in_s: float) -> NoticeReceived:
+    """The cloud takes a node back."""
+    return NoticeReceived(node, PreemptionNotice(in_s=in_s, reason="preemption notice"))

@@ -23,6 +23,7 @@ from varuna.core.messages import (
     Voted,
 )
 from varuna.core.model import JobFacts
+from varuna.core.node_notices import Preemptible, PreemptionNotice
 from varuna.core.plan import Copies, Plan
 from varuna.core.saved import SAVED_EVERY_S, paying_every_s
 from varuna.core.sums import HeldSums
@@ -44,7 +45,6 @@ from varuna.fleet.state.inputs import (
     Event,
     MessageReceived,
     NoticeReceived,
-    SpotReceived,
     Tick,
     WorkerExited,
     WorkerSpawned,
@@ -131,7 +131,7 @@ class SimulatedCluster:
 
     def add(self, node: str, gpus: int) -> None:
         """A VM appears; its workers join once they are warm."""
-        self._feed(SpotReceived(node))
+        self._feed(NoticeReceived(node, Preemptible()))
         names = [f"w{next(self._numbers)}" for _ in range(gpus)]
         self._nodes[node] = names
         self._account.workers(self.now_s, there=gpus)
@@ -142,7 +142,9 @@ class SimulatedCluster:
 
     def warn(self, node: str, deadline_s: float) -> None:
         """The cloud says that it will take a VM back."""
-        self._feed(NoticeReceived(node, deadline_s))
+        self._feed(
+            NoticeReceived(node, PreemptionNotice(in_s=max(0.0, deadline_s - self.now_s), reason="preemption notice"))
+        )
 
     def remove(self, node: str) -> None:
         """A VM is gone, without a notice."""

@@ -20,9 +20,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from varuna.core.errors import FleetError, UsageError
+from varuna.core.node_notices import NodeNotice, PreemptionNotice
 from varuna.extras.torchrun.node import Placed, TorchrunAgent, WaitedTooLong, WorldOver
 from varuna.fleet.net.join_string import JOIN_VARIABLE, SCHEME, JoinString, parse_invitation
-from varuna.fleet.notices.notice import CloudNotice, SpotNotice
 from varuna.fleet.notices.spot_notices import SpotNotices
 from varuna.fleet.run_folder.join_file import read_join
 from varuna.process.console import say
@@ -156,9 +156,9 @@ def create(parameters: RendezvousParameters) -> VarunaRendezvous:
         tell=say,
     )
 
-    def warn(notice: CloudNotice) -> None:
-        if isinstance(notice, SpotNotice):
-            agent.leave_soon(f"spot notice: {notice.action}")
+    def warn(notice: NodeNotice) -> None:
+        if isinstance(notice, PreemptionNotice):
+            agent.leave_soon(notice.reason)
 
     SpotNotices(warn).start()
     atexit.register(agent.leave, "departed")  # a signal ends torchrun without a word to its rendezvous

@@ -16,11 +16,12 @@ from pydantic import ValidationError
 
 from varuna.core.errors import FleetError
 from varuna.core.messages import Assign, Beat, Failed, FromWorker, Leaving, Offered, Sought, ToWorker, WorkSought
+from varuna.core.node_notices import NodeNotice, Preemptible, PreemptionNotice, RebalanceAdvice, ZoneNotice
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.join import job_identity
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.manager_client import FromUplink, ManagerAddress, ManagerClient, Refused, Trouble, Welcomed
-from varuna.fleet.agent.own_departure import Foreseen, OwnDeparture, RiskWarning, SpotWarning
+from varuna.fleet.agent.own_departure import OwnDeparture
 from varuna.fleet.agent.slots import Slot, Slots
 from varuna.fleet.agent.worker_records import WorkerRecords
 from varuna.fleet.net.client import VoidSecretError
@@ -39,7 +40,6 @@ from varuna.fleet.net.protocol import (
     Tell,
 )
 from varuna.fleet.net.requests import first_problem
-from varuna.fleet.notices.notice import Preemptible, ZoneNotice
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived, WorkerExited
 from varuna.fleet.workers.launcher import Launcher
 from varuna.fleet.workers.worker_server import WorkerServer
@@ -70,7 +70,7 @@ class _Confirmed:
     outputs: list[Output]
 
 
-_OfMachine = MessageReceived | ConnectionLost | WorkerExited | Foreseen | _Impatience
+_OfMachine = MessageReceived | ConnectionLost | WorkerExited | NodeNotice | _Impatience
 AgentInput = _OfMachine | FromUplink | DownBody | _Confirmed
 """What an agent's own thread takes in, one after the other."""
 
@@ -151,8 +151,8 @@ class Agent:
         """Something happened, here or at the manager: ``take_next`` will see to it."""
         self._inputs.put(event)
 
-    def notify(self, notice: Foreseen) -> None:
-        """This machine will be taken away, or may be."""
+    def notify(self, notice: NodeNotice) -> None:
+        """Take in a notice about this machine; any thread may have it."""
         self.happened(notice)
 
     def run(self) -> int:
@@ -204,7 +204,7 @@ class Agent:
                     self._uplink.send(Parted(worker=worker))
             case WorkerExited():
                 self._note_exit(event)
-            case SpotWarning() | RiskWarning() | Preemptible() | ZoneNotice():
+            case PreemptionNotice() | RebalanceAdvice() | Preemptible() | ZoneNotice():
                 self._note_notice(event)
             case _Impatience(number=number):
                 self.exit_code = 128 + number
@@ -294,9 +294,9 @@ class Agent:
         if self._roster.ended(event.worker, exited):
             self._uplink.send(ProcessEnded(worker=event.worker, exited=exited))
 
-    def _note_notice(self, foreseen: Foreseen) -> None:
+    def _note_notice(self, notice: NodeNotice) -> None:
         """Record a preemption notice or an advice, and pass it on if it says more than the ones before."""
-        if news := self._departure.learn(foreseen, time.monotonic()):
+        if news := self._departure.learn(notice, time.monotonic()):
             self._tell(news)
             self._say_departure()
 
@@ -410,4 +410,4 @@ class Agent:
         if self._departure.note_signal():
             self.happened(_Impatience(number))
         else:
-            self.happened(SpotWarning(SIGTERM_NOTICE_S, f"received {signal.Signals(number).name}"))
+            self.happened(PreemptionNotice(in_s=SIGTERM_NOTICE_S, reason=f"received {signal.Signals(number).name}"))

@@ -1,60 +1,39 @@
 """What an agent knows of its own machine: where it is, when it will be taken away, why, or that it may be. Pure."""
 
-from dataclasses import dataclass
-
-from varuna.fleet.net.protocol import MAX_REASON, AdviceSeen, MachineSeen, SpotNoticeSeen, SpotSeen, ZoneSeen
-from varuna.fleet.notices.notice import Preemptible, ZoneNotice
-
-
-@dataclass(frozen=True)
-class SpotWarning:
-    """This machine will be taken away in ``in_s`` seconds."""
-
-    in_s: float
-    reason: str
-
-
-@dataclass(frozen=True)
-class RiskWarning:
-    """This machine may be taken away soon, says its cloud."""
-
-    reason: str
-
-
-Foreseen = SpotWarning | RiskWarning | Preemptible | ZoneNotice
-"""What an agent learns of its machine's place and future."""
+from varuna.core.node_notices import NodeNotice, Preemptible, PreemptionNotice, RebalanceAdvice, ZoneNotice
 
 
 class OwnDeparture:
-    """Of several deadlines the earliest counts, and of several advices the first."""
+    """Of each kind of notice the first counts, and of several deadlines the earliest."""
 
     def __init__(self) -> None:
-        self._until_s: float | None = None
-        self._reason = self._advice = ""
-        self._is_spot, self._signals = False, 0
-        self._zone = ""
+        self._known: dict[type[NodeNotice], NodeNotice] = {}
+        self._until_s = float("inf")
+        self._signals = 0
 
     @property
     def is_near(self) -> bool:
         """Whether this machine will be taken away."""
-        return self._until_s is not None
+        return PreemptionNotice in self._known
 
-    def learn(self, foreseen: Foreseen, now_s: float) -> str:
+    def learn(self, notice: NodeNotice, now_s: float) -> str:
         """Take it down; what it is in words, or nothing if it says no more than what was known."""
-        match foreseen:
-            case SpotWarning(in_s=in_s, reason=reason) if self._until_s is None or now_s + in_s < self._until_s:
-                self._until_s, self._reason = now_s + in_s, reason
+        if isinstance(notice, PreemptionNotice):
+            if now_s + notice.in_s >= self._until_s:
+                return ""
+            self._until_s = now_s + notice.in_s
+        elif type(notice) in self._known:
+            return ""
+        self._known[type(notice)] = notice
+        match notice:
+            case PreemptionNotice(in_s=in_s, reason=reason):
                 return f"this machine will leave in {in_s:.0f} s ({reason})"
-            case RiskWarning(reason=reason) if not self._advice:
-                self._advice = reason
+            case RebalanceAdvice(reason=reason):
                 return f"this machine may be taken away soon ({reason})"
-            case Preemptible() if not self._is_spot:
-                self._is_spot = True
+            case Preemptible():
                 return "this machine may be taken away at any time: its cloud rents it as such"
-            case ZoneNotice(zone=zone) if not self._zone:
-                self._zone = zone
+            case ZoneNotice(zone=zone):
                 return f"this machine is in {zone}"
-        return ""
 
     def note_signal(self) -> bool:
         """Note a SIGTERM or SIGINT; returns whether it is the second one. A cloud's own notice is not the first."""
@@ -63,17 +42,12 @@ class OwnDeparture:
 
     def is_over(self, now_s: float) -> bool:
         """Whether the deadline has passed."""
-        return self._until_s is not None and now_s >= self._until_s
+        return now_s >= self._until_s
 
-    def to_say(self, now_s: float) -> list[MachineSeen]:
+    def to_say(self, now_s: float) -> list[NodeNotice]:
         """What the manager should know; again, if it has started anew."""
-        said: list[MachineSeen] = []
-        if self._zone:
-            said.append(ZoneSeen(zone=self._zone))
-        if self._is_spot:
-            said.append(SpotSeen())
-        if self._advice:
-            said.append(AdviceSeen(reason=self._advice[:MAX_REASON]))
-        if self._until_s is not None:
-            said.append(SpotNoticeSeen(in_s=max(0.0, self._until_s - now_s), reason=self._reason[:MAX_REASON]))
-        return said
+        left_s = max(0.0, self._until_s - now_s)
+        return [
+            notice.model_copy(update={"in_s": left_s}) if isinstance(notice, PreemptionNotice) else notice
+            for notice in self._known.values()
+        ]

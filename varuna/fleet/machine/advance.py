@@ -1,6 +1,7 @@
 """The manager as a pure state machine: ``advance`` notes one event, then draws conclusions until nothing changes."""
 
 from varuna.core.messages import Beat, Failed, FromWorker, Hello, Leaving, Saved, StopReport, Suspect, Unsaved, Voted
+from varuna.core.node_notices import NodeNotice, Preemptible, PreemptionNotice, RebalanceAdvice, ZoneNotice
 from varuna.fleet.machine.commit import note_held, note_saved, note_suspect, note_voted, settle, watch_generation
 from varuna.fleet.machine.exits import (
     expire,
@@ -17,7 +18,7 @@ from varuna.fleet.machine.joins import note_spawned, note_zone, spawn_missing
 from varuna.fleet.machine.leases import hear, look_around, note_parted, note_tick, take_back
 from varuna.fleet.machine.leases import note_beat as note_waiting
 from varuna.fleet.machine.planned_morphs import plan_ahead
-from varuna.fleet.machine.preemption import note_departure, note_risk, note_spot, release, reprieve
+from varuna.fleet.machine.preemption import note_drain, note_preemption, note_risk, note_spot, release, reprieve
 from varuna.fleet.machine.standstill import note_standstill
 from varuna.fleet.machine.stragglers import note_beat, readmit
 from varuna.fleet.machine.trainings import begin_next_training, hear_hello
@@ -25,7 +26,6 @@ from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
-    AdviceReceived,
     AnswerReceived,
     CheckpointCompleted,
     ConnectionLost,
@@ -40,13 +40,11 @@ from varuna.fleet.state.inputs import (
     Recalibrated,
     SaveRequested,
     SpawnRequested,
-    SpotReceived,
     StopRequested,
     Tick,
     WorkerDistrusted,
     WorkerExited,
     WorkerSpawned,
-    ZoneReceived,
 )
 from varuna.fleet.state.outputs import Complain, Instruction
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
@@ -87,8 +85,11 @@ def _note(transition: Transition, event: Event) -> None:
         case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():
             if event.worker in transition.fleet.workers:  # the lost and the refused are not heard any more
                 _note_worker(transition, event)
-        case NoticeReceived() | DrainRequested() | AdviceReceived() | SpotReceived() | ZoneReceived():
-            _note_machine(transition, event)
+        case NoticeReceived(node=node, notice=notice):
+            hear(transition, node)
+            _note_notice(transition, node, notice)
+        case DrainRequested(node=node):
+            note_drain(transition, node)
         case CheckpointCompleted() | AnswerReceived() | Recalibrated():
             _note_found(transition, event)
         case SpawnRequested() | MorphRequested() | SaveRequested() | FinishRequested() | StopRequested():
@@ -108,22 +109,16 @@ def _note_found(transition: Transition, event: CheckpointCompleted | AnswerRecei
                 transition.update(expected_s=expected_s, link_bytes_per_s=link_bytes_per_s)
 
 
-def _note_machine(
-    transition: Transition, event: NoticeReceived | DrainRequested | AdviceReceived | SpotReceived | ZoneReceived
-) -> None:
-    """Take down that a machine will leave, or may, or where it is."""
-    match event:
-        case ZoneReceived(node=node, zone=zone):
-            hear(transition, node)
+def _note_notice(transition: Transition, node: str, notice: NodeNotice) -> None:
+    match notice:
+        case PreemptionNotice():
+            note_preemption(transition, node, notice)
+        case RebalanceAdvice(reason=reason):
+            note_risk(transition, node, reason)
+        case Preemptible():
+            note_spot(transition, node)
+        case ZoneNotice(zone=zone):
             note_zone(transition, node, zone)
-        case AdviceReceived():
-            hear(transition, event.node)
-            note_risk(transition, event)
-        case SpotReceived():
-            hear(transition, event.node)
-            note_spot(transition, event)
-        case _:
-            note_departure(transition, event)
 
 
 def _note_wish(

@@ -4,9 +4,9 @@ from dataclasses import replace
 from enum import Enum, auto
 
 from varuna.core.messages import Finish
+from varuna.core.node_notices import PreemptionNotice
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Departure, Fleet, Risk
-from varuna.fleet.state.inputs import AdviceReceived, DrainRequested, NoticeReceived, SpotReceived
 from varuna.fleet.state.morph_gain import state_s, sums_s
 from varuna.fleet.state.outputs import Release
 from varuna.fleet.state.phases import Ended, Finishing, Running
@@ -32,40 +32,45 @@ class Way(Enum):
     """In the middle of the step, which cannot end before they go: its sums of gradients move with the state."""
 
 
-def note_departure(transition: Transition, event: NoticeReceived | DrainRequested) -> None:
-    """Note that a node will leave; of several deadlines the first counts."""
-    if isinstance(event, NoticeReceived):
-        departure = Departure(deadline_s=event.deadline_s, reason=event.reason)
-        when = f"in {max(0.0, event.deadline_s - transition.now_s):.0f} s"
-    else:
-        departure = Departure(deadline_s=float("inf"), reason="drained")
-        when = "as soon as its state is elsewhere"
-    known = transition.fleet.departing.get(event.node)
+def note_preemption(transition: Transition, node: str, notice: PreemptionNotice) -> None:
+    """Note that a node will be taken away; of several deadlines the first counts."""
+    departure = Departure(deadline_s=transition.now_s + notice.in_s, reason=notice.reason)
+    _note_departure(transition, node, departure, f"in {notice.in_s:.0f} s")
+
+
+def note_drain(transition: Transition, node: str) -> None:
+    """Note that somebody wants a node back."""
+    departure = Departure(deadline_s=float("inf"), reason="drained")
+    if _note_departure(transition, node, departure, "as soon as its state is elsewhere"):
+        transition.publish(Asked(what="drain", node=node))
+
+
+def _note_departure(transition: Transition, node: str, departure: Departure, when: str) -> bool:
+    """Note that a node will leave; returns whether that is news."""
+    known = transition.fleet.departing.get(node)
     if known is not None and known.deadline_s <= departure.deadline_s:
-        return
-    transition.update(departing={**transition.fleet.departing, event.node: departure})
-    if isinstance(event, DrainRequested):
-        transition.publish(Asked(what="drain", node=event.node))
-    transition.notice(f"node {event.node} will leave {when} ({departure.reason})", departs=True)
+        return False
+    transition.update(departing={**transition.fleet.departing, node: departure})
+    transition.notice(f"node {node} will leave {when} ({departure.reason})", departs=True)
+    return True
 
 
-def note_risk(transition: Transition, event: AdviceReceived) -> None:
+def note_risk(transition: Transition, node: str, reason: str) -> None:
     """Note that a node may be taken away: it keeps its seats until spares on other nodes can have them."""
-    node, reason = event.node, event.reason
     if node not in transition.fleet.at_risk:
         transition.update(at_risk={**transition.fleet.at_risk, node: Risk(reason)})
         then = "spares take its place once there are enough"
         transition.notice(f"node {node} may be taken away soon ({reason}): {then}", departs=True)
 
 
-def note_spot(transition: Transition, event: SpotReceived) -> None:
+def note_spot(transition: Transition, node: str) -> None:
     """Note that a node may be taken away at any time: until a run has seen losses itself, it plans for some."""
     before = transition.fleet.loss_rate
     expected = before.on_spot_machines(transition.now_s)
     if expected is not before:
         transition.update(loss_rate=expected)
         transition.notice(
-            f"node {event.node} may be taken away at any time, says its cloud: plans are chosen for "
+            f"node {node} may be taken away at any time, says its cloud: plans are chosen for "
             f"{expected.planned_per_hour:.2g} losses of workers per hour, until this run has seen some"
         )
 

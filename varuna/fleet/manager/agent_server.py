@@ -11,11 +11,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
+from varuna.core.node_notices import NodeNotice
 from varuna.core.version import __version__
 from varuna.fleet.manager.agent_link import AgentLink
 from varuna.fleet.manager.mailbox import Pulses
 from varuna.fleet.manager.pulse_gatherer import PulseGatherer
-from varuna.fleet.manager.reconcile import Reconciliation, check_belongs, check_speaker, foreseen
+from varuna.fleet.manager.reconcile import Reconciliation, check_belongs, check_speaker
 from varuna.fleet.net.agent_session import ChannelFullError, Outgoing
 from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.protocol import (
@@ -29,7 +30,6 @@ from varuna.fleet.net.protocol import (
     Greet,
     Joined,
     JoinRequest,
-    MachineSeen,
     Output,
     Parted,
     Printed,
@@ -55,6 +55,7 @@ from varuna.fleet.state.inputs import (
     Event,
     MessageReceived,
     NodeParted,
+    NoticeReceived,
     WorkerDistrusted,
     WorkerExited,
     WorkerSpawned,
@@ -343,8 +344,8 @@ class AgentServer:
 
     def _note(self, link: AgentLink, body: UpBody) -> None:
         """Pass on what an agent says."""
-        if isinstance(body, MachineSeen):
-            self._pulses.post(foreseen(link.node, body, time.monotonic()))
+        if isinstance(body, NodeNotice):
+            self._pulses.post(NoticeReceived(link.node, body))
             return
         check_belongs(link.node, body.worker)
         match body:

@@ -7,17 +7,13 @@ remembers nothing but its journal.
 from dataclasses import dataclass
 
 from varuna.core.messages import FromWorker, Hello, Suspect
-from varuna.fleet.net.protocol import AdviceSeen, MachineSeen, SpotNoticeSeen, SpotSeen, WorkerSnapshot, ZoneSeen
+from varuna.fleet.net.protocol import WorkerSnapshot
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
-    AdviceReceived,
     Event,
     MessageReceived,
-    NoticeReceived,
-    SpotReceived,
     WorkerExited,
     WorkerSpawned,
-    ZoneReceived,
 )
 from varuna.fleet.state.phases import Running
 
@@ -94,16 +90,3 @@ def check_speaker(worker: str, message: FromWorker) -> None:
     """
     if isinstance(message, Hello) and message.worker != worker:
         raise ValueError(f"worker {worker} claims to be {message.worker}")
-
-
-def foreseen(node: str, seen: MachineSeen, now_s: float) -> Event:
-    """The event for what an agent has learned of its machine's place and future."""
-    match seen:
-        case SpotNoticeSeen(in_s=in_s, reason=reason):
-            return NoticeReceived(node, now_s + in_s, reason)
-        case AdviceSeen(reason=reason):
-            return AdviceReceived(node, reason)
-        case ZoneSeen(zone=zone):
-            return ZoneReceived(node, zone)
-        case SpotSeen():
-            return SpotReceived(node)

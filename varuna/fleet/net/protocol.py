@@ -11,8 +11,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
-from varuna.core.devices import MAX_ZONE, ZONE
 from varuna.core.messages import Beat, FromWorker, ToWorker
+from varuna.core.node_notices import NodeNotice
 from varuna.core.value import Value
 from varuna.fleet.net.host_facts import HostFacts
 
@@ -21,8 +21,6 @@ MAX_JOIN_BYTES: Final = 16 * 2**10
 OUTPUT_CHUNK_BYTES: Final = 32 * 2**10
 MAX_TAIL: Final = 256 * 2**10
 """Most characters of a worker's newest output."""
-MAX_REASON: Final = 1000
-"""Most characters of a reason."""
 BAD_MESSAGE, BAD_JOB, STALLED, BAD_TWIN = 4400, 4403, 4408, 4409
 """Codes with which the manager closes an agent's connection."""
 
@@ -160,39 +158,8 @@ class Printed(Value):
     data: Chunk
 
 
-class SpotNoticeSeen(Value):
-    """This machine will be taken away in ``in_s`` seconds."""
-
-    kind: Literal["noticed"] = "noticed"
-    in_s: float = Field(ge=0, allow_inf_nan=False)
-    reason: str = Field(max_length=MAX_REASON)
-
-
-class AdviceSeen(Value):
-    """This machine is more likely than others to be taken away soon."""
-
-    kind: Literal["advised"] = "advised"
-    reason: str = Field(max_length=MAX_REASON)
-
-
-class SpotSeen(Value):
-    """This machine was rented as one that may be taken away at any time."""
-
-    kind: Literal["spot"] = "spot"
-
-
-class ZoneSeen(Value):
-    """Where this machine is: its region, a slash and its zone, or one name for both."""
-
-    kind: Literal["zone"] = "zone"
-    zone: str = Field(pattern=ZONE, max_length=MAX_ZONE)
-
-
-MachineSeen = SpotNoticeSeen | AdviceSeen | SpotSeen | ZoneSeen
-"""What an agent says of its machine, and not of a worker."""
-
 UpBody = Annotated[
-    Started | Said | Parted | ProcessEnded | Output | Printed | MachineSeen,
+    Started | Said | Parted | ProcessEnded | Output | Printed | NodeNotice,
     Field(discriminator="kind"),
 ]
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from varuna.core.node_notices import NodeNotice, PreemptionNotice, RebalanceAdvice, spot_notice_at
 from varuna.fleet.net.bounded_http import Answer, NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import CloudNotice, RebalanceAdvice, SpotNotice
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 """Names another address of the service, for us as for AWS's own tools."""
@@ -19,7 +19,7 @@ _LIFE_CYCLE = "/latest/meta-data/instance-life-cycle"
 _REGION, _ZONE = "/latest/meta-data/placement/region", "/latest/meta-data/placement/availability-zone"
 
 
-def parse_instance_action(body: str, now_s: float) -> SpotNotice:
+def parse_instance_action(body: str, now_s: float) -> PreemptionNotice:
     """``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``.
 
     Raises:
@@ -29,7 +29,7 @@ def parse_instance_action(body: str, now_s: float) -> SpotNotice:
     action, moment = content.get("action"), _moment(content.get("time"))
     if not isinstance(action, str):
         raise ValueError("no action")
-    return SpotNotice.at(action, moment.timestamp(), now_s)
+    return spot_notice_at(action, moment.timestamp(), now_s)
 
 
 def parse_rebalance(body: str) -> RebalanceAdvice:
@@ -39,7 +39,7 @@ def parse_rebalance(body: str) -> RebalanceAdvice:
         ValueError: it says something else.
     """
     _moment(_object(body).get("noticeTime"))
-    return RebalanceAdvice("AWS recommends to rebalance")
+    return RebalanceAdvice(reason="AWS recommends to rebalance")
 
 
 def _object(body: str) -> dict[str, object]:
@@ -98,13 +98,13 @@ class AwsNotices:
             raise NoAnswerError(f"status {zone.status}")
         return f"{region.body.strip()}/{zone.body.strip()}"
 
-    def poll(self) -> list[CloudNotice]:
+    def poll(self) -> list[NodeNotice]:
         """What it says now.
 
         Raises:
             NoAnswerError: nothing that makes sense.
         """
-        found: list[CloudNotice] = []
+        found: list[NodeNotice] = []
         try:
             if (action := self._ask(_ACTION)).status == 200:
                 found.append(parse_instance_action(action.body, self._now()))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
+from varuna.core.node_notices import NodeNotice, PreemptionNotice, spot_notice_at
 from varuna.fleet.net.bounded_http import NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import CloudNotice, SpotNotice
 
 ENDPOINT_VARIABLE = "IMDS_ENDPOINT"
 """Names another address of the service, for us as for Azure's own tools."""
@@ -29,7 +29,7 @@ class ScheduledEvent(NamedTuple):
     """An event of this VM."""
 
     identity: str
-    notice: SpotNotice
+    notice: PreemptionNotice
 
 
 def parse_events(body: str, vm: str, now_s: float) -> list[ScheduledEvent]:
@@ -58,7 +58,7 @@ def _parse_event(event: object, vm: str, now_s: float) -> ScheduledEvent | None:
         return None
     if vm.lower() not in (name.lower() for name in resources if isinstance(name, str)):
         return None
-    return ScheduledEvent(identity, SpotNotice.at(kind, _time_of(event.get("NotBefore"), now_s), now_s))
+    return ScheduledEvent(identity, spot_notice_at(kind, _time_of(event.get("NotBefore"), now_s), now_s))
 
 
 def _time_of(text: object, now_s: float) -> float:
@@ -116,7 +116,7 @@ class AzureNotices:
         name = zone.body.strip() if zone.status == 200 else ""
         return f"{region.body.strip()}/{name}" if name else region.body.strip()
 
-    def poll(self) -> list[CloudNotice]:
+    def poll(self) -> list[NodeNotice]:
         """What it says now.
 
         Raises:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from urllib.parse import quote
 
+from varuna.core.node_notices import NodeNotice, PreemptionNotice, spot_notice
 from varuna.fleet.net.bounded_http import Answer, NoAnswerError
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import CloudNotice, SpotNotice
 
 ENDPOINT_VARIABLE = "GCE_METADATA_HOST"
 """Names another host of the service (``HOST`` or ``HOST:PORT``), for us as for Google's own tools."""
@@ -21,7 +21,7 @@ _MAINTENANCE_LEAD_S = 60.0
 _GPU_MAINTENANCE_LEAD_S = 3600.0  # VMs with GPUs cannot be migrated, and are told an hour ahead
 
 
-def parse_preempted(body: str) -> SpotNotice | None:
+def parse_preempted(body: str) -> PreemptionNotice | None:
     """``TRUE`` or ``FALSE``.
 
     Raises:
@@ -29,17 +29,17 @@ def parse_preempted(body: str) -> SpotNotice | None:
     """
     match body.strip():
         case "TRUE":
-            return SpotNotice("preempted", _PREEMPTION_LEAD_S)
+            return spot_notice("preempted", _PREEMPTION_LEAD_S)
         case "FALSE":
             return None
     raise ValueError(f"preempted is {body[:40]!r}")
 
 
-def parse_maintenance(body: str, *, has_gpu: bool) -> SpotNotice | None:
+def parse_maintenance(body: str, *, has_gpu: bool) -> PreemptionNotice | None:
     """``TERMINATE_ON_HOST_MAINTENANCE`` ends the VM. ``NONE`` does not, nor does ``MIGRATE_ON_HOST_MAINTENANCE``."""
     if body.strip() != "TERMINATE_ON_HOST_MAINTENANCE":
         return None
-    return SpotNotice("host maintenance", _GPU_MAINTENANCE_LEAD_S if has_gpu else _MAINTENANCE_LEAD_S)
+    return spot_notice("host maintenance", _GPU_MAINTENANCE_LEAD_S if has_gpu else _MAINTENANCE_LEAD_S)
 
 
 class GcpNotices:
@@ -83,7 +83,7 @@ class GcpNotices:
         zone = self._ask(_ZONE).body.strip().rpartition("/")[2]  # projects/123/zones/us-central1-a
         return f"{zone.rpartition('-')[0]}/{zone}"
 
-    def poll(self) -> list[CloudNotice]:
+    def poll(self) -> list[NodeNotice]:
         """What it says now, or as soon as it changes; the first time at once.
 
         Raises:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from varuna.core.devices import is_zone
+from varuna.core.node_notices import NodeNotice, Preemptible, PreemptionNotice, ZoneNotice
 from varuna.fleet.net.bounded_http import NoAnswerError
 from varuna.fleet.notices import aws as aws_notices
 from varuna.fleet.notices import azure as azure_notices
 from varuna.fleet.notices import gcp as gcp_notices
 from varuna.fleet.notices.metadata import METADATA_URL, MetadataService
-from varuna.fleet.notices.notice import CloudNotice, Preemptible, SpotNotice, ZoneNotice
 
 _LOOK_AFTER_S = (0.0, 5.0, 30.0)
 """Pauses before each look for a service: a machine that boots may have no network yet."""
@@ -47,7 +47,7 @@ class CloudNotices(Protocol):
         """
         ...
 
-    def poll(self) -> list[CloudNotice]:
+    def poll(self) -> list[NodeNotice]:
         """What it says now.
 
         Raises:
@@ -91,7 +91,7 @@ class SpotNotices:
 
     def __init__(
         self,
-        on_notice: Callable[[CloudNotice], None],
+        on_notice: Callable[[NodeNotice], None],
         *,
         among: Sequence[CloudNotices] | None = None,
         look_after_s: Sequence[float] = _LOOK_AFTER_S,
@@ -123,14 +123,14 @@ class SpotNotices:
 
     def _run(self) -> None:
         self._cloud = self._find()
-        told: list[type[CloudNotice]] = []
+        told: list[type[NodeNotice]] = []
         is_placed = is_known = False
         while self._cloud is not None and not self._closed.is_set():
             pause_s = self._cloud.every_s
-            notices: list[CloudNotice] = []
+            notices: list[NodeNotice] = []
             with contextlib.suppress(NoAnswerError):  # then it is asked again; notices are worth more
                 if not is_placed and is_zone(zone := self._cloud.zone()):
-                    self._on_notice(ZoneNotice(zone))
+                    self._on_notice(ZoneNotice(zone=zone))
                 is_placed = True
             with contextlib.suppress(NoAnswerError):
                 if not is_known and self._cloud.is_preemptible():
@@ -144,7 +144,7 @@ class SpotNotices:
                 if type(notice) not in told and not self._closed.is_set():
                     told.append(type(notice))
                     self._on_notice(notice)
-            if SpotNotice in told:
+            if PreemptionNotice in told:
                 return
             self._closed.wait(pause_s)
 

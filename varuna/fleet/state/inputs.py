@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from varuna.core.messages import FromWorker
+from varuna.core.node_notices import NodeNotice
 from varuna.fleet.state.questions import Answer, Question
 
 
@@ -75,34 +76,10 @@ class SpawnRequested:
 
 @dataclass(frozen=True, slots=True)
 class NoticeReceived:
-    """``node`` will be taken away at ``deadline_s`` (on the clock of ``advance``), or soon after."""
+    """``node`` has a notice about its place or future."""
 
     node: str
-    deadline_s: float
-    reason: str = "preemption notice"
-
-
-@dataclass(frozen=True, slots=True)
-class AdviceReceived:
-    """``node`` is more likely than others to be taken away soon; it may also stay."""
-
-    node: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SpotReceived:
-    """``node`` was rented as one that may be taken away at any time."""
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class ZoneReceived:
-    """``node`` is in a zone: its region, a slash and its name, or one name for both."""
-
-    node: str
-    zone: str
+    notice: NodeNotice
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +159,6 @@ Event = (
     | WorkerDistrusted
     | SpawnRequested
     | NoticeReceived
-    | AdviceReceived
-    | SpotReceived
-    | ZoneReceived
     | DrainRequested
     | MorphRequested
     | SaveRequested

@@ -11,27 +11,15 @@ import pytest
 
 from varuna.core.devices import DeviceFault
 from varuna.core.messages import Failed
+from varuna.core.node_notices import MAX_REASON, Preemptible, PreemptionNotice, RebalanceAdvice, ZoneNotice
 from varuna.fleet.agent.agent import Agent, AgentConfig
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.manager_client import ManagerAddress, ManagerClient, Trouble, Welcomed
-from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
+from varuna.fleet.agent.own_departure import OwnDeparture
 from varuna.fleet.net.ca import open_authority
 from varuna.fleet.net.client import explain
-from varuna.fleet.net.protocol import (
-    MAX_REASON,
-    MAX_TAIL,
-    AdviceSeen,
-    Identity,
-    Parted,
-    ProcessEnded,
-    SpotNoticeSeen,
-    SpotSeen,
-    UpBody,
-    Welcome,
-    ZoneSeen,
-)
-from varuna.fleet.notices.notice import Preemptible, ZoneNotice
+from varuna.fleet.net.protocol import MAX_TAIL, Identity, Parted, ProcessEnded, UpBody, Welcome
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived, WorkerExited
 from varuna.fleet.workers.launcher import Launcher
 
@@ -83,18 +71,19 @@ def test_words_that_are_too_long_for_a_message_are_cut_and_end_no_agent(bench: B
     agent.tend(0.0)
     assert started == ["n0-vm.0"]
     agent.happened(WorkerExited("n0-vm.0", -9, "x" * (MAX_TAIL + 5)))
-    agent.notify(SpotWarning(5.0, "y" * (MAX_REASON + 5)))
+    agent.notify(PreemptionNotice(in_s=5.0, reason="y" * (MAX_REASON + 5)))
     agent.take_next()
     agent.take_next()
     _, ended, noticed = bench.sent
     assert isinstance(ended, ProcessEnded)
     assert ended.exited.stderr_tail == "x" * MAX_TAIL
-    assert isinstance(noticed, SpotNoticeSeen)
+    assert isinstance(noticed, PreemptionNotice)
     assert noticed.reason == "y" * MAX_REASON
 
 
-def test_a_message_that_cannot_be_made_is_left_out_and_said(bench: Bench) -> None:
-    bench.agent.notify(SpotWarning(float("inf"), "never"))
+def test_a_message_that_cannot_be_made_is_left_out_and_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OwnDeparture, "to_say", lambda *_: [PreemptionNotice(in_s=float("inf"), reason="never")])
+    bench.agent.notify(PreemptionNotice(in_s=5, reason="spot notice: terminate"))
     bench.agent.take_next()
     assert bench.sent == []
     assert (
@@ -205,12 +194,12 @@ def test_old_logs_of_workers_go(bench: Bench) -> None:
 def test_a_shutdown_that_follows_a_clouds_notice_is_not_impatience(bench: Bench) -> None:
     """Google Cloud and Azure shut a machine down, and so send SIGTERM, within the notice."""
     agent = bench.agent
-    agent.notify(SpotWarning(30.0, "spot notice: preempted"))
+    agent.notify(PreemptionNotice(in_s=30.0, reason="spot notice: preempted"))
     agent.take_next()
     agent.signalled(signal.SIGTERM)
     agent.take_next()
     assert agent.exit_code is None
-    assert [body.reason for body in bench.sent if isinstance(body, SpotNoticeSeen)] == [
+    assert [body.reason for body in bench.sent if isinstance(body, PreemptionNotice)] == [
         "spot notice: preempted",
         "received SIGTERM",
     ]
@@ -223,23 +212,23 @@ def test_that_the_machine_is_a_spot_machine_is_passed_on_once(bench: Bench) -> N
     for _ in range(2):
         bench.agent.notify(Preemptible())
         bench.agent.take_next()
-    assert bench.sent == [SpotSeen()]
-    bench.agent.notify(SpotWarning(30.0, "spot notice: preempted"))
+    assert bench.sent == [Preemptible()]
+    bench.agent.notify(PreemptionNotice(in_s=30.0, reason="spot notice: preempted"))
     bench.agent.take_next()
-    assert [type(body) for body in bench.sent[1:]] == [SpotSeen, SpotNoticeSeen]  # all of it, as to a new manager
+    assert [type(body) for body in bench.sent[1:]] == [Preemptible, PreemptionNotice]  # all of it, as to a new manager
 
 
 def test_where_the_machine_is_is_passed_on_once(bench: Bench) -> None:
     """The first word counts: the environment's, if it says anything."""
     for zone in ("office/rack-1", "us-east-1/us-east-1a"):
-        bench.agent.notify(ZoneNotice(zone))
+        bench.agent.notify(ZoneNotice(zone=zone))
         bench.agent.take_next()
-    assert bench.sent == [ZoneSeen(zone="office/rack-1")]
+    assert bench.sent == [ZoneNotice(zone="office/rack-1")]
 
 
 def test_advice_is_passed_on_once_and_ends_nothing(bench: Bench) -> None:
     for _ in range(2):
-        bench.agent.notify(RiskWarning("AWS recommends to rebalance"))
+        bench.agent.notify(RebalanceAdvice(reason="AWS recommends to rebalance"))
         bench.agent.take_next()
-    assert bench.sent == [AdviceSeen(reason="AWS recommends to rebalance")]
+    assert bench.sent == [RebalanceAdvice(reason="AWS recommends to rebalance")]
     assert not bench.agent._departure.is_near

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.fleet.support import Driver, sends, two_stages
+from tests.unit.fleet.support import Driver, preempted, sends, two_stages
 from varuna.core.messages import Apply, Beat, Hello, Hold, RaiseFlag, Recorded, StopReport, Suspect, TrainingOver
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
@@ -18,7 +18,6 @@ from varuna.fleet.state.inputs import (
     FinishRequested,
     NodeHeard,
     NodeParted,
-    NoticeReceived,
     Tick,
     WorkerSpawned,
 )
@@ -305,7 +304,7 @@ def test_the_dead_are_not_waited_for(evidence: str) -> None:
         case "its system says so":
             driver.feed(NodeParted("b", abruptly=True))
         case "a notice said so":
-            driver.feed(NoticeReceived("b", driver.now_s + 5))
+            driver.feed(preempted("b", in_s=5))
     driver.wait(7, hidden=("b",))
     driver.held("w0", 40)
     driver.held("w2", None)

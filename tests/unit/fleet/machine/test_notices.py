@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fleet.machine.test_preemption import flags, on_nodes
-from tests.unit.fleet.support import Driver, sends
+from tests.unit.fleet.support import Driver, preempted, sends
 from varuna.core.messages import Finish, Hold, WorkerPhase
-from varuna.fleet.state.inputs import DrainRequested, NoticeReceived, SpawnRequested, WorkerSpawned
+from varuna.fleet.state.inputs import DrainRequested, SpawnRequested, WorkerSpawned
 from varuna.fleet.state.phases import Running, Stopping
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.state.stutter import Straggler
@@ -26,7 +26,7 @@ def holds(driver: Driver) -> list[str]:
 
 def test_a_step_that_cannot_end_goes_on_until_there_is_just_time_to_hand_over() -> None:
     driver = in_long_step("abc", wall_s=1000.0)
-    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 220))
+    driver.feed(preempted("b", in_s=220))
     assert flags(driver) == ["regroup"], "should the step end before, all the better"
     driver.wait(70)
     assert not holds(driver)
@@ -36,7 +36,7 @@ def test_a_step_that_cannot_end_goes_on_until_there_is_just_time_to_hand_over() 
 
 def test_a_step_that_ends_in_time_is_waited_for() -> None:
     driver = in_long_step("abc", wall_s=60.0)
-    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 90))
+    driver.feed(preempted("b", in_s=90))
     driver.wait(60)
     assert flags(driver) == ["regroup"]
     assert not holds(driver)
@@ -44,7 +44,7 @@ def test_a_step_that_ends_in_time_is_waited_for() -> None:
 
 def test_a_step_that_should_have_ended_is_broken_off_at_the_last_moment() -> None:
     driver = in_long_step("abc", wall_s=60.0)
-    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 90))
+    driver.feed(preempted("b", in_s=90))
     driver.wait(79)
     assert not holds(driver)
     driver.wait(3)  # 90 s less an action of 7.5 s, and a hand-over
@@ -53,8 +53,8 @@ def test_a_step_that_should_have_ended_is_broken_off_at_the_last_moment() -> Non
 
 def test_the_earliest_of_several_notices_counts_and_all_leave_in_one_morph() -> None:
     driver = in_long_step("abcd", wall_s=200.0)
-    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 300))
-    driver.feed(NoticeReceived("d", deadline_s=driver.now_s + 100))
+    driver.feed(preempted("b", in_s=300))
+    driver.feed(preempted("d", in_s=100))
     driver.wait(30)
     assert not holds(driver)
     driver.wait(5)  # 100 s less an action of 50 s, a hand-over of 1.5 s, and 15 s
@@ -68,7 +68,7 @@ def test_the_earliest_of_several_notices_counts_and_all_leave_in_one_morph() -> 
 def test_a_leaver_is_let_go_once_all_have_their_state(steps_run: bool, whole: bool) -> None:
     """The first step may take minutes, and the node is gone by then. Optimizer state may come while it runs."""
     driver = in_long_step("abcde")
-    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 20))
+    driver.feed(preempted("b", in_s=20))
     for name in driver.fleet.live_members:
         driver.held(name, 2)
     driver.wait(2, phase=WorkerPhase.STEPS if steps_run else WorkerPhase.FORMS, whole=whole)
@@ -81,12 +81,12 @@ def test_a_leaver_is_let_go_once_all_have_their_state(steps_run: bool, whole: bo
 def test_a_second_notice_waits_for_the_generation_that_forms() -> None:
     """It has moved half of the state: it is broken off only if there is no other time."""
     driver = in_long_step("abcd", wall_s=4.0)
-    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 5))
+    driver.feed(preempted("b", in_s=5))
     for name in driver.fleet.live_members:
         driver.held(name, 2)
     members = driver.fleet.members
     node = driver.fleet.workers[members[1]].node
-    driver.feed(NoticeReceived(node, deadline_s=driver.now_s + 12))
+    driver.feed(preempted(node, in_s=12))
     driver.wait(5, phase=WorkerPhase.FORMS)
     assert not holds(driver)
     driver.wait(2, phase=WorkerPhase.STEPS)

@@ -4,20 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
+from tests.unit.fleet.support import Driver, make_job, make_plan, preempted, sends, two_stages
 from varuna.core.messages import Finish, Hold, RaiseFlag, WorkerPhase
 from varuna.core.model import JobFacts
+from varuna.core.node_notices import Preemptible, RebalanceAdvice
 from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
-    AdviceReceived,
     DrainRequested,
     FinishRequested,
     MorphRequested,
     NoticeReceived,
     SpawnRequested,
-    SpotReceived,
     WorkerSpawned,
 )
 from varuna.fleet.state.loss_rate import SPOT_PER_HOUR
@@ -52,7 +51,7 @@ def regroup(driver: Driver, next_step: int) -> None:
 
 def test_a_notice_leads_to_a_morph_behind_a_vote_with_the_leaving_node_as_a_source() -> None:
     driver = on_nodes("abcde", replace=False)
-    driver.feed(NoticeReceived("b", deadline_s=15))
+    driver.feed(preempted("b", in_s=15 - driver.now_s))
     assert flags(driver) == ["regroup"]
     assert not sends(driver.done, Hold)
     regroup(driver, 3)
@@ -73,7 +72,7 @@ def test_a_notice_leads_to_a_morph_behind_a_vote_with_the_leaving_node_as_a_sour
 
 def test_a_node_keeps_its_seat_until_shortly_before_its_deadline() -> None:
     driver = on_nodes("abcde", replace=False)
-    driver.feed(NoticeReceived("b", deadline_s=120))
+    driver.feed(preempted("b", in_s=120 - driver.now_s))
     driver.wait(100)
     assert flags(driver) == []
     driver.wait(5)
@@ -82,7 +81,7 @@ def test_a_node_keeps_its_seat_until_shortly_before_its_deadline() -> None:
 
 def test_the_last_holder_of_a_section_hands_it_over_before_it_goes() -> None:
     driver = on_nodes("abc", replace=False)
-    driver.feed(NoticeReceived("b", deadline_s=15))
+    driver.feed(preempted("b", in_s=15 - driver.now_s))
     regroup(driver, 3)
     moves = driver.assignments["w2"].transfers
     assert {(move.section, move.source_rank, move.target_rank) for move in moves} == {(2, 2, 1), (3, 2, 1)}
@@ -93,7 +92,7 @@ def test_a_straggler_that_was_left_out_takes_over_rather_than_nobody() -> None:
     driver = on_nodes("abc", replace=False)
     spare = next(name for name in driver.fleet.joined if not driver.fleet.workers[name].seated)
     driver.fleet = replace(driver.fleet, slow={spare: Straggler(2.4, until_s=300.0)})
-    driver.feed(NoticeReceived("b", deadline_s=15))
+    driver.feed(preempted("b", in_s=15 - driver.now_s))
     assert flags(driver) == ["regroup"]
     regroup(driver, 3)
     assert spare in driver.fleet.record.grid
@@ -103,7 +102,7 @@ def test_a_straggler_that_was_left_out_takes_over_rather_than_nobody() -> None:
 def test_a_checkpoint_is_asked_for_where_a_section_would_lose_its_last_holder() -> None:
     driver = on_nodes("ab", replace=False)
     driver.fleet = with_checkpoints(driver)
-    driver.feed(NoticeReceived("b", deadline_s=15))
+    driver.feed(preempted("b", in_s=15 - driver.now_s))
     assert flags(driver) == ["checkpoint"]  # nobody could take over: training goes on as long as it can
     driver.feed(SpawnRequested(1))
     driver.feed(WorkerSpawned("w2", "c"))
@@ -120,7 +119,7 @@ def with_checkpoints(driver: Driver) -> Fleet:
 def test_a_step_too_long_for_the_deadline_is_broken_off() -> None:
     driver = on_nodes("abcd", replace=False)
     driver.fleet = long_steps(driver, 300.0)
-    driver.feed(NoticeReceived("d", deadline_s=30))
+    driver.feed(preempted("d", in_s=30 - driver.now_s))
     assert len(sends(driver.done, Hold)) == 4  # the leaver too: its state is copied away
     for name in driver.fleet.live_members:
         driver.held(name, 2)
@@ -134,7 +133,7 @@ def long_steps(driver: Driver, wall_s: float) -> Fleet:
 
 def test_a_replacement_is_asked_for_when_the_notice_comes() -> None:
     driver = on_nodes("abcd")
-    instructions = driver.feed(NoticeReceived("d", deadline_s=15))
+    instructions = driver.feed(preempted("d", in_s=15 - driver.now_s))
     assert Spawn(1) in instructions
     assert not any(isinstance(item, Spawn) for item in driver.wait(5))
 
@@ -159,7 +158,7 @@ def test_a_worker_that_was_sent_home_leaves_and_is_not_lost(code: int) -> None:
 
 def test_a_worker_that_comes_from_a_leaving_node_is_sent_home() -> None:
     driver = on_nodes("abcde")
-    driver.feed(NoticeReceived("f", deadline_s=1000))
+    driver.feed(preempted("f", in_s=1000 - driver.now_s))
     driver.feed(WorkerSpawned("w5", "f"))
     driver.hello("w5")
     assert [worker for worker, _ in sends(driver.done, Finish)] == ["w5"]
@@ -168,14 +167,14 @@ def test_a_worker_that_comes_from_a_leaving_node_is_sent_home() -> None:
 def advised(nodes: str) -> Driver:
     """A run over machines, of which the first two workers' are said to be at risk."""
     driver = on_nodes(nodes, replace=False, elastic=True)
-    driver.feed(AdviceReceived(nodes[1], "AWS recommends to rebalance"))
+    driver.feed(NoticeReceived(nodes[1], RebalanceAdvice(reason="AWS recommends to rebalance")))
     return driver
 
 
 def test_a_run_on_spot_machines_plans_for_losses_before_it_has_seen_any() -> None:
     driver = Driver(FleetConfig(workers=2), plan=two_stages, spawns=False)
     for number, node in enumerate("ab"):
-        driver.feed(SpotReceived(node))
+        driver.feed(NoticeReceived(node, Preemptible()))
         driver.feed(WorkerSpawned(f"w{number}", node))
         driver.names += 1
     driver.gather()
@@ -214,7 +213,7 @@ def test_a_node_at_risk_is_a_spare_after_any_morph_and_a_rank_if_nobody_else_is_
 
 def test_a_node_that_outlives_its_deadline_is_welcome_again() -> None:
     driver = on_nodes("ab", replace=False)
-    driver.feed(NoticeReceived("b", deadline_s=10))
+    driver.feed(preempted("b", in_s=10 - driver.now_s))
     assert "b" in driver.fleet.departing
     driver.wait(75)
     assert not driver.fleet.departing
@@ -237,7 +236,7 @@ def test_the_planner_is_not_asked_at_every_tick() -> None:
 def test_all_nodes_leaving_keep_training_until_they_are_gone() -> None:
     driver = on_nodes("ab")
     for node in "ab":
-        driver.feed(NoticeReceived(node, deadline_s=100))
+        driver.feed(preempted(node, in_s=100 - driver.now_s))
     driver.wait(1)
     assert isinstance(driver.fleet.phase, Running)
     assert flags(driver) == []  # no checkpoint directory, nobody to take over
@@ -247,7 +246,7 @@ def test_all_nodes_leaving_keep_training_until_they_are_gone() -> None:
 
 def test_the_leaver_that_dies_while_its_state_is_copied_ends_the_morph_and_not_the_run() -> None:
     driver = on_nodes("abcde", replace=False)
-    driver.feed(NoticeReceived("b", deadline_s=15))
+    driver.feed(preempted("b", in_s=15 - driver.now_s))
     regroup(driver, 3)
     driver.kill("w1")
     for name in ("w0", "w2", "w3"):

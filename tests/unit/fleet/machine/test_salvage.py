@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.fleet.support import Driver, make_job, make_plan, two_stages
+from tests.unit.fleet.support import Driver, make_job, make_plan, preempted, two_stages
 from varuna.core.messages import Beat, StopReport, Voted, WorkerPhase
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, Spans
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.inputs import NoticeReceived
 from varuna.fleet.state.outputs import Publish, Send
 from varuna.fleet.state.run_events import GenerationStarted, Notice
 
@@ -143,7 +142,7 @@ def test_sums_stay_where_computing_again_is_faster_than_their_way(link_bytes_per
     driver.gather()
     driver.voted(0)
     driver.fleet = replace(driver.fleet, link_bytes_per_s=link_bytes_per_s, step_wall_s=8.0)
-    driver.feed(NoticeReceived("w3", deadline_s=driver.now_s + 2))
+    driver.feed(preempted("w3", in_s=2))
     for number in range(4):
         answer(driver, f"w{number}", sums({number: ((0, 4),)}, range(4) if number == 3 else range(0)))
     record = driver.fleet.record

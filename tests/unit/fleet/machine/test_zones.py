@@ -9,10 +9,11 @@ from tests.unit.fleet.machine.test_preemption import flags, regroup
 from tests.unit.fleet.support import Driver, by_class, make_job, make_plan, two_stages
 from varuna.core.devices import ClassSize, class_in, region_of
 from varuna.core.model import JobFacts
+from varuna.core.node_notices import ZoneNotice
 from varuna.core.plan import Copies, Plan
 from varuna.fleet.machine.placement import seat, transfers
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.inputs import MorphRequested, WorkerSpawned, ZoneReceived
+from varuna.fleet.state.inputs import MorphRequested, NoticeReceived, WorkerSpawned
 from varuna.fleet.state.keepers import keepers
 
 JOB = make_job(sections=4)
@@ -81,7 +82,7 @@ def in_zones(zones: str) -> Driver:
     for number, zone in enumerate(zones):
         driver.feed(WorkerSpawned(f"w{number}", f"n{number}"))
         if zone != "-":
-            driver.feed(ZoneReceived(f"n{number}", f"{zone}/{zone}1"))
+            driver.feed(NoticeReceived(f"n{number}", ZoneNotice(zone=f"{zone}/{zone}1")))
         driver.names += 1
     driver.gather()
     driver.voted(0, 1)
@@ -113,16 +114,16 @@ def test_where_a_newcomers_machine_is_leaves_plans_that_are_made_alone() -> None
     asked = driver.fleet.asked
     assert asked
     driver.feed(WorkerSpawned("w4", "n4"))
-    driver.feed(ZoneReceived("n4", "c/c1"))
+    driver.feed(NoticeReceived("n4", ZoneNotice(zone="c/c1")))
     assert driver.fleet.asked == asked
-    driver.feed(ZoneReceived("n0", "c/c1"))
+    driver.feed(NoticeReceived("n0", ZoneNotice(zone="c/c1")))
     assert driver.fleet.asked != asked
 
 
 def test_a_region_that_is_known_late_counts_from_the_next_plan_on() -> None:
     driver = in_zones("aa--")
     for node in ("n2", "n3"):
-        driver.feed(ZoneReceived(node, "b/b1"))
+        driver.feed(NoticeReceived(node, ZoneNotice(zone="b/b1")))
     driver.feed(MorphRequested())
     assert flags(driver) == ["regroup"]
     regroup(driver, 3)

@@ -19,6 +19,7 @@ from tests.unit.fleet.support import join, make_job
 from tests.waiting import wait_for
 from varuna import __version__
 from varuna.core.messages import Beat, Finish, Hello
+from varuna.core.node_notices import PreemptionNotice
 from varuna.fleet.manager.agent_link import AgentLink
 from varuna.fleet.manager.agent_server import MOST_MALFORMED, AgentServer
 from varuna.fleet.manager.mailbox import Pulses
@@ -37,7 +38,6 @@ from varuna.fleet.net.protocol import (
     ProcessEnded,
     Pulse,
     Said,
-    SpotNoticeSeen,
     Started,
     Tell,
     UpBody,
@@ -223,7 +223,7 @@ def test_what_an_agent_says_reaches_the_manager_in_order_and_once(gate: Gate) ->
         agent.say(Said(worker=worker, message=hello))
         agent.session.send_text(UpItem(number=2, received=0, body=Started(worker=worker)).model_dump_json())  # again
         agent.say(Output(worker=worker, offset=0, data=b"\xff\x00text\n"))
-        agent.say(SpotNoticeSeen(in_s=30, reason="spot"))
+        agent.say(PreemptionNotice(in_s=30, reason="spot"))
         agent.say(ProcessEnded(worker=worker, exited=Exited(code=3)))
         assert agent.sync() == 5
     reconciliation, spawned, heard, notice, exited = gate.events

@@ -17,17 +17,25 @@ from tests.unit.fleet.metadata import (
     metadata_service,
     serving,
 )
+from varuna.core.node_notices import (
+    LEAST_LEAD_S,
+    NodeNotice,
+    Preemptible,
+    PreemptionNotice,
+    RebalanceAdvice,
+    ZoneNotice,
+    spot_notice,
+)
 from varuna.fleet.net.bounded_http import NoAnswerError
 from varuna.fleet.notices.aws import AwsNotices
 from varuna.fleet.notices.azure import AzureNotices, parse_events
 from varuna.fleet.notices.gcp import GcpNotices, parse_maintenance
 from varuna.fleet.notices.metadata import MetadataService
-from varuna.fleet.notices.notice import LEAST_LEAD_S, CloudNotice, Preemptible, RebalanceAdvice, SpotNotice, ZoneNotice
 from varuna.fleet.notices.spot_notices import CloudNotices, SpotNotices, clouds
 
 ACTION = json.dumps({"action": "terminate", "time": "2017-09-18T08:22:00Z"})
 AT_S = 1505722920.0
-NOTICED = SpotNotice("terminate", 120.0)
+NOTICED = spot_notice("terminate", 120.0)
 ADVICE = json.dumps({"noticeTime": "2017-09-18T08:00:00Z"})
 
 
@@ -80,9 +88,9 @@ def test_aws_says_nothing_and_one_token_serves_many_questions(aws: AwsNotices) -
 
 def test_aws_says_when_the_machine_goes_and_that_it_may(aws: AwsNotices) -> None:
     Metadata.rebalance = ADVICE
-    assert aws.poll() == [RebalanceAdvice("AWS recommends to rebalance")]
+    assert aws.poll() == [RebalanceAdvice(reason="AWS recommends to rebalance")]
     Metadata.action = ACTION
-    assert aws.poll() == [NOTICED, RebalanceAdvice("AWS recommends to rebalance")]
+    assert aws.poll() == [NOTICED, RebalanceAdvice(reason="AWS recommends to rebalance")]
     Metadata.rebalance = "soon"
     assert aws.poll() == [NOTICED]  # what can be read counts
 
@@ -111,7 +119,7 @@ def test_google_says_whether_the_machine_is_a_spot_vm(google: GcpNotices, preemp
 def test_a_time_that_has_passed_is_another_clocks(aws: AwsNotices) -> None:
     """Whoever is told still runs, so there are some seconds: an agent that took it literally would drop its state."""
     Metadata.action = json.dumps({"action": "terminate", "time": "2017-09-18T07:22:00Z"})
-    assert aws.poll() == [SpotNotice("terminate", LEAST_LEAD_S)]
+    assert aws.poll() == [spot_notice("terminate", LEAST_LEAD_S)]
 
 
 def test_an_expired_token_is_renewed(aws: AwsNotices) -> None:
@@ -139,7 +147,7 @@ def test_azure_names_this_vm_and_waits_for_a_yes(azure: AzureNotices) -> None:
     azure.acknowledge()
     assert AzureMetadata.approved == []
     AzureMetadata.events.append(event(Resources=["trainers_1", "TRAINERS_3"]))
-    assert azure.poll() == [SpotNotice("Preempt", 40.0)]
+    assert azure.poll() == [spot_notice("Preempt", 40.0)]
     azure.acknowledge()
     assert AzureMetadata.approved == ["A-1"]
     AzureMetadata.events = []
@@ -150,11 +158,11 @@ def test_azure_names_this_vm_and_waits_for_a_yes(azure: AzureNotices) -> None:
 @pytest.mark.parametrize(
     ("other", "notices"),
     [
-        ({"NotBefore": "", "EventStatus": "Started"}, [SpotNotice("Preempt", LEAST_LEAD_S)]),
-        ({"NotBefore": "Mon, 18 Sep 2007 08:22:00 GMT"}, [SpotNotice("Preempt", LEAST_LEAD_S)]),
-        ({"NotBefore": "tomorrow"}, [SpotNotice("Preempt", LEAST_LEAD_S)]),
-        ({"NotBefore": 7}, [SpotNotice("Preempt", LEAST_LEAD_S)]),
-        ({"EventType": "Reboot"}, [SpotNotice("Reboot", 40.0)]),
+        ({"NotBefore": "", "EventStatus": "Started"}, [spot_notice("Preempt", LEAST_LEAD_S)]),
+        ({"NotBefore": "Mon, 18 Sep 2007 08:22:00 GMT"}, [spot_notice("Preempt", LEAST_LEAD_S)]),
+        ({"NotBefore": "tomorrow"}, [spot_notice("Preempt", LEAST_LEAD_S)]),
+        ({"NotBefore": 7}, [spot_notice("Preempt", LEAST_LEAD_S)]),
+        ({"EventType": "Reboot"}, [spot_notice("Reboot", 40.0)]),
         ({"EventType": "Party"}, []),
         ({"EventId": 7}, []),
         ({"Resources": "trainers_3"}, []),
@@ -162,7 +170,7 @@ def test_azure_names_this_vm_and_waits_for_a_yes(azure: AzureNotices) -> None:
         ({"Resources": []}, []),
     ],
 )
-def test_events_of_azure_are_read_with_care(other: dict[str, object], notices: list[SpotNotice]) -> None:
+def test_events_of_azure_are_read_with_care(other: dict[str, object], notices: list[PreemptionNotice]) -> None:
     body = json.dumps({"DocumentIncarnation": 1, "Events": ["junk", event(**other)]})
     assert [found.notice for found in parse_events(body, "trainers_3", AT_S - 40)] == notices
 
@@ -173,14 +181,14 @@ def test_events_of_azure_are_read_with_care(other: dict[str, object], notices: l
 def test_google_says_so_as_soon_as_it_is_known(google: GcpNotices) -> None:
     assert google.is_here()
     assert google.poll() == []
-    told: queue.Queue[CloudNotice] = queue.Queue()
+    told: queue.Queue[NodeNotice] = queue.Queue()
     asking = SpotNotices(told.put, among=[google])
     asking.start()
     assert GoogleMetadata.held.wait(20)  # the question is open
     GoogleMetadata.preempted = "TRUE"
     GoogleMetadata.changed.set()
-    assert told.get(timeout=20) == ZoneNotice("us-central1/us-central1-a")
-    assert told.get(timeout=20) == SpotNotice("preempted", 30.0)
+    assert told.get(timeout=20) == ZoneNotice(zone="us-central1/us-central1-a")
+    assert told.get(timeout=20) == spot_notice("preempted", 30.0)
     asking.close()
 
 
@@ -189,8 +197,8 @@ def test_maintenance_ends_a_vm_that_cannot_migrate(google: GcpNotices) -> None:
     assert google.poll() == []
     GoogleMetadata.changed.set()
     GoogleMetadata.maintenance = "TERMINATE_ON_HOST_MAINTENANCE"
-    assert google.poll() == [SpotNotice("host maintenance", 60.0)]
-    assert parse_maintenance("TERMINATE_ON_HOST_MAINTENANCE", has_gpu=True) == SpotNotice("host maintenance", 3600.0)
+    assert google.poll() == [spot_notice("host maintenance", 60.0)]
+    assert parse_maintenance("TERMINATE_ON_HOST_MAINTENANCE", has_gpu=True) == spot_notice("host maintenance", 3600.0)
 
 
 # -- whichever it is
@@ -235,7 +243,7 @@ def test_the_environment_names_services_as_for_the_clouds_own_tools() -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "https://127.0.0.1", "127.0.0.1", "http://[::", ""])
 def test_a_machine_without_the_service_is_left_in_peace(url: str) -> None:
-    told: queue.Queue[CloudNotice] = queue.Queue()
+    told: queue.Queue[NodeNotice] = queue.Queue()
     asking = SpotNotices(told.put, among=every_cloud(MetadataService(url)), look_after_s=(0.0, 0.0))
     asking.start()
     asking._thread.join(20)
@@ -247,7 +255,7 @@ def test_a_machine_without_the_service_is_left_in_peace(url: str) -> None:
 def test_a_spot_machine_is_told_once_as_soon_as_the_service_says_so(
     aws: AwsNotices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: queue.Queue[CloudNotice] = queue.Queue()
+    told: queue.Queue[NodeNotice] = queue.Queue()
     Metadata.life_cycle, Metadata.action, aws.every_s = "spot", None, 0.01
     answers, asks = iter([False, True]), aws.is_preemptible
 
@@ -279,13 +287,13 @@ def test_each_cloud_says_where_the_machine_is(aws: AwsNotices, azure: AzureNotic
 
 
 def test_where_the_machine_is_is_told_once_and_nonsense_never(aws: AwsNotices, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: queue.Queue[CloudNotice] = queue.Queue()
+    told: queue.Queue[NodeNotice] = queue.Queue()
     aws.every_s, Metadata.zone = 0.01, None
     asking = SpotNotices(told.put, among=[aws])
     asking.start()
     time.sleep(0.1)
     Metadata.zone = "us-east-1a"
-    assert told.get(timeout=20) == ZoneNotice("us-east-1/us-east-1a")
+    assert told.get(timeout=20) == ZoneNotice(zone="us-east-1/us-east-1a")
     Metadata.action = ACTION
     assert told.get(timeout=20) == NOTICED
     asking._thread.join(20)
@@ -299,7 +307,7 @@ def test_where_the_machine_is_is_told_once_and_nonsense_never(aws: AwsNotices, m
 
 
 def test_advice_is_told_once_and_the_end_ends_the_thread(aws: AwsNotices) -> None:
-    told: queue.Queue[CloudNotice] = queue.Queue()
+    told: queue.Queue[NodeNotice] = queue.Queue()
     Metadata.rebalance, aws.every_s = ADVICE, 0.01
     asking = SpotNotices(told.put, among=[aws])
     asking.start()
@@ -313,11 +321,11 @@ def test_advice_is_told_once_and_the_end_ends_the_thread(aws: AwsNotices) -> Non
 
 def test_a_cloud_that_takes_no_yes_is_named(azure: AzureNotices) -> None:
     AzureMetadata.events = [event()]
-    told: queue.Queue[CloudNotice] = queue.Queue()
+    told: queue.Queue[NodeNotice] = queue.Queue()
     asking = SpotNotices(told.put, among=[azure])
     asking.start()
-    assert told.get(timeout=20) == ZoneNotice("westeurope")
-    assert told.get(timeout=20) == SpotNotice("Preempt", 40.0)
+    assert told.get(timeout=20) == ZoneNotice(zone="westeurope")
+    assert told.get(timeout=20) == spot_notice("Preempt", 40.0)
     AzureMetadata.events = []
     assert asking.acknowledge() == "Azure was not told that this machine may be taken now: status 400"
     asking.close()
