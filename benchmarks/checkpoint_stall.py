@@ -28,7 +28,7 @@ from varuna.checkpoint.io.snapshot import SnapshotBuffer, needed_bytes, parts_of
 from varuna.checkpoint.io.writer import BackgroundWriter
 from varuna.checkpoint.manifest import Manifest, commit
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.saved import SavedShard
 from varuna.engine.device.host_copies import CPU_COPIES
 from varuna.store.folder import FolderStore
@@ -89,9 +89,7 @@ class Ours:
             boundary_bytes=1,
         )  # fmt: skip
         job = JobFacts(model=ModelFacts(digest="d", sections=(section,) * SECTIONS), global_batch=8, seed=0, steps=9)
-        plan = Plan(
-            stages=1, replicas=1, micro_batch=1, global_batch=8, starts=(0,), sections=SECTIONS, stash_limits=(1,)
-        )
+        plan = Plan(micro_batch=1, global_batch=8, pipelines=(Pipeline(bounds=(0, SECTIONS), stash_limits=(1,)),))
         collector = Collector(job, run_id="r", writer="w")
         collector.begin(0, plan, first_step=0, rollback=True)
         [manifest] = [found for shard in self.saved if (found := collector.add(shard)) is not None]

@@ -185,8 +185,8 @@ def ideal_s(plan: Plan, calibration: Calibration) -> float:
         costs,
         micro_batches=len(plan.micro_batches_of(0)),
         policy=plan.policy,
-        stash_limits=plan.stash_limits,
-        split_last=plan.split_last,
+        stash_limits=plan.first.stash_limits,
+        split_last=plan.first.split_last,
     ).step_s
 
 

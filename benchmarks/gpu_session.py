@@ -222,7 +222,7 @@ def loop() -> None:
     is_tiny, promised = size() is TINY, list[int]()
 
     def each(step: Any) -> None:
-        promised[:] = step.plan.memory_bytes or ()
+        promised[:] = step.plan.first.memory_bytes or ()
         if step.index == 3:
             torch.cuda.set_sync_debug_mode("warn")  # each call that blocks the host says where
         if step.index == 4:

@@ -35,7 +35,7 @@ def main() -> None:
             gains.append(equal.step_s / best.step_s)
             idle += workers - equal.workers
             still_idle += workers - best.workers
-            if best.more:
+            if not best.is_uniform:
                 left = f"{workers - equal.workers} | {best.shape} | {workers - best.workers}"
                 print(f"| {workers} | {equal.shape} | {left} | {gains[-1]:.3f} |", flush=True)
         print(

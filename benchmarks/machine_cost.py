@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from varuna.core.messages import Beat, FromWorker, Hello, StopReport, Vote, Voted, to_worker
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.state.config import FleetConfig
@@ -54,13 +54,15 @@ def job_facts() -> JobFacts:
 
 def plan_for(job: JobFacts, workers: int, *, stages: int) -> Plan:
     return Plan(
-        stages=stages,
-        replicas=workers // stages,
         micro_batch=1,
         global_batch=job.global_batch,
-        starts=tuple(stage * SECTIONS // stages for stage in range(stages)),
-        sections=SECTIONS,
-        stash_limits=(2,) * stages,
+        pipelines=(
+            Pipeline(
+                replicas=workers // stages,
+                bounds=(*tuple(stage * SECTIONS // stages for stage in range(stages)), SECTIONS),
+                stash_limits=(2,) * stages,
+            ),
+        ),
         step_s=1.0,
     )
 
@@ -117,7 +119,7 @@ class World:
     def held(self, step: int) -> list[Event]:
         record = self.fleet.record
         sections = {
-            name: tuple(record.plan.first_cut.sections_of(record.plan.place_of(rank).stage))
+            name: tuple(record.plan.first.sections_of(record.plan.place_of(rank).stage))
             for rank, name in enumerate(record.grid)
         }
         return self.said(

@@ -89,9 +89,9 @@ class Planning:
             return -1.0
         kept_bytes = whole_bytes = 0
         for k in range(plan.stages - 1):
-            kept = plan.first_cut.kept_sections_of(k)
-            for section in plan.first_cut.sections_of(k):
-                in_flight_bytes = plan.stash_limits[k] * self.facts.sections[section].activation_bytes
+            kept = plan.first.kept_sections_of(k)
+            for section in plan.first.sections_of(k):
+                in_flight_bytes = plan.first.stash_limits[k] * self.facts.sections[section].activation_bytes
                 whole_bytes += in_flight_bytes
                 kept_bytes += in_flight_bytes if section in kept else 0
         return kept_bytes / whole_bytes
@@ -150,7 +150,7 @@ def measured(planning: Planning, rounds: int, steps: int) -> dict[str, Any]:
     for _ in range(rounds):
         for key, plan in plans.items():
             times[key].append(planning.run(plan, steps))
-            print(f"{key[0]:9} {key[1]:3} %  {times[key][-1] * 1000:7.0f} ms a step  kept {plan.kept}", flush=True)
+            print(f"{key[0]:9} {key[1]:3} %  {times[key][-1] * 1000:7.0f} ms, kept {plan.first.kept}", flush=True)
     medians = {key: statistics.median(found) for key, found in times.items()}
     return {
         "measured_speedup": {

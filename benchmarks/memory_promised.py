@@ -260,11 +260,11 @@ def plan_of(facts: Any, case: Case) -> Any:
     )
     plan = best_plan(request)
     if case.memory is not None:
-        request = request.model_copy(update={"memory_bytes": int(max(plan.memory_bytes) * case.memory)})
+        request = request.model_copy(update={"memory_bytes": int(max(plan.first.memory_bytes) * case.memory)})
         plan = best_plan(request)
     if not case.splits:
         return plan
-    split = plan.model_copy(update={"split_last": case.micro_batches})
+    split = plan.each(split_last=case.micro_batches)
     return Builder(request, profile(request.calibration, MICRO_BATCH)).promised(split)
 
 
@@ -316,12 +316,12 @@ def measure(model: str, case: Case, device: str | None) -> list[Row]:
         rows.append(
             Row(
                 stage=stage,
-                promised_bytes=plan.memory_bytes[stage],
+                promised_bytes=plan.first.memory_bytes[stage],
                 calm_bytes=max(in_time.values()),
                 measured_bytes=worst[where],
                 where=where,
-                depth=plan.stash_limits[stage],
-                kept=f"{plan.kept[stage] if plan.kept else 0}/{len(plan.first_cut.sections_of(stage))}",
+                depth=plan.first.stash_limits[stage],
+                kept=f"{plan.first.kept[stage] if plan.first.kept else 0}/{len(plan.first.sections_of(stage))}",
             )
         )
     return rows

@@ -68,7 +68,7 @@ def row(model: str, fleet: tuple[tuple[Machine, int], ...], global_batch: int) -
     each = ", ".join(f"{name} {fits[name]:.1f} s" if name in fits else f"{name} too small" for name in alone)
     cuts = " + ".join(
         f"{cut.stages}x{len(replicas)} {' and '.join(dict.fromkeys(cut.stage_classes)) or cut.device_class}"
-        for replicas, cut in best.cuts
+        for replicas, cut in best.kinds
     )
     gpus = " + ".join(f"{count} {_name(machine)}" for machine, count in fleet)
     return (

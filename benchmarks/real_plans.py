@@ -38,10 +38,10 @@ def planned(name: str, gpus: int) -> dict[str, Any]:
         "replicas": plan.replicas,
         "micro_batch": plan.micro_batch,
         "step_time_s": round(plan.step_s, 2),
-        "memory_bytes": plan.memory_bytes,
-        "host_bytes": plan.host_bytes,
-        "in_flight": plan.stash_limits,
-        "stash_on_device": plan.stash_on_device or plan.stash_limits,
+        "memory_bytes": plan.first.memory_bytes,
+        "host_bytes": plan.first.host_bytes,
+        "in_flight": plan.first.stash_limits,
+        "stash_on_device": plan.first.stash_on_device or plan.first.stash_limits,
     }
 
 

@@ -43,7 +43,7 @@ from varuna.calibration.format import Calibration  # noqa: E402
 from varuna.calibration.nominal import ETHERNET  # noqa: E402
 from varuna.calibration.statistics import spread  # noqa: E402
 from varuna.core.devices import ClassSize  # noqa: E402
-from varuna.core.plan import Plan  # noqa: E402
+from varuna.core.plan import Pipeline, Plan  # noqa: E402
 from varuna.core.times import RankTimes, of_stage  # noqa: E402
 from varuna.fleet.feedback.refine import refine  # noqa: E402
 from varuna.measure.collect import collect  # noqa: E402
@@ -88,15 +88,17 @@ def plan_of(case: Case, calibration: Calibration) -> Plan:
     inner = [f + rest for f, rest in zip(times.forward_s.values, last, strict=True)]
     micro_batches = -(-case.global_batch // case.micro_batch // case.replicas)
     return Plan(
-        stages=case.stages,
-        replicas=case.replicas,
         micro_batch=case.micro_batch,
         global_batch=case.global_batch,
-        starts=balance(inner, last, case.stages),
-        sections=times.sections,
+        pipelines=(
+            Pipeline(
+                replicas=case.replicas,
+                bounds=(*balance(inner, last, case.stages), times.sections),
+                stash_limits=tuple(stash_limit(case.stages, k, micro_batches, case.policy) for k in range(case.stages)),
+                split_last=case.stages if case.policy == "adaptive" else 0,
+            ),
+        ),
         policy=case.policy,
-        stash_limits=tuple(stash_limit(case.stages, k, micro_batches, case.policy) for k in range(case.stages)),
-        split_last=case.stages if case.policy == "adaptive" else 0,
     )
 
 
@@ -133,7 +135,7 @@ def _by_class(case: Case, calibration: Calibration) -> Plan:
 def predicted_s(plan: Plan, calibration: Calibration) -> float:
     """Of the pipelines that end last: the median over the weather of the links."""
     found, vm_size = [], calibration.hardware.gpus_per_vm
-    for replicas, cut in plan.cuts:
+    for replicas, cut in plan.kinds:
         costs = spanning_costs(plan.as_if_all(cut), calibration.of, gpus_per_vm=vm_size)
         steps = [
             simulate(
@@ -332,7 +334,7 @@ def _row(case: Case, plans: dict[Case, Plan], seen: dict[Case, list[Seen]]) -> d
 
 def _compare(case: Case, plan: Plan, calibration: Calibration, told: list[dict[str, Any]]) -> None:
     """Actions as predicted and as they were, by stage of the first replica, in ms."""
-    costs = spanning_costs(plan.as_if_all(plan.first_cut), calibration.of, gpus_per_vm=1)
+    costs = spanning_costs(plan.as_if_all(plan.first), calibration.of, gpus_per_vm=1)
     for stage, each in zip(costs.stages, told, strict=False):
         guess = {"F": stage.forward_s, "R": stage.recompute_s, "B": stage.backward_s, "keep": stage.record_s}
         guess |= {"I": stage.input_s, "W": stage.weight_s}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.net.serving import Serving
 from varuna.fleet.page.chronicle import Chronicle
@@ -38,13 +38,9 @@ WORKERS = tuple(f"n{index}.0" for index in range(300))
 
 def plan_of(replicas: int) -> Plan:
     return Plan(
-        stages=6,
-        replicas=replicas,
         micro_batch=4,
         global_batch=2400,
-        starts=tuple(range(6)),
-        sections=6,
-        stash_limits=(4,) * 6,
+        pipelines=(Pipeline(replicas=replicas, bounds=(*tuple(range(6)), 6), stash_limits=(4,) * 6),),
     )
 
 

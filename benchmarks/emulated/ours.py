@@ -25,7 +25,7 @@ from benchmarks.emulated.work import LENGTHS, lengths_of, work
 from benchmarks.forked import run_ranks
 from benchmarks.timed import step_times
 from varuna.core.model import Network
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.engine.base.transport import Group
 from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Left, Results, Stage
@@ -98,15 +98,16 @@ class Slept(Stage):
 
 def plan_of(policy: str, stages: int, micro_batches: int) -> Plan:
     return Plan(
-        stages=stages,
-        replicas=1,
         micro_batch=MICRO_BATCH,
         global_batch=MICRO_BATCH * micro_batches,
-        starts=tuple(range(stages)),
-        sections=stages,
+        pipelines=(
+            Pipeline(
+                bounds=(*tuple(range(stages)), stages),
+                stash_limits=tuple(stash_limit(stages, k, micro_batches, policy) for k in range(stages)),
+                split_last=stages if policy == "adaptive" else 0,
+            ),
+        ),
         policy=policy,
-        stash_limits=tuple(stash_limit(stages, k, micro_batches, policy) for k in range(stages)),
-        split_last=stages if policy == "adaptive" else 0,
     )
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from benchmarks.paper.calibrations import Transformer, calibrate
 from benchmarks.paper.machines import Machine
 from varuna.calibration.format import Calibration, OptimizerCosts
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.planner.balance import balance
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.network import network_of, reduce_s
@@ -64,15 +64,19 @@ def configured(
     sizer = Sizer(Spans(at), wanted=limits, least=limits, may_keep=False)
     ends = (*starts[1:], at.sections)
     plan = Plan(
-        stages=stages,
-        replicas=replicas,
         micro_batch=micro_batch,
         global_batch=global_batch,
-        starts=starts,
-        sections=at.sections,
+        pipelines=(
+            Pipeline(
+                replicas=replicas,
+                bounds=(*starts, at.sections),
+                stash_limits=limits,
+                memory_bytes=tuple(
+                    (sizer.detail(k, starts[k], ends[k], Size(limit, 0)).total for k, limit in enumerate(limits))
+                ),
+            ),
+        ),
         policy=policy,
-        stash_limits=limits,
-        memory_bytes=tuple(sizer.detail(k, starts[k], ends[k], Size(limit, 0)).total for k, limit in enumerate(limits)),
     )
     costs = pipeline_costs(at, plan, gpus_per_vm=machine.hardware.gpus_per_vm)
     return Outcome(plan=plan.model_copy(update={"step_s": predict(costs, plan).step_s}), costs=costs)

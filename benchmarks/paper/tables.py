@@ -195,7 +195,7 @@ def _blocking(model: Transformer, stages: int, replicas: int, *, global_batch: i
         blocked,
         micro_batches=len(outcome.plan.micro_batches_of(0)),
         policy="1f1b",
-        stash_limits=outcome.plan.stash_limits,
+        stash_limits=outcome.plan.first.stash_limits,
     ).step_s
     return global_batch / step_s / outcome.plan.workers
 
@@ -353,7 +353,7 @@ def memory_rows() -> None:
             CONSOLE.print(f"  {name}: {error}", soft_wrap=True)
             continue
         CONSOLE.print(f"  {name}: {plan.shape}, m = {plan.micro_batch}, {throughput(plan):.4g} examples/s")
-        sizes = _grouped(f"{size / 2**30:.0f}" for size in plan.memory_bytes)
+        sizes = _grouped(f"{size / 2**30:.0f}" for size in plan.first.memory_bytes)
         CONSOLE.print(f"    GiB by stage: {' '.join(sizes)}")
 
 

@@ -18,7 +18,7 @@ from tests.null_gpu.counts import counted
 from tests.unit.engine.ranks import Setup, connected
 from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
 from varuna.core.messages import Assignment, Transfer
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.precision import Precision
 from varuna.engine.copies.memory_checkpoints import MemoryCheckpoints
 from varuna.engine.links.traffic import traffic_of
@@ -128,13 +128,9 @@ def segments(*before: str) -> Figures:
 def _stage(setup: Setup) -> Stage:
     sections = len(setup.model.sections)
     plan = Plan(
-        stages=1,
-        replicas=1,
         micro_batch=setup.micro_batch or 1,
         global_batch=setup.global_batch,
-        starts=(0,),
-        sections=sections,
-        stash_limits=(1,),
+        pipelines=(Pipeline(bounds=(0, sections), stash_limits=(1,)),),
     )
     job = setup.job()
     states = initial_states(setup.model, range(sections), setup.beginning.parameters, job.buffers)

@@ -76,8 +76,8 @@ def measured(length: int, layers: int, width: int, **options: Any) -> Measured:
     trainer = varuna.Trainer(llama(length, layers, width), Tokens(length), adamw, **given)
     found, promised_bytes, watch = counted(), 0, profile(activities=[ProfilerActivity.CPU])
     for step in trainer.steps(5):
-        assert step.plan.memory_bytes is not None
-        promised_bytes = step.plan.memory_bytes[0]
+        assert step.plan.first.memory_bytes is not None
+        promised_bytes = step.plan.first.memory_bytes[0]
         if step.index == 0:
             watch.start()
         if step.index == 1:

@@ -33,7 +33,7 @@ def test_each_class_gets_what_it_can_run_and_keeps_its_seats(tmp_path: Path) -> 
     def by_class() -> dict[str, int]:
         plan = play.run.manager.fleet.record.plan
         shares = plan.shares
-        return {cut.device_class: shares[replicas.start] for replicas, cut in plan.cuts}
+        return {cut.device_class: shares[replicas.start] for replicas, cut in plan.kinds}
 
     def seats() -> dict[str, list[str]]:
         record = play.run.manager.fleet.record
@@ -79,7 +79,7 @@ def test_a_slow_worker_of_a_class_gets_fewer_micro_batches_than_its_peers(tmp_pa
 
     def is_dealt() -> bool:
         record = play.run.manager.fleet.record
-        by_class = {cut.device_class: [record.plan.speed_of(each) for each in them] for them, cut in record.plan.cuts}
+        by_class = {cut.device_class: [record.plan.speed_of(each) for each in them] for them, cut in record.plan.kinds}
         fast, slow = by_class.get("fast", []), by_class.get("slow", [])
         return (fast, slow[:-1]) == ([1.0, 1.0], [1.0, 1.0]) and slow[-1] < 1
 
@@ -127,7 +127,7 @@ def test_one_pipeline_runs_on_several_classes_and_loses_and_gets_workers(tmp_pat
             name not in workers or workers[name].device_class == record.plan.class_of(rank)
             for rank, name in enumerate(record.grid)
         )
-        return set(record.plan.stage_classes) == {"fast", "slow"} and sits
+        return set(record.plan.first.stage_classes) == {"fast", "slow"} and sits
 
     try:
         play.trains(0)

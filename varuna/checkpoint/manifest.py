@@ -37,7 +37,7 @@ class Manifest(Value):
     needs a field of its own; a loss scale is among the scalars of each section.
     """
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     run_id: str
     writer: str = Field(description="who committed it: tells one's own write from another's")
     step: int = Field(ge=0, description="steps committed, which is the next step to run")

@@ -53,7 +53,7 @@ def inspect(
             job = engine_job(spec, model, initial.buffers)
             dependencies = find_dependencies(job, spec.recipe, initial, spec.batch(_EXAMPLES))
         request = request_of(spec).model_copy(update={"workers": stages, "stages": stages}) if stages else None
-        starts = (0,) if request is None else best_plan(request).starts
+        starts = (0,) if request is None else best_plan(request).first.starts
         report = describe(model, starts, verification, dependencies)
     if as_json:
         print(json.dumps(report, indent=2))

@@ -3,8 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from itertools import chain, pairwise
-from operator import attrgetter
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from pydantic import Field, model_validator
@@ -48,32 +47,94 @@ class Place(NamedTuple):
 
 
 class StageSlot(NamedTuple):
-    """A stage of pipelines that are cut alike."""
+    """A stage of pipelines that are divided alike."""
 
     sections: range
     ranks: tuple[int, ...]
     """that run it, by replica"""
 
 
-class Cut(NamedTuple):
-    """How a pipeline is divided into stages, and what each of them keeps."""
+class Pipeline(Value):
+    """Pipelines of a plan that are divided alike: what each stage runs and keeps, and how many of them there are."""
 
-    sections: int
-    """of the model"""
-    starts: tuple[int, ...]
-    stash_limits: tuple[int, ...]
-    kept: tuple[int, ...]
-    stash_on_device: tuple[int, ...]
-    split_last: int
-    memory_bytes: tuple[int, ...]
-    host_bytes: tuple[int, ...]
-    device_class: str
-    stage_classes: tuple[str, ...] = ()
+    replicas: int = Field(default=1, ge=1, description="how many of them")
+    pace: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="micro-batches that one runs while one of the plan's first runs 1, both of full speed",
+    )
+    speeds: tuple[float, ...] = Field(
+        default=(),
+        description="by pipeline, fastest first: what its slowest worker computes while one of full speed computes 1; "
+        "() where all are as fast",
+    )
+    bounds: tuple[int, ...] = Field(
+        description="first section of each stage, ascending from 0, and the number of sections of the model"
+    )
+    stash_limits: tuple[int, ...] = Field(description="most micro-batches in flight, by stage (n_k)")
+    kept: tuple[int, ...] = Field(
+        default=(), description="by stage: how many of its last sections keep their activations; () for none"
+    )
+    stash_on_device: tuple[int, ...] = Field(
+        default=(),
+        description="by stage: of the stash_limits inputs that wait for R, how many stay on the device, while the "
+        "others wait in host memory; () for all",
+    )
+    split_last: int = Field(default=0, ge=0, description="backwards at a pipeline's end that run as I and W")
+    memory_bytes: tuple[int, ...] = Field(default=(), description="predicted peak, by stage")
+    host_bytes: tuple[int, ...] = Field(
+        default=(), description="predicted peak of host memory: optimizer state and stash, by stage; () for none"
+    )
+    device_class: str = Field(default="", description="of the workers that run it; empty: any")
+    stage_classes: tuple[str, ...] = Field(
+        default=(), description="the same by stage, where a pipeline runs on several classes; () where it does not"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Pipeline":
+        stages, names = self.stages, ("stash_limits", "kept", "stash_on_device", "stage_classes")
+        if stages < 1 or self.bounds[0] != 0 or any(a >= b for a, b in pairwise(self.bounds)):
+            raise ValueError(f"bounds {self.bounds} do not ascend from 0 to the number of sections")
+        for name in names:
+            values = getattr(self, name)
+            if len(values) != stages and (values or name == "stash_limits"):
+                raise ValueError(f"{name} {values} must give a value for each of {stages} stages")
+        if min(self.stash_limits) < 1:
+            raise ValueError(f"stash_limits {self.stash_limits} must give each of {stages} stages at least 1")
+        for stage, kept in enumerate(self.kept):
+            if not 0 <= kept <= len(self.sections_of(stage)):
+                raise ValueError(f"stage {stage} has {len(self.sections_of(stage))} sections and cannot keep {kept}")
+        for stage, (stay, limit) in enumerate(zip(self.stash_on_device, self.stash_limits, strict=False)):
+            if not 0 <= stay <= limit:
+                raise ValueError(f"stage {stage} has a stash of {limit} and cannot leave {stay} of it on the device")
+        if self.stage_classes and self.device_class:
+            raise ValueError(
+                f"stage_classes {self.stage_classes} and device_class {self.device_class!r} exclude each other"
+            )
+        if self.speeds and (len(self.speeds) != self.replicas or not are_speeds(self.speeds)):
+            raise ValueError(f"{self.replicas} speeds, more than 0 and at most 1, fastest first, are not {self.speeds}")
+        return self
 
     @property
     def stages(self) -> int:
         """P."""
-        return len(self.starts)
+        return len(self.bounds) - 1
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First section of each stage."""
+        return self.bounds[:-1]
+
+    @property
+    def sections(self) -> int:
+        """Sections of the model."""
+        return self.bounds[-1]
+
+    @property
+    def strength(self) -> float:
+        """How many pipelines of full speed are as fast."""
+        return sum(self.speeds) or self.replicas
 
     def class_of(self, stage: int) -> str:
         """Class of the devices that run ``stage``; empty: any."""
@@ -81,8 +142,7 @@ class Cut(NamedTuple):
 
     def sections_of(self, stage: int) -> range:
         """Sections that ``stage`` runs."""
-        ends = (*self.starts, self.sections)
-        return range(ends[stage], ends[stage + 1])
+        return range(self.bounds[stage], self.bounds[stage + 1])
 
     def kept_sections_of(self, stage: int) -> range:
         """Those of ``sections_of(stage)`` that keep their activations from F; R runs the others only."""
@@ -95,138 +155,114 @@ class Cut(NamedTuple):
 
     def stage_of(self, section: int) -> int:
         """Stage that runs ``section``."""
-        return bisect_right(self.starts, section) - 1
-
-    def check(self) -> None:
-        """Raise ValueError if the parts do not belong together."""
-        ends = (*self.starts, self.sections)
-        if not self.starts or self.starts[0] != 0 or any(a >= b for a, b in pairwise(ends)):
-            raise ValueError(f"starts {self.starts} do not divide {self.sections} sections into {self.stages} stages")
-        if len(self.stash_limits) != self.stages or min(self.stash_limits) < 1:
-            raise ValueError(f"stash_limits {self.stash_limits} must give each of {self.stages} stages at least 1")
-        if self.kept and len(self.kept) != self.stages:
-            raise ValueError(f"kept {self.kept} must give a number for each of {self.stages} stages, or none at all")
-        for stage, kept in enumerate(self.kept):
-            if not 0 <= kept <= len(self.sections_of(stage)):
-                raise ValueError(f"stage {stage} has {len(self.sections_of(stage))} sections and cannot keep {kept}")
-        if self.stage_classes and (len(self.stage_classes) != self.stages or self.device_class):
-            raise ValueError(f"stage_classes {self.stage_classes} must name each of {self.stages} stages, or none")
-        if self.stash_on_device and len(self.stash_on_device) != self.stages:
-            raise ValueError(
-                f"stash_on_device {self.stash_on_device} must give a number for each of {self.stages} stages, or none"
-            )
-        for stage, (stay, limit) in enumerate(zip(self.stash_on_device, self.stash_limits, strict=False)):
-            if not 0 <= stay <= limit:
-                raise ValueError(f"stage {stage} has a stash of {limit} and cannot leave {stay} of it on the device")
-
-
-_PARTS = Cut._fields[1:]
-"""Fields of a cut, by which plans and further pipelines say the same."""
-_parts_of = attrgetter(*_PARTS)  # asked for at every turn of the manager's
-
-
-class Pipelines(Value):
-    """Replicas of a plan that are cut otherwise than its first ones, all alike: as the fields of ``Plan``."""
-
-    replicas: int = Field(ge=1, description="how many of the plan's")
-    pace: float = Field(gt=0, le=1, description="micro-batches that one runs while one of the plan's first runs 1")
-    starts: tuple[int, ...]
-    stash_limits: tuple[int, ...]
-    kept: tuple[int, ...] = ()
-    stash_on_device: tuple[int, ...] = ()
-    split_last: int = Field(default=0, ge=0)
-    memory_bytes: tuple[int, ...] = ()
-    host_bytes: tuple[int, ...] = ()
-    device_class: str = ""
-    stage_classes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, cut: Cut, *, replicas: int, pace: float) -> "Pipelines":
-        """So many, each divided as ``cut`` says."""
-        return cls(replicas=replicas, pace=pace, **{name: getattr(cut, name) for name in _PARTS})
-
-    def cut(self, sections: int) -> Cut:
-        """How each of them is divided, in a model of so many sections."""
-        return Cut(sections, *_parts_of(self))
+        return bisect_right(self.bounds, section) - 1
 
 
 class Plan(Value):
     """D pipelines that run a global batch: micro-batches of m examples, the sections of each stage, and a prediction.
 
-    Mostly all are cut alike, into P stages; those in ``more`` are cut otherwise, so that no worker is left over, or
-    run on devices of another class. All that is said by stage is of the first pipelines.
+    Mostly all are divided alike, into P stages: then ``pipelines`` has one entry. It has more where they are unlike, so
+    that no worker is left over, or run on devices of several classes; those of the first entry come first.
 
     Global micro-batch j is samples [j*m, (j+1)*m) of the global batch; the last may be short.
-    Replica d runs a contiguous block of them: all as many, or one more on the first ones; or, with ``speeds`` or
-    ``more``, the more the faster it is.
+    Replica d runs a contiguous block of them: all as many, or one more on the first ones; or, with speeds or several
+    entries, the more the faster it is.
     """
 
-    stages: int = Field(ge=1, description="P")
-    replicas: int = Field(ge=1, description="D, those in more included")
     micro_batch: int = Field(ge=1, description="m, examples")
     global_batch: int = Field(ge=1, description="M, examples per step")
-    speeds: tuple[float, ...] = Field(
-        default=(),
-        description="by replica, fastest first among those that are cut alike: what its slowest worker computes while "
-        "one of full speed computes 1; () where all are as fast",
-    )
-    starts: tuple[int, ...] = Field(description="first section of each stage, ascending from 0")
-    sections: int = Field(ge=1, description="number of sections of the model")
+    pipelines: tuple[Pipeline, ...] = Field(min_length=1)
     policy: str = "varuna"
-    stash_limits: tuple[int, ...] = Field(description="most micro-batches in flight, by stage (n_k)")
-    kept: tuple[int, ...] = Field(
-        default=(), description="by stage: how many of its last sections keep their activations; () for none"
-    )
-    stash_on_device: tuple[int, ...] = Field(
-        default=(),
-        description="by stage: of the stash_limits inputs that wait for R, how many stay on the device, while the "
-        "others wait in host memory; () for all",
-    )
-    split_last: int = Field(default=0, ge=0, description="backwards at a replica's end that run as I and W")
-    more: tuple[Pipelines, ...] = Field(default=(), description="the last replicas, if they are cut otherwise")
     copies: Copies = Field(default=Copies.NONE, description="of each stage's state or sums, in another rank's memory")
     step_s: float = Field(default=0.0, ge=0, description="predicted seconds per step, nominal hardware")
-    memory_bytes: tuple[int, ...] = Field(default=(), description="predicted peak, by stage")
-    host_bytes: tuple[int, ...] = Field(
-        default=(), description="predicted peak of host memory: optimizer state and stash, by stage; () for none"
-    )
-    device_class: str = Field(default="", description="of the workers that run it; empty: any")
-    stage_classes: tuple[str, ...] = Field(
-        default=(), description="the same by stage, where a pipeline runs on several classes; () where it does not"
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":
-        if len(self.starts) != self.stages:
-            raise ValueError(f"starts {self.starts} do not divide {self.sections} sections into {self.stages} stages")
-        self.first_cut.check()
-        for each in self.more:
-            each.cut(self.sections).check()
+        if len({each.sections for each in self.pipelines}) > 1:
+            raise ValueError("pipelines of one plan divide the same sections")
         if self.replicas > self.micro_batches:
             raise ValueError(f"{self.replicas} replicas cannot share {self.micro_batches} micro-batches")
-        if self._alike < 1:
-            raise ValueError(f"{self.replicas - self._alike} of {self.replicas} replicas cannot be more pipelines")
-        alike = [self.speeds[replicas.start : replicas.stop] for replicas, _ in self.cuts]
-        if self.speeds and (len(self.speeds) != self.replicas or not all(map(are_speeds, alike))):
-            raise ValueError(f"{self.replicas} speeds, more than 0 and at most 1, fastest first, are not {self.speeds}")
         return self
+
+    @property
+    def first(self) -> Pipeline:
+        """The first pipelines: all of them, where ``is_uniform``."""
+        return self.pipelines[0]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all pipelines are divided alike."""
+        return len(self.pipelines) == 1
+
+    @property
+    def stages(self) -> int:
+        """P, of the first pipelines."""
+        return self.first.stages
+
+    @property
+    def replicas(self) -> int:
+        """D, of all kinds."""
+        return sum(each.replicas for each in self.pipelines)
+
+    @property
+    def sections(self) -> int:
+        """Sections of the model."""
+        return self.first.sections
 
     @property
     def holders(self) -> int:
         """How many workers have the state of each section, of the newest step or of a memory checkpoint."""
         return self.replicas + (self.copies is Copies.CHECKPOINTS)
 
+    # -- the same, otherwise ----------------------------------------------------------------------------------------
+
+    def each(self, **changes: object) -> "Plan":
+        """This plan with changes to each of its pipelines."""
+        return self.model_copy(update={"pipelines": tuple(p.model_copy(update=changes) for p in self.pipelines)})
+
+    def as_if_all(self, pipeline: Pipeline) -> "Plan":
+        """This plan, if all its pipelines were divided so: for what is said of one."""
+        alike = pipeline.model_copy(update={"replicas": self.replicas, "pace": 1.0, "speeds": self.speeds})
+        return self.model_copy(update={"pipelines": (alike,)})
+
+    def at_speeds(self, speeds: Mapping[str, Sequence[float]]) -> "Plan":
+        """This plan for workers of these speeds, by class of device, fastest first; all others are of full speed."""
+        known = speeds if self.is_by_class else {"": sorted(chain(*speeds.values()), reverse=True)}
+        seats = (map(one.class_of, range(one.stages)) for replicas, one in self.kinds for _ in replicas)
+        by_replica = pipeline_speeds(known, seats)
+
+        def dealt(replicas: range, one: Pipeline) -> Pipeline:
+            its = by_replica[replicas.start : replicas.stop]
+            return one.model_copy(update={"speeds": its if min(its, default=1.0) < 1 else ()})
+
+        return self.model_copy(update={"pipelines": tuple(dealt(*kind) for kind in self.kinds)})
+
+    def same_work(self, other: "Plan") -> bool:
+        """Whether two plans are equal but for their predictions, and for copies."""
+        return self._unpredicted() == other._unpredicted()
+
+    def _unpredicted(self) -> "Plan":
+        unpromised = self.each(memory_bytes=(), host_bytes=())
+        return unpromised.model_copy(update={"step_s": 0.0, "copies": Copies.NONE})
+
     # -- who is where ----------------------------------------------------------------------------------------------
 
     @property
-    def _alike(self) -> int:
-        """Replicas that are cut as ``stages`` and ``starts`` say."""
-        return self.replicas - sum(each.replicas for each in self.more) if self.more else self.replicas
+    def kinds(self) -> tuple[tuple[range, Pipeline], ...]:
+        """Replicas that are divided alike, and how."""
+        ends = tuple(accumulate((each.replicas for each in self.pipelines), initial=0))
+        return tuple((range(a, b), each) for (a, b), each in zip(pairwise(ends), self.pipelines, strict=True))
+
+    def pipeline_of(self, replica: int) -> Pipeline:
+        """How the pipeline of ``replica`` is divided."""
+        if self.is_uniform:
+            return self.first
+        return next((pipeline for replicas, pipeline in self.kinds if replica in replicas), self.first)
 
     @property
     def workers(self) -> int:
         """Ranks in use: P * D, if all pipelines are as deep."""
-        return self.stages * self._alike + sum(len(each.starts) * each.replicas for each in self.more)
+        return sum(each.stages * each.replicas for each in self.pipelines)
 
     @property
     def is_cut(self) -> bool:
@@ -241,72 +277,37 @@ class Plan(Value):
     @property
     def shape(self) -> str:
         """``"2x3"``: P x D; ``"4x1+3x2"``: one pipeline of 4 stages and two of 3."""
-        parts = [(self.stages, self._alike), *((len(each.starts), each.replicas) for each in self.more)]
-        return "+".join(f"{stages}x{replicas}" for stages, replicas in parts)
+        return "+".join(f"{each.stages}x{each.replicas}" for each in self.pipelines)
 
     @property
     def depths(self) -> tuple[int, ...]:
         """Number of stages, by replica."""
-        more = (len(each.starts) for each in self.more for _ in range(each.replicas))
-        return (*(self.stages,) * self._alike, *more)
-
-    def same_work(self, other: "Plan") -> bool:
-        """Whether two plans are equal but for their predictions, and for copies."""
-        return self._unpredicted() == other._unpredicted()
-
-    def _unpredicted(self) -> "Plan":
-        nothing: dict[str, object] = {"memory_bytes": (), "host_bytes": ()}
-        more = tuple(each.model_copy(update=nothing) for each in self.more)
-        return self.model_copy(update={"step_s": 0.0, "copies": Copies.NONE, "more": more, **nothing})
-
-    @property
-    def first_cut(self) -> Cut:
-        """How the first pipelines are divided: all of them, unless there are ``more``."""
-        return Cut(self.sections, *_parts_of(self))
-
-    @property
-    def cuts(self) -> tuple[tuple[range, Cut], ...]:
-        """Replicas that are divided alike, and how."""
-        found, first = [(range(self._alike), self.first_cut)], self._alike
-        for each in self.more:
-            found.append((range(first, first + each.replicas), each.cut(self.sections)))
-            first += each.replicas
-        return tuple(found)
-
-    def cut_of(self, replica: int) -> Cut:
-        """How the pipeline of ``replica`` is divided."""
-        if not self.more:
-            return self.first_cut
-        return next((cut for replicas, cut in self.cuts if replica in replicas), self.first_cut)
+        return tuple(each.stages for each in self.pipelines for _ in range(each.replicas))
 
     def rank_of(self, replica: int, stage: int) -> int:
-        """Rank: replica * P + stage where all are cut alike; stages are neighbours (paper §"Varuna Manager")."""
-        if not self.more or replica < self._alike:
-            return replica * self.stages + stage
-        return sum(self.depths[:replica]) + stage
+        """Rank: replica * P + stage where all are divided alike; stages are neighbours (paper §"Varuna Manager")."""
+        first = 0
+        for each in self.pipelines[:-1]:
+            if replica < each.replicas:
+                return first + replica * each.stages + stage
+            first, replica = first + each.replicas * each.stages, replica - each.replicas
+        return first + replica * self.pipelines[-1].stages + stage
 
     def place_of(self, rank: int) -> Place:
         """Replica and stage of ``rank``: the inverse of ``rank_of``. A spare would be there if D were greater."""
-        alike = self.stages * self._alike
-        if rank < alike or not self.more:
-            return Place(*divmod(rank, self.stages))
-        replica, rest = self._alike, rank - alike
-        for each in self.more:
-            stages = len(each.starts)
-            if rest < stages * each.replicas:
-                return Place(replica + rest // stages, rest % stages)
-            replica, rest = replica + each.replicas, rest - stages * each.replicas
-        return Place(replica + rest // self.stages, rest % self.stages)
+        replica = 0
+        for each in self.pipelines[:-1]:
+            if rank < each.stages * each.replicas:
+                break
+            replica, rank = replica + each.replicas, rank - each.stages * each.replicas
+        else:
+            each = self.pipelines[-1]
+        return Place(replica + rank // each.stages, rank % each.stages)
 
     def class_of(self, rank: int) -> str:
         """Class of the device that ``rank`` computes on; empty: any."""
         replica, stage = self.place_of(rank)
-        return self.cut_of(replica).class_of(stage)
-
-    def on_class(self, name: str) -> "Plan":
-        """This plan, for workers whose devices are of one class."""
-        more = tuple(each.model_copy(update={"device_class": name}) for each in self.more)
-        return self.model_copy(update={"device_class": name, "more": more})
+        return self.pipeline_of(replica).class_of(stage)
 
     @property
     def is_by_class(self) -> bool:
@@ -317,71 +318,66 @@ class Plan(Value):
     def classes(self) -> dict[str, int]:
         """Workers by class of device, in the order of ranks."""
         found: dict[str, int] = {}
-        for replicas, cut in self.cuts:
-            for name in cut.stage_classes or (cut.device_class,) * cut.stages:
-                found[name] = found.get(name, 0) + len(replicas)
+        for each in self.pipelines:
+            for name in map(each.class_of, range(each.stages)):
+                found[name] = found.get(name, 0) + each.replicas
         return found
 
     def ranks_of(self, replica: int) -> range:
         """Ranks of a pipeline, by stage."""
         first = self.rank_of(replica, 0)
-        return range(first, first + self.cut_of(replica).stages)
+        return range(first, first + self.pipeline_of(replica).stages)
 
     def sections_at(self, rank: int) -> range:
         """Sections that ``rank`` runs."""
         replica, stage = self.place_of(rank)
-        return self.cut_of(replica).sections_of(stage)
+        return self.pipeline_of(replica).sections_of(stage)
 
     @property
     def slots(self) -> tuple[StageSlot, ...]:
         """Stages of all pipelines, those of equal ones together."""
         return tuple(
-            StageSlot(cut.sections_of(stage), tuple(self.rank_of(replica, stage) for replica in replicas))
-            for replicas, cut in self.cuts
-            for stage in range(cut.stages)
+            StageSlot(each.sections_of(stage), tuple(self.rank_of(replica, stage) for replica in replicas))
+            for replicas, each in self.kinds
+            for stage in range(each.stages)
         )
 
     def slot_of(self, rank: int) -> int:
-        """Index in ``slots`` of the one that ``rank`` has: its stage, if all pipelines are cut alike."""
+        """Index in ``slots`` of the one that ``rank`` has: its stage, if all pipelines are divided alike."""
         replica, stage = self.place_of(rank)
-        before = () if not self.more else (cut.stages for replicas, cut in self.cuts if replica >= replicas.stop)
-        return stage + sum(before)
+        return stage + sum(each.stages for replicas, each in self.kinds[:-1] if replica >= replicas.stop)
 
     def peers_of(self, rank: int) -> Sequence[int]:
-        """Ranks that do the same as ``rank``, itself included: its stage of the pipelines that are cut alike."""
-        if not self.more:
+        """Ranks that do the same as ``rank``, itself included: its stage of the pipelines that are divided alike."""
+        if self.is_uniform:
             return range(rank % self.stages, self.workers, self.stages)
         return self.slots[self.slot_of(rank)].ranks
 
-    def as_if_all(self, cut: Cut) -> "Plan":
-        """This plan, if all its pipelines were divided so: for what is said of one."""
-        return self.model_copy(update={**cut._asdict(), "stages": cut.stages, "more": ()})
-
     def home_of(self, replica: int, section: int) -> int:
         """Rank of ``replica`` that runs ``section``."""
-        return self.rank_of(replica, self.cut_of(replica).stage_of(section))
+        return self.rank_of(replica, self.pipeline_of(replica).stage_of(section))
 
     def homes_of(self, section: int) -> Sequence[int]:
         """Ranks that run ``section``, by replica."""
-        if not self.more:
-            return range(self.first_cut.stage_of(section), self.workers, self.stages)
+        if self.is_uniform:
+            return range(self.first.stage_of(section), self.workers, self.stages)
         return [self.home_of(replica, section) for replica in range(self.replicas)]
 
     # -- who runs how much -----------------------------------------------------------------------------------------
 
     @property
+    def speeds(self) -> tuple[float, ...]:
+        """Relative speed of each replica's slowest worker, 1 for the fastest; () where all are as fast."""
+        if not any(each.speeds for each in self.pipelines):
+            return ()
+        return tuple(chain(*(each.speeds or (1.0,) * each.replicas for each in self.pipelines)))
+
+    @property
     def rates(self) -> tuple[float, ...]:
         """By replica: micro-batches that it runs while the fastest one runs 1; () if all run as many."""
-        if not self.more:
-            return self.speeds
-        paces = (*(1.0,) * self._alike, *(each.pace for each in self.more for _ in range(each.replicas)))
-        return tuple(pace * self.speed_of(replica) for replica, pace in enumerate(paces))
-
-    def at_speeds(self, speeds: Mapping[str, Sequence[float]]) -> "Plan":
-        """This plan for workers of these speeds, by class of device, fastest first; all others are of full speed."""
-        known = speeds if self.is_by_class else {"": sorted(chain(*speeds.values()), reverse=True)}
-        seats = (map(cut.class_of, range(cut.stages)) for replicas, cut in self.cuts for _ in replicas)
-        return self.model_copy(update={"speeds": pipeline_speeds(known, seats)})
+        if self.is_uniform:
+            return self.first.speeds
+        return tuple(each.pace * speed for each in self.pipelines for speed in each.speeds or (1.0,) * each.replicas)
 
     def rate_of(self, replica: int) -> float:
         """Micro-batches that ``replica`` runs while the fastest one runs 1."""
@@ -389,10 +385,11 @@ class Plan(Value):
 
     def ends_of(self, micro_batches: int) -> tuple[int, ...]:
         """Where each replica's share of so many micro-batches ends, after a 0: of a step, or of what is left of one."""
-        return ends_of_shares(micro_batches, self.replicas, self.rates, self.depths if self.more else self.stages)
+        fills = self.stages if self.is_uniform else self.depths
+        return ends_of_shares(micro_batches, self.replicas, self.rates, fills)
 
     def micro_batches_of(self, replica: int) -> range:
-        """Global micro-batch numbers of ``replica``, N_m of them; no replica of its cut has more than its first one."""
+        """Global micro-batch numbers of ``replica``, N_m of them; of a kind the first have the most."""
         ends = self.ends_of(self.micro_batches)
         return range(ends[replica], ends[replica + 1])
 

@@ -18,13 +18,14 @@ def holders_of(plan: Plan, sections: Sequence[SectionFacts], *, shared: bool) ->
     Where pipelines are cut differently, there are no replicas of a stage that could share.
     """
     everyone = tuple(range(plan.replicas))
-    if not shared or plan.more:
+    if not shared or not plan.is_uniform:
         return (everyone,) * plan.sections
-    cut = plan.first_cut
     return tuple(
         holders
-        for stage in range(cut.stages)
-        for holders in assign_holders([sections[s].optimizer_bytes for s in cut.sections_of(stage)], plan.replicas)
+        for stage in range(plan.stages)
+        for holders in assign_holders(
+            [sections[s].optimizer_bytes for s in plan.first.sections_of(stage)], plan.replicas
+        )
     )
 
 

@@ -1,5 +1,8 @@
 """The base of every shared value: frozen, checked, and the same in memory, on disk and on the wire."""
 
+from collections.abc import Mapping
+from typing import Any, Self
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -14,3 +17,14 @@ class Value(BaseModel):
         val_json_bytes="base64",
         protected_namespaces=(),
     )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other values, unchecked.
+
+        Raises:
+            AttributeError: there is no such field; pydantic would keep it beside them, and nobody would read it.
+        """
+        unknown = set(update or ()) - type(self).model_fields.keys()
+        if unknown:
+            raise AttributeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
+        return super().model_copy(update=update, deep=deep)

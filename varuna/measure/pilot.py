@@ -12,7 +12,7 @@ from typing import NamedTuple
 from varuna.calibration.samples import PilotSamples
 from varuna.calibration.statistics import mean_time
 from varuna.core.model import ModelFacts
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.engine.pipeline.timeline import StepTimes, Took
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
@@ -50,20 +50,21 @@ def pilot_plan(times: Sequence[PilotTimes], *, workers: int, micro_batch: int) -
     inner = [each.forward_s + each.recompute_s + each.backward_s for each in times]
     last = [each.recompute_s + each.backward_s for each in times]
     return Plan(
-        stages=stages,
-        replicas=1,
         micro_batch=micro_batch,
         global_batch=micro_batch * micro_batches,
-        starts=balance(inner, [min(pair) for pair in zip(inner, last, strict=True)], stages),
-        sections=len(times),
+        pipelines=(
+            Pipeline(
+                bounds=(*balance(inner, [min(pair) for pair in zip(inner, last, strict=True)], stages), len(times)),
+                stash_limits=tuple(stash_limit(stages, stage, micro_batches, _POLICY) for stage in range(stages)),
+            ),
+        ),
         policy=_POLICY,
-        stash_limits=tuple(stash_limit(stages, stage, micro_batches, _POLICY) for stage in range(stages)),
     )
 
 
 def pilot_steps(times: Sequence[PilotTimes], plan: Plan) -> int:
     """How many steps of ``plan`` to run, by what its slowest stage computes: more where they are short."""
-    stages = [plan.first_cut.sections_of(stage) for stage in range(plan.stages)]
+    stages = [plan.first.sections_of(stage) for stage in range(plan.stages)]
     step_s = len(plan.micro_batches_of(0)) * max(sum(sum(times[section]) for section in stage) for stage in stages)
     return _WARM_STEPS + max(_LEAST_STEPS, min(_MOST_STEPS, int(_BUDGET_S / max(step_s, 1e-6)) - _WARM_STEPS))
 
@@ -94,12 +95,12 @@ def run_pilot(
     taken: dict[Kind, list[Took]] = {}
     for took in (took for step in steps for took in step.actions):
         taken.setdefault(took.action.kind, []).append(took)
-    own = [facts.sections[section] for section in plan.first_cut.sections_of(stage)]
+    own = [facts.sections[section] for section in plan.first.sections_of(stage)]
     return PilotSamples(
         stages=plan.stages,
         state_bytes=sum(each.parameter_bytes + each.trainable_bytes + each.optimizer_bytes for each in own),
-        first=plan.first_cut.sections_of(stage).start,
-        stop=plan.first_cut.sections_of(stage).stop,
+        first=plan.first.sections_of(stage).start,
+        stop=plan.first.sections_of(stage).stop,
         micro_batch=plan.micro_batch,
         whole_s={kind.value: mean_time([took.seconds for took in rows]) for kind, rows in taken.items()},
         inside_s={kind.value: mean_time([took.inside_s for took in rows]) for kind, rows in taken.items()},

@@ -144,7 +144,7 @@ def _pilots(
     together = World(peers.rank, peers.size, prefixed("calibrate/together", store), _HOST, 0)
     for world in (alone, together)[: min(2, peers.size)]:
         plan = pilot_plan(times, workers=world.size, micro_batch=micro_batch)
-        spans = [plan.first_cut.sections_of(stage) for stage in range(plan.stages)]
+        spans = [plan.first.sections_of(stage) for stage in range(plan.stages)]
         need = max(window_bytes(facts, span, micro_batch) for span in spans)
         if memory_bytes is None or 2 * need <= memory_bytes:  # a copy in the first step
             peers.meet()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.units import format_bytes
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.balance import Weigh, balance_stages
@@ -85,18 +85,22 @@ def made_plan(
     ends = (*starts[1:], sections)
     details = [sizers[k].detail(k, starts[k], ends[k], size) for k, size in enumerate(sizes)]
     return Plan(
-        stages=shape.stages,
-        replicas=shape.replicas,
         micro_batch=shape.micro_batch,
         global_batch=request.global_batch,
-        starts=starts,
-        sections=sections,
+        pipelines=(
+            Pipeline(
+                replicas=shape.replicas,
+                bounds=(*starts, sections),
+                stash_limits=tuple(size.depth for size in sizes),
+                kept=tuple(size.kept for size in sizes) if any(size.kept for size in sizes) else (),
+                stash_on_device=tuple(size.depth - size.moved for size in sizes)
+                if any(size.moved for size in sizes)
+                else (),
+                memory_bytes=tuple(detail.total for detail in details),
+                host_bytes=tuple(detail.host for detail in details) if any(detail.host for detail in details) else (),
+            ),
+        ),
         policy=request.policy,
-        stash_limits=tuple(size.depth for size in sizes),
-        kept=tuple(size.kept for size in sizes) if any(size.kept for size in sizes) else (),
-        stash_on_device=tuple(size.depth - size.moved for size in sizes) if any(size.moved for size in sizes) else (),
-        memory_bytes=tuple(detail.total for detail in details),
-        host_bytes=tuple(detail.host for detail in details) if any(detail.host for detail in details) else (),
     )
 
 
@@ -234,20 +238,23 @@ class Builder:
         shape = built.shape
         sizer = self.sizer(self.wanted_depths(shape, built.factor), built.stash_moves, self.replication(shape))
         made = made_plan(self.request, shape, built.starts, built.sizes, [sizer] * shape.stages)
-        return made.model_copy(update={"split_last": built.split_last, "step_s": built.bound_s})
+        return made.each(split_last=built.split_last).model_copy(update={"step_s": built.bound_s})
 
     def promised(self, plan: Plan) -> Plan:
         """The plan with the memory that it needs: of its own depths, and with as many W's as it lets wait."""
-        cut = plan.first_cut
+        pipeline = plan.first
         shape = Shape(plan.stages, plan.replicas, plan.micro_batch)
-        sizer = self.sizer(plan.stash_limits, bool(plan.stash_on_device), self.replication(shape))
-        stay = plan.stash_on_device or plan.stash_limits
+        sizer = self.sizer(plan.first.stash_limits, bool(plan.first.stash_on_device), self.replication(shape))
+        stay = plan.first.stash_on_device or plan.first.stash_limits
         memory_bytes = []
-        for stage, depth in enumerate(plan.stash_limits):
-            span, size = cut.sections_of(stage), Size(depth, len(cut.kept_sections_of(stage)), depth - stay[stage])
-            detail = sizer.detail(stage, span.start, span.stop, size, split_last=plan.split_last)
+        for stage, depth in enumerate(plan.first.stash_limits):
+            span, size = (
+                pipeline.sections_of(stage),
+                Size(depth, len(pipeline.kept_sections_of(stage)), depth - stay[stage]),
+            )
+            detail = sizer.detail(stage, span.start, span.stop, size, split_last=plan.first.split_last)
             memory_bytes.append(detail.total)
-        return plan.model_copy(update={"memory_bytes": tuple(memory_bytes)})
+        return plan.each(memory_bytes=tuple(memory_bytes))
 
     def _sizes(self, sizer: Sizer, starts: tuple[int, ...]) -> tuple[Size, ...]:
         return sizes_of([sizer] * len(starts), starts, self.profile.sections)

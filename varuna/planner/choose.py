@@ -165,11 +165,11 @@ def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool) -> list[
 
 def _double(plan: Plan, request: PlanRequest) -> dict[Plan, Prediction]:
     """The same depth with two replicas, if the plan has one and the workers are enough."""
-    asked = request.for_class(plan.device_class)
+    asked = request.for_class(plan.first.device_class)
     if plan.replicas > 1 or asked.classes or not asked.leaves_idle or asked.workers < 2 * plan.stages:
         return {}
     double = equal_pipelines(asked, plan.stages, 2, plan.micro_batch)
-    return {} if double is None else {double.plan.on_class(plan.device_class): double.prediction}
+    return {} if double is None else {double.plan.each(device_class=plan.first.device_class): double.prediction}
 
 
 def _safer(best: Plan, request: PlanRequest) -> Plan:

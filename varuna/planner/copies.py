@@ -77,9 +77,9 @@ def _kept_bytes(plan: Plan, request: PlanRequest) -> list[int]:
 def _fits(plan: Plan, request: PlanRequest) -> bool:
     """Whether every worker has the memory, of its host or the device's, that is promised."""
     apart = request.memory_apart
-    for _, cut in plan.cuts:
-        for stage, needed_bytes in enumerate(cut.host_bytes if apart else cut.memory_bytes):
-            asked = request.for_class(cut.class_of(stage))
+    for pipeline in plan.pipelines:
+        for stage, needed_bytes in enumerate(pipeline.host_bytes if apart else pipeline.memory_bytes):
+            asked = request.for_class(pipeline.class_of(stage))
             limit_bytes = asked.host_limit_bytes if apart else asked.limit_bytes
             if limit_bytes is not None and needed_bytes > limit_bytes:
                 return False
@@ -93,9 +93,8 @@ def _with_memory(plan: Plan, kept_bytes: Sequence[int], request: PlanRequest) ->
     def more(own_bytes: tuple[int, ...], stages: int) -> tuple[int, ...]:
         return tuple(own + kept for own, kept in zip(own_bytes or (0,) * stages, islice(left, stages), strict=True))
 
-    promised = [more(getattr(cut, name), cut.stages) for _, cut in plan.cuts]
-    pipelines = tuple(each.model_copy(update={name: own}) for each, own in zip(plan.more, promised[1:], strict=True))
-    return plan.model_copy(update={name: promised[0], "more": pipelines})
+    pipelines = tuple(each.model_copy(update={name: more(getattr(each, name), each.stages)}) for each in plan.pipelines)
+    return plan.model_copy(update={"pipelines": pipelines})
 
 
 def are_worth_it(plan: Plan, request: PlanRequest) -> bool:

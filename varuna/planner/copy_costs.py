@@ -81,7 +81,7 @@ def waits_for_last_s(plan: Plan, request: PlanRequest) -> float:
 def memory_checkpoint_s(plan: Plan, request: PlanRequest) -> float:
     """Seconds until a memory checkpoint is complete, in what the messages of the training leave of a link."""
     figures, link = profile(request.calibration, plan.micro_batch), request.calibration.across_vms.link.bytes_per_s
-    ends = [cut.sections_of(stage).start for _, cut in plan.cuts for stage in range(1, cut.stages)]
+    ends = [pipeline.sections_of(stage).start for pipeline in plan.pipelines for stage in range(1, pipeline.stages)]
     sent_bytes = len(plan.micro_batches_of(0)) * max((figures.boundary_bytes[end - 1] for end in ends), default=0)
     left = 1 - sent_bytes / link / plan.step_s if plan.step_s else 1.0
     return copying_s(largest_stage(plan, request).state_bytes, link * left) if left > 0 else float("inf")

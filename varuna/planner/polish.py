@@ -39,9 +39,9 @@ def polished(builder: Builder, built: BuiltPlan, given: Simulated, most_forwards
     best = with_best_split(given)
     first, longest = best.plan, len(given.plan.micro_batches_of(0))
     forwards = 4 * first.stages * longest  # for the drain split
-    splits = (first.split_last, longest) if given.plan.split_last else (0,)
+    splits = (first.first.split_last, longest) if given.plan.first.split_last else (0,)
     for split in dict.fromkeys(splits):  # which neighbours are better depends on it
-        start = first.model_copy(update={"split_last": split})
+        start = first.each(split_last=split)
         walker = _Walker(builder, built, start, most_forwards)
         while walker.step():
             pass
@@ -69,7 +69,7 @@ class _Walker:
                 continue
             if self.forwards > self._most_forwards:
                 return False
-            plan = self._builder.plan(near).model_copy(update={"split_last": self._plan.split_last})
+            plan = self._builder.plan(near).each(split_last=self._plan.first.split_last)
             self.forwards += plan.stages * len(plan.micro_batches_of(0))
             tried = simulated(near.costs, plan)
             if tried.step_s < self._plan.step_s:

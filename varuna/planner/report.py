@@ -7,7 +7,7 @@ from operator import attrgetter
 from pydantic import Field
 
 from varuna.core.dealing import shares_text
-from varuna.core.plan import Copies, Cut, Plan
+from varuna.core.plan import Copies, Pipeline, Plan
 from varuna.core.times import StepParts
 from varuna.core.value import Value
 from varuna.planner.asking.ranking import PrunedPlan, Ranking, Rejection
@@ -182,8 +182,8 @@ def _plan_report(
         examples_per_s_left=worth.examples_per_s if worth is not None else None,
         copies=plan.copies,
         bubble=parts.bubble,
-        memory_bytes=tuple(size for _, cut in plan.cuts for size in cut.memory_bytes),
-        host_bytes=tuple(size for _, cut in plan.cuts for size in cut.host_bytes),
+        memory_bytes=tuple(size for pipeline in plan.pipelines for size in pipeline.memory_bytes),
+        host_bytes=tuple(size for pipeline in plan.pipelines for size in pipeline.host_bytes),
         breakdown=StepParts(**asdict(parts)),
         gpus_used=plan.workers,
         classes=_classes(plan),
@@ -194,11 +194,11 @@ def _plan_report(
         dollars_per_hour=hourly,
         dollars_per_million_examples=None if hourly is None else hourly / 3600 / examples_per_s * 1e6,
         policy=plan.policy,
-        starts=plan.starts,
-        in_flight=plan.stash_limits,
-        kept=plan.kept or (0,) * plan.stages,
-        stash_on_device=plan.stash_on_device or plan.stash_limits,
-        split_last=plan.split_last,
+        starts=plan.first.starts,
+        in_flight=plan.first.stash_limits,
+        kept=plan.first.kept or (0,) * plan.stages,
+        stash_on_device=plan.first.stash_on_device or plan.first.stash_limits,
+        split_last=plan.first.split_last,
         snapshot_s=_snapshot_s(request, plan),
     )
 
@@ -207,19 +207,20 @@ def _classes(plan: Plan) -> tuple[ClassReport, ...]:
     """What each class does; nothing where a plan names none."""
     found = []
     for name, gpus in plan.classes.items() if plan.is_by_class else ():
-        owned = [(replicas, cut, _stages_on(cut, name)) for replicas, cut in plan.cuts]
-        cuts = [(replicas, cut, own) for replicas, cut, own in owned if own]
+        owned = [(replicas, pipeline, _stages_on(pipeline, name)) for replicas, pipeline in plan.kinds]
+        kinds = [(replicas, pipeline, own) for replicas, pipeline, own in owned if own]
         shape = "+".join(
-            f"{own if own == cut.stages else f'{own}/{cut.stages}'}x{len(replicas)}" for replicas, cut, own in cuts
+            f"{own if own == pipeline.stages else f'{own}/{pipeline.stages}'}x{len(replicas)}"
+            for replicas, pipeline, own in kinds
         )
-        shares = sum(plan.shares[replica] for replicas, _, _ in cuts for replica in replicas)
+        shares = sum(plan.shares[replica] for replicas, _, _ in kinds for replica in replicas)
         found.append(ClassReport(name=name, shape=shape, gpus=gpus, micro_batches=shares))
     return tuple(found)
 
 
-def _stages_on(cut: Cut, name: str) -> int:
+def _stages_on(pipeline: Pipeline, name: str) -> int:
     """How many stages run on devices of a class."""
-    return sum(cut.class_of(stage) == name for stage in range(cut.stages))
+    return sum(pipeline.class_of(stage) == name for stage in range(pipeline.stages))
 
 
 def _why(request: PlanRequest, plan: Plan, parts: Breakdown, best: Plan, best_parts: Breakdown) -> str:
@@ -244,7 +245,7 @@ def _gpus(count: int) -> str:
 def _sharing(plan: Plan) -> str:
     """How many micro-batches each replica runs, and how M stays exact."""
     base, more = divmod(plan.micro_batches, plan.replicas)
-    if plan.more:
+    if not plan.is_uniform:
         text = f"dealt so that all end together: {shares_text(plan.shares)} micro-batches of {plan.micro_batch}"
     elif plan.speeds:
         text = f"dealt by speed: {shares_text(plan.shares)} micro-batches of {plan.micro_batch}"

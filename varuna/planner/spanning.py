@@ -97,8 +97,8 @@ class _Built(NamedTuple):
     def plan(self, request: PlanRequest) -> Plan:
         """It, with the bound as its time."""
         made = made_plan(request, self.shape, self.starts, self.sizes, self.sizers)
-        update = {"split_last": self.split_last, "stage_classes": self.classes, "step_s": self.bound_s}
-        return made.model_copy(update=update)
+        named = made.each(split_last=self.split_last, stage_classes=self.classes)
+        return named.model_copy(update={"step_s": self.bound_s})
 
 
 class _Spanning:

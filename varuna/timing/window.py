@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.section import Examples, SectionRunner
 from varuna.engine.stage.stage import Left, Stage
@@ -56,13 +56,9 @@ class Window:
         count = len(job.model.sections)
         starts = tuple(sorted({0, first, stop} - {count}))
         plan = Plan(
-            stages=len(starts),
-            replicas=1,
             micro_batch=1,
             global_batch=1,
-            starts=starts,
-            sections=count,
-            stash_limits=(1,) * len(starts),
+            pipelines=(Pipeline(bounds=(*starts, count), stash_limits=(1,) * len(starts)),),
         )
         states = initial_states(job.model, range(first, stop), beginning.parameters, job.buffers)
         self.job = job

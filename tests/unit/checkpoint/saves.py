@@ -10,7 +10,7 @@ from varuna.checkpoint.io.snapshot import SnapshotBuffer, parts_of
 from varuna.checkpoint.io.writer import write_part
 from varuna.checkpoint.manifest import Manifest, commit
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.saved import SavedShard
 from varuna.engine.device.host_copies import CPU_COPIES
 from varuna.process.threads import AbandoningThreadPool
@@ -35,13 +35,15 @@ def make_job(*, sections: int = SECTIONS, state_digest: str = "abc", seed: int =
 
 def make_plan(stages: int = 1, replicas: int = 1, sections: int = SECTIONS) -> Plan:
     return Plan(
-        stages=stages,
-        replicas=replicas,
         micro_batch=1,
         global_batch=8,
-        starts=tuple(stage * sections // stages for stage in range(stages)),
-        sections=sections,
-        stash_limits=(1,) * stages,
+        pipelines=(
+            Pipeline(
+                replicas=replicas,
+                bounds=(*tuple(stage * sections // stages for stage in range(stages)), sections),
+                stash_limits=(1,) * stages,
+            ),
+        ),
     )
 
 
@@ -77,7 +79,7 @@ def save_parts(
     with AbandoningThreadPool(1, "checksums") as beside:
         for stage in range(plan.stages):
             for replica in range(plan.replicas) if replicas is None else replicas:
-                held = {section: states[section] for section in plan.first_cut.sections_of(stage)}
+                held = {section: states[section] for section in plan.first.sections_of(stage)}
                 planned = parts_of(
                     list(held.values()),
                     replica=replica,

@@ -241,7 +241,7 @@ def test_whatever_is_asked_there_is_a_plan_that_keeps_its_word_or_a_reason(
     assert ranking.plans or ranking.rejected
     for plan in ranking.plans[:1]:
         assert plan.workers <= gpus
-        assert max(plan.memory_bytes) <= (request.limit_bytes or 0)
+        assert max(plan.first.memory_bytes) <= (request.limit_bytes or 0)
         assert stages is None or plan.stages == stages
 
 

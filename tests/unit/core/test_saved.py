@@ -5,13 +5,15 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.saved import ALONE_EVERY_S, paying_every_s
 
 
 def plan(replicas: int) -> Plan:
     return Plan(
-        stages=2, replicas=replicas, micro_batch=1, global_batch=8192, starts=(0, 1), sections=2, stash_limits=(1, 1)
+        micro_batch=1,
+        global_batch=8192,
+        pipelines=(Pipeline(replicas=replicas, bounds=(0, 1, 2), stash_limits=(1, 1)),),
     )
 
 

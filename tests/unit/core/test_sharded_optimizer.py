@@ -63,5 +63,5 @@ def test_stages_are_shared_out_each_by_itself() -> None:
     plan = make_plan(job, 6, None, stages=2)
     holders = holders_of(plan, job.model.sections, shared=True)
     assert holders == assign_holders([200] * 3, 3) * 2
-    assert held_by(holders, plan.first_cut.sections_of(1), 0) == (3, 5)
+    assert held_by(holders, plan.first.sections_of(1), 0) == (3, 5)
     assert holders_of(plan, job.model.sections, shared=False) == ((0, 1, 2),) * 6

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from varuna.core.errors import UsageError
-from varuna.core.plan import Pipelines, Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.units import format_bytes, format_duration, parse_bytes, step_number
 from varuna.core.vote import VoteLayout
 
@@ -23,14 +23,16 @@ def plans(draw: st.DrawFn) -> Plan:
     replicas = draw(st.integers(1, -(-global_batch // micro_batch)))
     speeds = draw(st.lists(st.floats(0.01, 1.0), min_size=replicas, max_size=replicas) | st.just([]))
     return Plan(
-        stages=stages,
-        replicas=replicas,
-        speeds=tuple(sorted(speeds, reverse=True)),
         micro_batch=micro_batch,
         global_batch=global_batch,
-        starts=(0, *starts),
-        sections=sections,
-        stash_limits=(1,) * stages,
+        pipelines=(
+            Pipeline(
+                replicas=replicas,
+                bounds=(0, *starts, sections),
+                stash_limits=(1,) * stages,
+                speeds=tuple(sorted(speeds, reverse=True)),
+            ),
+        ),
     )
 
 
@@ -54,73 +56,62 @@ def test_ranks_and_sections_map_both_ways(plan: Plan) -> None:
     for rank in range(plan.workers):
         assert plan.rank_of(*plan.place_of(rank)) == rank
     for stage in range(plan.stages):
-        assert all(plan.first_cut.stage_of(section) == stage for section in plan.first_cut.sections_of(stage))
-    assert sum(len(plan.first_cut.sections_of(stage)) for stage in range(plan.stages)) == plan.sections
+        assert all(plan.first.stage_of(section) == stage for section in plan.first.sections_of(stage))
+    assert sum(len(plan.first.sections_of(stage)) for stage in range(plan.stages)) == plan.sections
 
 
 def test_a_plan_that_contradicts_itself_is_refused() -> None:
-    with pytest.raises(ValidationError, match="do not divide"):
-        Plan(stages=2, replicas=1, micro_batch=1, global_batch=4, starts=(0, 0), sections=3, stash_limits=(1, 1))
+    with pytest.raises(ValidationError, match="do not ascend"):
+        Plan(micro_batch=1, global_batch=4, pipelines=(Pipeline(bounds=(0, 0, 3), stash_limits=(1, 1)),))
     for speeds in ((1.0,), (0.5, 1.0), (1.5, 1.0), (1.0, 0.0)):
         with pytest.raises(ValidationError, match=r"more than 0 and at most 1, fastest first"):
             Plan(
-                stages=1,
-                replicas=2,
                 micro_batch=1,
                 global_batch=4,
-                starts=(0,),
-                sections=3,
-                stash_limits=(1,),
-                speeds=speeds,
+                pipelines=(Pipeline(replicas=2, bounds=(0, 3), stash_limits=(1,), speeds=speeds),),
             )
     with pytest.raises(ValidationError, match="cannot share"):
-        Plan(stages=1, replicas=5, micro_batch=1, global_batch=4, starts=(0,), sections=3, stash_limits=(1,))
-    given = {"stages": 2, "replicas": 1, "micro_batch": 1, "global_batch": 4, "starts": (0, 1), "sections": 2}
+        Plan(micro_batch=1, global_batch=4, pipelines=(Pipeline(replicas=5, bounds=(0, 3), stash_limits=(1,)),))
     for stay in [(1,), (4, 1), (-1, 1)]:
         with pytest.raises(ValidationError, match=r"stash_on_device|on the device"):
-            Plan.model_validate({**given, "stash_limits": (3, 1), "stash_on_device": stay})
+            Pipeline(bounds=(0, 1, 2), stash_limits=(3, 1), stash_on_device=stay)
 
 
 def test_pipelines_that_are_cut_alike_are_listed_by_their_speed() -> None:
-    given = {"stages": 1, "replicas": 4, "micro_batch": 1, "global_batch": 30, "starts": (0,), "sections": 2}
-    more = Pipelines(replicas=2, pace=0.6, starts=(0, 1), stash_limits=(2, 1))
-    plan = Plan.model_validate({**given, "stash_limits": (1,), "more": (more,), "speeds": (1.0, 0.5, 1.0, 0.5)})
+    pipelines = (
+        Pipeline(replicas=2, bounds=(0, 2), stash_limits=(1,), speeds=(1.0, 0.5)),
+        Pipeline(replicas=2, pace=0.6, bounds=(0, 1, 2), stash_limits=(2, 1), speeds=(1.0, 0.5)),
+    )
+    plan = Plan(micro_batch=1, global_batch=30, pipelines=pipelines)
     assert plan.rates == (1.0, 0.5, 0.6, 0.3)
     assert sum(plan.shares) == 30
     assert plan.shares[0] > plan.shares[2] > plan.shares[1] > plan.shares[3]
-    for speeds in ((1.0, 0.5, 0.8, 0.9), (0.5, 0.6, 0.5, 0.5), (1.0, 1.0)):
-        with pytest.raises(ValidationError, match="fastest first"):
-            Plan.model_validate({**dict(plan), "speeds": speeds})
-    with pytest.raises(ValidationError, match="cannot be more pipelines"):
-        Plan.model_validate({**dict(plan), "replicas": 2, "speeds": ()})
+    with pytest.raises(ValidationError, match="divide the same sections"):
+        Plan(micro_batch=1, global_batch=30, pipelines=(*pipelines, Pipeline(bounds=(0, 3), stash_limits=(1,))))
+
+
+def test_a_copy_with_a_field_that_there_is_not_is_refused() -> None:
+    plan = Plan(micro_batch=1, global_batch=4, pipelines=(Pipeline(bounds=(0, 3), stash_limits=(1,)),))
+    with pytest.raises(AttributeError, match="Plan has no split_last"):
+        plan.model_copy(update={"split_last": 2})
+    assert plan.each(split_last=2).first.split_last == 2
 
 
 def test_a_stage_keeps_its_last_sections_and_has_nothing_to_recompute_if_those_are_all() -> None:
-    plan = Plan(
-        stages=3, replicas=1, micro_batch=1, global_batch=4, starts=(0, 3, 5), sections=6, stash_limits=(4, 3, 1)
-    )
-    assert [list(plan.first_cut.kept_sections_of(k)) for k in range(3)] == [[], [], []]
-    plan = plan.model_copy(update={"kept": (1, 2, 0)})
-    assert [list(plan.first_cut.kept_sections_of(k)) for k in range(3)] == [[2], [3, 4], []]
-    assert [plan.first_cut.keeps_all(k) for k in range(3)] == [False, True, False]
+    plan = Plan(micro_batch=1, global_batch=4, pipelines=(Pipeline(bounds=(0, 3, 5, 6), stash_limits=(4, 3, 1)),))
+    assert [list(plan.first.kept_sections_of(k)) for k in range(3)] == [[], [], []]
+    plan = plan.each(kept=(1, 2, 0))
+    assert [list(plan.first.kept_sections_of(k)) for k in range(3)] == [[2], [3, 4], []]
+    assert [plan.first.keeps_all(k) for k in range(3)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
     ("kept", "complaint"),
-    [((1,), "kept \\(1,\\) must give a number for each of 2"), ((0, 3), "stage 1 has 2 sections and cannot keep 3")],
+    [((1,), "kept \\(1,\\) must give a value for each of 2"), ((0, 3), "stage 1 has 2 sections and cannot keep 3")],
 )
 def test_a_plan_cannot_keep_sections_that_it_does_not_have(kept: tuple[int, ...], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
-        Plan(
-            stages=2,
-            replicas=1,
-            micro_batch=1,
-            global_batch=4,
-            starts=(0, 1),
-            sections=3,
-            stash_limits=(2, 1),
-            kept=kept,
-        )
+        Plan(micro_batch=1, global_batch=4, pipelines=(Pipeline(bounds=(0, 1, 3), stash_limits=(2, 1), kept=kept),))
 
 
 def test_a_vote_reads_back_what_each_writer_wrote() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varuna.core.errors import UsageError
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.data import sample_index
 
 GOLDEN = [1, 0, 5, 9, 3, 7, 2, 6, 4, 8, 7, 1, 6, 9, 5, 3, 2, 0, 8, 4]
@@ -19,13 +19,9 @@ GOLDEN_FAR = 82547
 
 def plan(*, stages: int, replicas: int, micro_batch: int, global_batch: int) -> Plan:
     return Plan(
-        stages=stages,
-        replicas=replicas,
         micro_batch=micro_batch,
         global_batch=global_batch,
-        starts=tuple(range(stages)),
-        sections=4,
-        stash_limits=(1,) * stages,
+        pipelines=(Pipeline(replicas=replicas, bounds=(*tuple(range(stages)), 4), stash_limits=(1,) * stages),),
     )
 
 

@@ -18,7 +18,7 @@ from tests.depth import by_depth
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from varuna.checkpoint.io.section_state import from_bytes, to_bytes
 from varuna.core.model import JobFacts, Memory
-from varuna.core.plan import Pipelines, Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.precision import Precision
 from varuna.data.samples import SampleSource
 from varuna.engine.base.transport import Group, local_store
@@ -286,23 +286,21 @@ def unlike(*depths: int, paces: tuple[float, ...] = ()) -> Callable[[Plan], Plan
     """Turn a plan into one of pipelines of these depths, each cut evenly."""
 
     def adjusted(plan: Plan) -> Plan:
-        def even(stages: int) -> dict[str, Any]:
-            starts = tuple(plan.sections * stage // stages for stage in range(stages))
-            return {"starts": starts, "stash_limits": tuple(3 * (stages - stage) for stage in range(stages))}
+        def even(stages: int, pace: float) -> Pipeline:
+            bounds = tuple(plan.sections * stage // stages for stage in range(stages + 1))
+            return Pipeline(
+                pace=pace, bounds=bounds, stash_limits=tuple(3 * (stages - stage) for stage in range(stages))
+            )
 
-        more = tuple(
-            Pipelines(replicas=1, pace=pace, **even(stages))
-            for stages, pace in zip(depths[1:], paces or (1.0,) * len(depths), strict=False)
-        )
-        first = {"stages": depths[0], "replicas": len(depths), "kept": (), "stash_on_device": (), **even(depths[0])}
-        return Plan.model_validate({**dict(plan), **first, "more": more})
+        pipelines = tuple(map(even, depths, (1.0, *(paces or (1.0,) * (len(depths) - 1)))))
+        return Plan.model_validate({**dict(plan), "pipelines": pipelines})
 
     return adjusted
 
 
 def dealt(*speeds: float) -> Callable[[Plan], Plan]:
     """Turn a plan into one whose replicas have these speeds."""
-    return lambda plan: plan.model_copy(update={"speeds": speeds})
+    return lambda plan: plan.each(speeds=speeds)
 
 
 def close_sessions() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.depth import by_depth, nightly, nightly_rows
 from tests.unit.engine.ranks import Setup
 from varuna.calibration.nominal import nominal_calibration
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.precision import Precision
 from varuna.engine.base import spans
 from varuna.engine.stage.cross_stage import all_reduce_shared
@@ -119,14 +119,14 @@ def planned(setup: Setup, stages: int, memory_bytes: int | None = None) -> Plan:
 def test_a_single_stage_uses_what_its_plan_promised(precision: str) -> None:
     setup = setup_of(2, precision=precision)
     plan = planned(setup, 1)
-    assert peaks(setup, plan) == pytest.approx(list(plan.memory_bytes), rel=0.02)
+    assert peaks(setup, plan) == pytest.approx(list(plan.first.memory_bytes), rel=0.02)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_no_stage_of_a_pipeline_exceeds_its_promise(precision: str) -> None:
     setup = setup_of(_MICRO_BATCHES, precision=precision)
-    plan = planned(setup, 2).model_copy(update={"split_last": 0})
-    for found, promised in zip(peaks(setup, plan), plan.memory_bytes, strict=True):
+    plan = planned(setup, 2).each(split_last=0)
+    for found, promised in zip(peaks(setup, plan), plan.first.memory_bytes, strict=True):
         assert 0.5 * promised < found < 1.02 * promised  # how much was in flight at once is a matter of luck
 
 
@@ -157,9 +157,9 @@ def test_offloaded_state_and_what_is_streamed_of_it_are_promised(stages: int, pr
 
     setup = setup_of(2, build=Heavy, micro_batch=1, precision=precision, offload=True, before_step=talking)
     plan = planned(setup, stages)
-    assert peaks(setup, plan) == pytest.approx(list(plan.memory_bytes), rel=0.1)
+    assert peaks(setup, plan) == pytest.approx(list(plan.first.memory_bytes), rel=0.1)
     without = planned(replace(setup, offload=False), stages)
-    for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True):
+    for more, less in zip(plan.first.memory_bytes, without.first.memory_bytes, strict=True):
         assert more > 1.03 * less  # what passes through shows in the peak
 
 
@@ -173,7 +173,7 @@ def test_host_memory_holds_the_state_that_was_promised(precision: Precision) -> 
     stage = setup.finished[0].current.stage
     away = stage.parameters.values() if stage.job.masters_away else ()
     state = [value for name in stage.parameters for value in stage.optimizer.state_of(name)[0].values()]
-    assert plan.host_bytes == (sum(value.nbytes for value in (*away, *state)),)
+    assert plan.first.host_bytes == (sum(value.nbytes for value in (*away, *state)),)
 
 
 class Stack(nn.Module):
@@ -197,10 +197,10 @@ def test_what_waits_for_w_is_as_large_as_promised(precision: Precision) -> None:
     """Every W after all I's, without luck: on one stage, whose sections are told to split."""
     setup = Setup(build=Stack, micro_batch=_MICRO_BATCH, precision=precision)
     count, facts = len(setup.model.sections), setup.model.facts.sections
-    given = {"stages": 1, "replicas": 1, "micro_batch": _MICRO_BATCH, "global_batch": 24, "starts": (0,)}
+    only = Pipeline(bounds=(0, count), stash_limits=(1,))
     job, counted = setup.job(), Allocated()
     states = initial_states(setup.model, range(count), setup.beginning.parameters, job.buffers)
-    stage = Stage(job, Plan(**given, sections=count, stash_limits=(1,)), 0, states, 0)
+    stage = Stage(job, Plan(micro_batch=_MICRO_BATCH, global_batch=24, pipelines=(only,)), 0, states, 0)
     loss = setup.model.sections[-1].makes[0]
     lefts: list[list[Left]] = []
     for micro_batch in range(4):
@@ -240,8 +240,8 @@ def test_what_waits_for_w_does_not_hold_what_the_stage_took() -> None:
     start = next(k for k in range(count // 2, count) if len(crossings[k]) == 1)
     [taken] = crossings[start]
     states = initial_states(setup.model, range(start, count), setup.beginning.parameters, job.buffers)
-    given = {"stages": 2, "replicas": 1, "micro_batch": _MICRO_BATCH, "global_batch": 24, "starts": (0, start)}
-    stage = Stage(job, Plan(**given, sections=count, stash_limits=(1, 1)), 1, states, 0)
+    two = Pipeline(bounds=(0, start, count), stash_limits=(1, 1))
+    stage = Stage(job, Plan(micro_batch=_MICRO_BATCH, global_batch=24, pipelines=(two,)), 1, states, 0)
     examples = Examples(setup.source.micro_batch(range(_MICRO_BATCH)).tensors, _MICRO_BATCH)
     value = torch.randn(taken.shape(_MICRO_BATCH))
     storage = weakref.ref(value.untyped_storage())
@@ -257,25 +257,25 @@ def test_what_waits_for_w_does_not_hold_what_the_stage_took() -> None:
 @pytest.mark.nightly
 def test_a_stage_that_splits_uses_what_its_plan_promised() -> None:
     setup = setup_of(_MICRO_BATCHES, build=Stack)
-    plan = planned(setup, 2).model_copy(update={"split_last": _MICRO_BATCHES})
+    plan = planned(setup, 2).each(split_last=_MICRO_BATCHES)
     of_sections = profile(nominal_calibration(setup.model.facts), _MICRO_BATCH)
-    sections = plan.first_cut.sections_of(1)
+    sections = plan.first.sections_of(1)
     live_bytes = [Spans(of_sections, splits=splits).at_work(sections.start, sections.stop) for splits in (False, True)]
     found = peaks(setup, plan)
-    assert 0.85 * plan.memory_bytes[1] < found[1] < 1.03 * plan.memory_bytes[1]
-    assert found[1] > plan.memory_bytes[1] - (live_bytes[1] - live_bytes[0])  # B whole would need less
+    assert 0.85 * plan.first.memory_bytes[1] < found[1] < 1.03 * plan.first.memory_bytes[1]
+    assert found[1] > plan.first.memory_bytes[1] - (live_bytes[1] - live_bytes[0])  # B whole would need less
 
 
 @pytest.mark.nightly
 def test_kept_activations_are_as_large_as_promised() -> None:
     setup = setup_of(_MICRO_BATCHES)
     plan = planned(setup, 2, memory_bytes=2**30)
-    assert plan.first_cut.keeps_all(0)
-    assert plan.stash_limits[0] == _MICRO_BATCHES
-    assert plan.memory_bytes[0] > 1.8 * planned(setup, 2).memory_bytes[0]
+    assert plan.first.keeps_all(0)
+    assert plan.first.stash_limits[0] == _MICRO_BATCHES
+    assert plan.first.memory_bytes[0] > 1.8 * planned(setup, 2).first.memory_bytes[0]
     in_flight = {"policy": "gpipe", "stash_limits": (_MICRO_BATCHES,) * 2, "split_last": 0}  # all, without luck
     found = peaks(setup, plan.model_copy(update=in_flight))
-    assert found[0] == pytest.approx(plan.memory_bytes[0], rel=0.1)
+    assert found[0] == pytest.approx(plan.first.memory_bytes[0], rel=0.1)
 
 
 class Standardised(nn.Module):
@@ -313,19 +313,19 @@ def test_statistics_for_buffers_are_promised_for_every_micro_batch(stages: int, 
     assert (plan.stages, plan.replicas) == (stages, replicas)
     each = sum(section.statistics_bytes for section in setup.model.facts.sections)
     assert each >= 4 * 2 * 1024 * 4  # mean and variance
-    assert micro_batches * each > 0.3 * sum(plan.memory_bytes)
+    assert micro_batches * each > 0.3 * sum(plan.first.memory_bytes)
     # While the last stage updates, forwards of the next step may be here. Beside so small an update they show.
-    early = (plan.stash_limits[0] + ACTIVATIONS_COMING) * 2 * setup.model.facts.sections[0].boundary_bytes
-    for found, promised in zip(peaks(setup, plan), plan.memory_bytes * replicas, strict=True):
+    early = (plan.first.stash_limits[0] + ACTIVATIONS_COMING) * 2 * setup.model.facts.sections[0].boundary_bytes
+    for found, promised in zip(peaks(setup, plan), plan.first.memory_bytes * replicas, strict=True):
         assert 0.9 * promised < found < 1.02 * promised + early * (stages - 1)
 
 
 def test_the_stash_never_holds_more_than_the_plan_allows() -> None:
     setup = setup_of(12, micro_batch=1)
-    plan = planned(setup, 2).model_copy(update={"stash_limits": (3, 1), "split_last": 0})
+    plan = planned(setup, 2).each(stash_limits=(3, 1), split_last=0)
     setup.adjusted = lambda _: plan
     setup.run(2, 1, steps=1)
-    for limit, times in zip(plan.stash_limits, setup.times(), strict=True):
+    for limit, times in zip(plan.first.stash_limits, setup.times(), strict=True):
         assert times is not None
         kinds = [took.action.kind for took in times.actions]
         in_flight = [kinds[:n].count(Kind.FORWARD) - kinds[:n].count(Kind.BACKWARD) for n in range(1, len(kinds) + 1)]
@@ -347,6 +347,6 @@ def test_state_that_is_shared_out_is_promised_for_the_fullest_replica(precision:
     )
     plan = best_plan(request)
     assert plan.replicas == 4
-    assert max(peaks(setup, plan)) == pytest.approx(plan.memory_bytes[0], rel=0.1)
+    assert max(peaks(setup, plan)) == pytest.approx(plan.first.memory_bytes[0], rel=0.1)
     without = best_plan(request.model_copy(update={"calibration": nominal_calibration(setup.model.facts)}))
-    assert plan.memory_bytes[0] < 0.9 * without.memory_bytes[0]
+    assert plan.first.memory_bytes[0] < 0.9 * without.first.memory_bytes[0]

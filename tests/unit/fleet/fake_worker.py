@@ -45,7 +45,7 @@ class FakeWorker:
         self.stopped = True
         plan, generation, rank = self.assignment.plan, self.assignment.generation, self.assignment.rank
         votes = (make_vote(plan, generation, next_step - 1),) if next_step > self.assignment.next_step else ()
-        sections = () if self.assignment.is_spare else tuple(plan.first_cut.sections_of(plan.place_of(rank).stage))
+        sections = () if self.assignment.is_spare else tuple(plan.first.sections_of(plan.place_of(rank).stage))
         self.member.held(
             StopReport(
                 generation=generation,

@@ -23,7 +23,7 @@ from varuna.core.messages import (
 )
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.node_notices import PreemptionNotice
-from varuna.core.plan import Pipelines, Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.net.protocol import Identity
@@ -73,13 +73,15 @@ def make_plan(job: JobFacts, workers: int, micro_batch: int | None, *, stages: i
         raise NoPlanError(f"{depth} stages need {depth} workers, {workers} are there")
     replicas = workers // depth
     even = Plan(
-        stages=depth,
-        replicas=replicas,
         micro_batch=micro_batch or 2,
         global_batch=job.global_batch,
-        starts=tuple(stage * sections // depth for stage in range(depth)),
-        sections=sections,
-        stash_limits=(2,) * depth,
+        pipelines=(
+            Pipeline(
+                replicas=replicas,
+                bounds=(*tuple(stage * sections // depth for stage in range(depth)), sections),
+                stash_limits=(2,) * depth,
+            ),
+        ),
     )
     dealt = even.at_speeds({"": job.speeds})
     return dealt.model_copy(update={"step_s": 1.0 / (depth * (sum(dealt.speeds) or replicas))})
@@ -97,8 +99,10 @@ def unlike_pipelines(job: JobFacts, workers: int, micro_batch: int | None) -> Pl
         return make_plan(job, workers, micro_batch, stages=shallow or deep)
     first = make_plan(_equal(job), 2 * deep, micro_batch, stages=deep)
     starts = tuple(stage * sections // shallow for stage in range(shallow))
-    other = Pipelines(replicas=1, pace=shallow / deep, starts=starts, stash_limits=(2,) * shallow)
-    return Plan.model_validate({**dict(first), "more": (other,)}).at_speeds({"": job.speeds})
+    other = Pipeline(pace=shallow / deep, bounds=(*starts, sections), stash_limits=(2,) * shallow)
+    return Plan.model_validate(
+        {**dict(first), "pipelines": (first.first.model_copy(update={"replicas": 1}), other)}
+    ).at_speeds({"": job.speeds})
 
 
 def by_class(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
@@ -107,11 +111,14 @@ def by_class(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
     if not depths:
         return two_stages(job, workers, micro_batch)
     plans = {name: make_plan(_equal(job), depth, micro_batch, stages=depth) for name, depth in depths.items()}
-    named = [(name, plan.first_cut) for name, plan in sorted(plans.items(), key=lambda each: -each[1].stages)]
-    more = tuple(Pipelines.of(cut._replace(device_class=name), replicas=1, pace=0.5) for name, cut in named[1:])
-    name, first = named[0][0], next(iter(plans.values())).as_if_all(named[0][1])
-    update = {"device_class": name, "replicas": len(named), "more": more, "step_s": 1.0 / sum(depths.values())}
-    return Plan.model_validate({**dict(first), **update}).at_speeds(devices.by_class(job.classes, job.speeds))
+    deepest_first = sorted(plans.items(), key=lambda each: -each[1].stages)
+    pipelines = tuple(
+        plan.first.model_copy(update={"device_class": name, "pace": 0.5 if number else 1.0})
+        for number, (name, plan) in enumerate(deepest_first)
+    )
+    changed = {"pipelines": pipelines, "step_s": 1.0 / sum(depths.values())}
+    made = Plan.model_validate({**dict(next(iter(plans.values()))), **changed})
+    return made.at_speeds(devices.by_class(job.classes, job.speeds))
 
 
 def _equal(job: JobFacts) -> JobFacts:

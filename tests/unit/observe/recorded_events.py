@@ -1,18 +1,14 @@
 """Plans and events with as little as a report needs."""
 
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, Morphed, StepRecorded
 
 
 def plan(stages: int, replicas: int) -> Plan:
     return Plan(
-        stages=stages,
-        replicas=replicas,
         micro_batch=2,
         global_batch=16,
-        starts=tuple(range(stages)),
-        sections=stages,
-        stash_limits=(2,) * stages,
+        pipelines=(Pipeline(replicas=replicas, bounds=(*tuple(range(stages)), stages), stash_limits=(2,) * stages),),
     )
 
 

@@ -21,9 +21,9 @@ def wanted(scarce: int, others: int) -> PlanRequest:
 def test_a_scarce_class_takes_only_a_part_of_the_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = best_plan(wanted(1, 7))
     assert plan.classes == {"A": 1, "B": 7}
-    spanning = [cut for _, cut in plan.cuts if cut.stage_classes]
+    spanning = [cut for _, cut in plan.kinds if cut.stage_classes]
     assert len(spanning) == 1
-    assert any(cut.device_class == "B" for _, cut in plan.cuts)
+    assert any(cut.device_class == "B" for _, cut in plan.kinds)
     assert predicted(wanted(1, 7).calibration, plan).step_s == pytest.approx(plan.step_s)
     monkeypatch.setattr(classes, "with_pipelines_beside", lambda *given: [])
     assert plan.step_s < best_plan(wanted(1, 7)).step_s

@@ -45,14 +45,14 @@ def test_memory_is_what_the_user_says_else_the_calibration_else_the_devices() ->
     asked = job(micro_batch=8).model_copy(update={"memory_bytes": 100 * GB})
     unknown = plan_run(job(micro_batch=8), workers=8, stages=4)
     found = plan_run(asked, workers=8, stages=4)
-    assert not any(unknown.kept)
-    assert any(found.kept)
-    assert max(found.memory_bytes) <= 100 * GB
+    assert not any(unknown.first.kept)
+    assert any(found.first.kept)
+    assert max(found.first.memory_bytes) <= 100 * GB
     measured = nominal_calibration(FACTS)
     measured = measured.model_copy(update={"hardware": measured.hardware.model_copy(update={"memory_bytes": 2 * GB})})
-    assert max(plan_run(asked, workers=8, stages=4, calibration=measured).memory_bytes) <= 2 * GB
-    assert max(plan_run(asked, workers=8, stages=4, memory_bytes=2 * GB).memory_bytes) <= 2 * GB
-    assert max(found.memory_bytes) > 2 * GB
+    assert max(plan_run(asked, workers=8, stages=4, calibration=measured).first.memory_bytes) <= 2 * GB
+    assert max(plan_run(asked, workers=8, stages=4, memory_bytes=2 * GB).first.memory_bytes) <= 2 * GB
+    assert max(found.first.memory_bytes) > 2 * GB
 
 
 def refusal(
@@ -125,8 +125,8 @@ def test_where_all_are_of_one_class_the_plan_is_the_same_and_says_so() -> None:
                 plan_run(plain.model_copy(update={"classes": classes}), workers=workers, calibration=named, copies=True)
                 for classes in ((), sizes)
             ]
-            assert found[1].on_class("") == found[0]
-            assert found[1].device_class == "V100"
+            assert found[1].each(device_class="") == found[0]
+            assert found[1].first.device_class == "V100"
 
 
 def test_a_class_that_ran_out_of_memory_is_planned_for_less_whoever_says_how_much_it_has() -> None:
@@ -150,8 +150,8 @@ def test_each_class_has_its_own_memory() -> None:
         plan = plan_run(asked, workers=10, calibration=calibration)
         limits = {size.name: size.memory_bytes or 0 for size in sizes}
         assert set(plan.classes) == {"A", "B"}
-        assert all(max(cut.memory_bytes) <= limits[cut.device_class] for _, cut in plan.cuts)
-        assert any(max(cut.memory_bytes) > 2 * GB for _, cut in plan.cuts)
+        assert all(max(cut.memory_bytes) <= limits[cut.device_class] for _, cut in plan.kinds)
+        assert any(max(cut.memory_bytes) > 2 * GB for _, cut in plan.kinds)
 
 
 @pytest.mark.parametrize(("fast", "slow"), [(2, 3), (2, 4), (5, 3)])

@@ -16,7 +16,7 @@ from varuna.planner.choose import best_plan
 from varuna.planner.report import report
 from varuna.planner.sweep import equal_pipelines, rank_plans
 from varuna.planner.unlike.classes import as_slowest
-from varuna.planner.unlike.dealt import PipelineKind, dealt
+from varuna.planner.unlike.dealt import dealt
 
 FACTS = model([section(parameter_bytes=MB)] * 12)
 
@@ -45,7 +45,7 @@ def asked(workers: dict[str, int], *calibrations: Calibration, **rest: object) -
 def shares(plan: Plan) -> dict[str, int]:
     """Micro-batches of a worker, by class."""
     found: dict[str, int] = {}
-    for replicas, cut in plan.cuts:
+    for replicas, cut in plan.kinds:
         found[cut.device_class] = found.get(cut.device_class, 0) + sum(plan.shares[each] for each in replicas)
     return found
 
@@ -89,21 +89,21 @@ def test_a_mix_may_leave_one_class_of_three_out() -> None:
 
 
 def test_each_class_is_cut_for_its_own_memory() -> None:
-    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).memory_bytes)
+    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).first.memory_bytes)
     calibrations = of_class("A"), of_class("B", 2.0, memory_bytes=whole // 3)
     plan = best_plan(asked({"A": 2, "B": 8}, *calibrations))
     assert set(plan.classes) == {"A", "B"}
-    for _, cut in plan.cuts:
+    for _, cut in plan.kinds:
         assert cut.device_class == "A" or max(cut.memory_bytes) <= whole // 3
 
 
 @pytest.mark.nightly
 def test_memory_that_workers_tell_counts_where_none_was_calibrated() -> None:
-    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).memory_bytes)
+    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).first.memory_bytes)
     wanted = asked({"A": 2, "B": 8}, of_class("A"), of_class("B", 2.0))
     told = (ClassSize(name="A", workers=2), ClassSize(name="B", workers=8, memory_bytes=whole // 3))
     plan = best_plan(wanted.model_copy(update={"classes": told}))
-    assert all(max(cut.memory_bytes) <= whole // 3 for _, cut in plan.cuts if cut.device_class == "B")
+    assert all(max(cut.memory_bytes) <= whole // 3 for _, cut in plan.kinds if cut.device_class == "B")
 
 
 def test_a_class_that_holds_no_section_is_left_out_and_named() -> None:
@@ -115,7 +115,7 @@ def test_a_class_that_holds_no_section_is_left_out_and_named() -> None:
 
 
 def test_where_no_class_is_enough_alone_one_pipeline_has_several() -> None:
-    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).memory_bytes)
+    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).first.memory_bytes)
     limits = {"memory_bytes": whole // 3}
     plan = best_plan(asked({"A": 2, "B": 2}, of_class("A", **limits), of_class("B", 2.0, **limits)))
     assert plan.classes == {"A": 2, "B": 2}
@@ -129,13 +129,13 @@ def test_nominal_figures_send_nobody_away_and_tell_classes_apart() -> None:
     plan = best_plan(asked({"A": 3, "B": 2}, same, leaves_idle=False))
     assert plan.workers == 5
     assert set(plan.classes) == {"A", "B"}
-    assert max(plan.shares) - min(plan.shares) <= 1 or plan.more
+    assert max(plan.shares) - min(plan.shares) <= 1 or not plan.is_uniform
 
 
 def test_replicas_that_divide_optimizer_state_are_all_as_the_slowest() -> None:
     wanted = asked({"A": 2, "B": 2}, of_class("A"), of_class("B", 1.2))
     shared = wanted.model_copy(update={"calibration": wanted.calibration.each(Calibration.with_sharded_optimizer)})
-    assert not best_plan(shared).more
+    assert best_plan(shared).is_uniform
 
 
 def test_the_cheapest_plan_weighs_prices_of_classes() -> None:
@@ -179,10 +179,10 @@ def _exhaustive_s(wanted: PlanRequest) -> float:
         for size, (stages, replicas) in zip(sizes, chosen, strict=True):
             alone = equal_pipelines(wanted.of_class(size), stages, replicas, 1)
             if alone is not None:
-                cut = alone.plan.first_cut._replace(device_class=size.name)
-                kinds.append((PipelineKind(cut, replicas, replicas / alone.step_s / replicas), alone.plan))
+                named = {"device_class": size.name, "pace": 1 / alone.step_s, "speeds": ()}
+                kinds.append((alone.plan.first.model_copy(update=named), alone.plan))
         kinds.sort(key=lambda each: -each[0].pace)
-        scaled = [kind._replace(pace=kind.pace / kinds[0][0].pace) for kind, _ in kinds]
+        scaled = [kind.model_copy(update={"pace": kind.pace / kinds[0][0].pace}) for kind, _ in kinds]
         best_s = min(best_s, dealt(scaled, kinds[0][1], wanted).step_s)
     return best_s
 

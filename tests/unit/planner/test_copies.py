@@ -29,7 +29,7 @@ def test_each_stage_has_a_copy_where_it_has_one_holder() -> None:
     assert (plan.shape, plan.copies) == ("4x1", Copies.STATE)
     without = made(copies=False)
     assert without.copies is Copies.NONE
-    assert [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)] == [
+    assert [more - less for more, less in zip(plan.first.memory_bytes, without.first.memory_bytes, strict=True)] == [
         STATE_BYTES + 3 * SUM_BYTES  # one that leaves, one that is kept, one that arrives
     ] * 4
     assert made(stages=1, workers=1).copies is Copies.NONE, "nobody else is there"
@@ -39,7 +39,7 @@ def test_in_a_long_step_the_older_state_is_kept_beside_the_newer_one() -> None:
     """Steps of 64 micro-batches wait for no last copies; those of so many do."""
     plan, without = made(global_batch=64_000), made(global_batch=64_000, copies=False)
     assert (plan.shape, plan.copies) == ("4x1", Copies.STATE)
-    more = [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)]
+    more = [more - less for more, less in zip(plan.first.memory_bytes, without.first.memory_bytes, strict=True)]
     assert more == [2 * STATE_BYTES + 3 * SUM_BYTES] * 4
 
 
@@ -47,9 +47,9 @@ def test_with_replicas_sums_alone_have_a_copy() -> None:
     """On a worker of any stage: a second replica has each."""
     plan, without = made(stages=2), made(stages=2, copies=False)
     assert (plan.shape, plan.copies, without.copies) == ("2x2", Copies.SUMS, Copies.NONE)
-    more = [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)]
+    more = [more - less for more, less in zip(plan.first.memory_bytes, without.first.memory_bytes, strict=True)]
     assert more == [2 * SUM_BYTES + 2 * SUM_BYTES] * 2
-    assert made(stages=2, memory_bytes=max(without.memory_bytes)).copies is Copies.MEMORY
+    assert made(stages=2, memory_bytes=max(without.first.memory_bytes)).copies is Copies.MEMORY
 
 
 def test_pipelines_of_other_depths_promise_the_memory_of_copies_too() -> None:
@@ -60,7 +60,7 @@ def test_pipelines_of_other_depths_promise_the_memory_of_copies_too() -> None:
     assert (kept.shape, kept.copies) == ("2x1+1x1", Copies.SUMS)
     more = [
         after - before
-        for (_, cut), (_, old) in zip(kept.cuts, plan.cuts, strict=True)
+        for (_, cut), (_, old) in zip(kept.kinds, plan.kinds, strict=True)
         for after, before in zip(cut.memory_bytes, old.memory_bytes, strict=True)
     ]
     assert more == [4 * SUM_BYTES + 2 * SUM_BYTES] * 3
@@ -68,15 +68,15 @@ def test_pipelines_of_other_depths_promise_the_memory_of_copies_too() -> None:
 
 def test_an_uneven_plan_promises_memory_for_the_largest_other_stage() -> None:
     plan, without = made(stages=3, workers=3), made(stages=3, workers=3, copies=False)
-    most = max(len(plan.first_cut.sections_of(stage)) for stage in range(3)) * (STATE_BYTES + SUM_BYTES)
-    more = [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)]
-    largest = next(stage for stage in range(3) if len(plan.first_cut.sections_of(stage)) == 2)
+    most = max(len(plan.first.sections_of(stage)) for stage in range(3)) * (STATE_BYTES + SUM_BYTES)
+    more = [more - less for more, less in zip(plan.first.memory_bytes, without.first.memory_bytes, strict=True)]
+    largest = next(stage for stage in range(3) if len(plan.first.sections_of(stage)) == 2)
     least = STATE_BYTES + SUM_BYTES
     assert more == [2 * SUM_BYTES + (least if stage == largest else most) for stage in range(3)]
 
 
 def test_there_is_no_copy_where_it_does_not_fit() -> None:
-    needed = max(made(copies=False).memory_bytes)
+    needed = max(made(copies=False).first.memory_bytes)
     assert made(memory_bytes=needed).copies is Copies.MEMORY
     assert made(memory_bytes=needed + GB).copies is Copies.STATE
 
@@ -84,12 +84,12 @@ def test_there_is_no_copy_where_it_does_not_fit() -> None:
 def test_copies_of_what_gpus_have_take_memory_of_hosts() -> None:
     plan, without = made(memory_apart=True), made(memory_apart=True, copies=False)
     assert plan.copies is Copies.STATE
-    assert plan.memory_bytes == without.memory_bytes
-    before = without.host_bytes or (0,) * 4
-    assert [more - less for more, less in zip(plan.host_bytes, before, strict=True)] == [
+    assert plan.first.memory_bytes == without.first.memory_bytes
+    before = without.first.host_bytes or (0,) * 4
+    assert [more - less for more, less in zip(plan.first.host_bytes, before, strict=True)] == [
         STATE_BYTES + 3 * SUM_BYTES
     ] * 4
-    assert made(memory_apart=True, memory_bytes=max(without.memory_bytes)).copies is Copies.STATE
+    assert made(memory_apart=True, memory_bytes=max(without.first.memory_bytes)).copies is Copies.STATE
 
 
 def over(bytes_per_s: float, global_batch: int = 64, *, memory_bytes: int | None = None) -> Plan:
@@ -117,9 +117,9 @@ def test_in_short_steps_there_is_a_copy_every_few_unless_a_link_is_too_slow_for_
 
 
 def test_a_memory_checkpoint_and_the_one_before_take_memory() -> None:
-    plan, without = over(1e12), max(made(copies=False).memory_bytes)
+    plan, without = over(1e12), max(made(copies=False).first.memory_bytes)
     assert plan.copies is Copies.CHECKPOINTS
-    assert max(plan.memory_bytes) - without == 4 * STATE_BYTES
+    assert max(plan.first.memory_bytes) - without == 4 * STATE_BYTES
     assert over(1e12, memory_bytes=without + 4 * STATE_BYTES + GB).copies is Copies.CHECKPOINTS
     least = without + STATE_BYTES + 3 * SUM_BYTES
     assert over(1e12, memory_bytes=least + 300 * MB).copies is Copies.STATE, "one copy has room, for what it is worth"

@@ -74,23 +74,23 @@ def test_a_calibration_that_says_where_state_lives_is_believed() -> None:
 
 def test_a_jobs_plan_counts_it() -> None:
     plain, moved = planned(offloaded=False), planned()
-    assert plain.host_bytes == (PINNED, PINNED)
-    assert moved.host_bytes == (2000 * MB + PINNED,) * 2
-    assert max(moved.memory_bytes) < max(plain.memory_bytes)
-    assert min(planned(apart=False).memory_bytes) > max(moved.memory_bytes)
+    assert plain.first.host_bytes == (PINNED, PINNED)
+    assert moved.first.host_bytes == (2000 * MB + PINNED,) * 2
+    assert max(moved.first.memory_bytes) < max(plain.first.memory_bytes)
+    assert min(planned(apart=False).first.memory_bytes) > max(moved.first.memory_bytes)
     with pytest.raises(NoPlanError, match="too little"):
         planned(offloaded=False, memory_bytes=2 * GB)
-    assert max(planned(memory_bytes=2 * GB).memory_bytes) <= 2 * GB
+    assert max(planned(memory_bytes=2 * GB).first.memory_bytes) <= 2 * GB
 
 
 def test_host_memory_is_a_limit_that_the_gpus_of_a_vm_share() -> None:
     enough = 2 * (2000 * MB + PINNED)
-    assert planned(host_memory_bytes=enough, gpus_per_vm=2).host_bytes == (enough // 2,) * 2
+    assert planned(host_memory_bytes=enough, gpus_per_vm=2).first.host_bytes == (enough // 2,) * 2
     with pytest.raises(NoPlanError, match=r"needs [\d.]+ GiB of host memory but each worker has 2.98 GiB"):
         planned(host_memory_bytes=6400 * MB, gpus_per_vm=2)
     with pytest.raises(NoPlanError, match="of host memory"):
         planned(host_memory_bytes=6400 * MB, gpus_per_vm=2, memory_bytes=None)
-    assert planned(offloaded=False, apart=False, host_memory_bytes=1 * MB).host_bytes == ()
+    assert planned(offloaded=False, apart=False, host_memory_bytes=1 * MB).first.host_bytes == ()
 
 
 def test_what_is_pinned_depends_on_the_replicas() -> None:

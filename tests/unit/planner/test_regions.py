@@ -49,7 +49,7 @@ def test_a_network_that_nobody_measured_is_between_the_two() -> None:
 
 
 def test_a_pipeline_reaches_over_regions_only_if_nothing_fits_otherwise() -> None:
-    whole = sum(best_plan(asked({"V100": 1}, known())).memory_bytes)
+    whole = sum(best_plan(asked({"V100": 1}, known())).first.memory_bytes)
     small = known(None).model_copy(
         update={"hardware": known().hardware.model_copy(update={"memory_bytes": whole * 2 // 3})}
     )
@@ -57,7 +57,7 @@ def test_a_pipeline_reaches_over_regions_only_if_nothing_fits_otherwise() -> Non
     plan = best_plan(asked({A: 1, B: 1}, small))
     assert plan.stages == 2
     assert plan.step_s > best_plan(asked({"V100": 2}, small)).step_s, "its messages go from region to region"
-    if plan.stage_classes:
+    if plan.first.stage_classes:
         assert predicted(small, plan).step_s == pytest.approx(plan.step_s)
 
 

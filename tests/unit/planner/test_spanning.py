@@ -28,7 +28,7 @@ def stage_s(plan: Plan, known: Calibration) -> list[float]:
 
 
 def whole_bytes() -> int:
-    return sum(best_plan(asked({"A": 1}, of_class("A"))).memory_bytes)
+    return sum(best_plan(asked({"A": 1}, of_class("A"))).first.memory_bytes)
 
 
 def test_a_class_that_is_too_small_for_a_pipeline_works_in_those_of_others() -> None:
@@ -39,8 +39,8 @@ def test_a_class_that_is_too_small_for_a_pipeline_works_in_those_of_others() -> 
     assert plan.stages == 7
     alone = best_plan(asked({"B": 6}, of_class("B", 4.0), global_batch=960))
     assert plan.step_s < 0.8 * alone.step_s, "1 + 6/4 where it was 6/4"
-    longest = len(plan.first_cut.sections_of(plan.stage_classes.index("A")))
-    assert longest == max(len(plan.first_cut.sections_of(stage)) for stage in range(7))
+    longest = len(plan.first.sections_of(plan.first.stage_classes.index("A")))
+    assert longest == max(len(plan.first.sections_of(stage)) for stage in range(7))
 
 
 @pytest.mark.parametrize("counts", [(1, 3), (2, 3), (1, 6), (3, 6)])
@@ -50,10 +50,10 @@ def test_memory_is_each_devices_own_and_no_stage_waits_long_for_another(counts: 
     wanted = asked({"A": counts[0], "B": counts[1]}, *calibrations, global_batch=480)
     [first, *_] = spanning(wanted, [1])
     plan = first.plan
-    cut = plan.first_cut
-    assert len(set(plan.stage_classes)) == 2
+    cut = plan.first
+    assert len(set(plan.first.stage_classes)) == 2
     assert all(need <= limits[cut.class_of(k)] for k, need in enumerate(cut.memory_bytes))
-    changes = sum(a != b for a, b in zip(plan.stage_classes, plan.stage_classes[1:], strict=False))
+    changes = sum(a != b for a, b in zip(plan.first.stage_classes, plan.first.stage_classes[1:], strict=False))
     assert changes == 1, "those of one class are neighbours"
     times = stage_s(plan, wanted.calibration)
     assert max(times) <= 2.1 * mean(times), "twelve sections cannot be divided"
@@ -63,9 +63,9 @@ def test_memory_is_each_devices_own_and_no_stage_waits_long_for_another(counts: 
 def every(wanted: PlanRequest, like: Plan) -> list[float]:
     """Steps of all plans with one pipeline: every order of the classes, every cut, with the depths of ``like``."""
     found = []
-    for classes in set(permutations(like.stage_classes)):
+    for classes in set(permutations(like.first.stage_classes)):
         for starts in combinations(range(1, like.sections), like.stages - 1):
-            tried = like.model_copy(update={"starts": (0, *starts), "stage_classes": classes, "kept": ()})
+            tried = like.each(bounds=(0, *starts, like.sections), stage_classes=classes, kept=())
             found.append(predicted(wanted.calibration, tried).step_s)
     return found
 

@@ -74,24 +74,24 @@ def test_the_stash_moves_where_a_plan_fits_no_other_way() -> None:
     with pytest.raises(NoPlanError, match="too little"):
         planned(TIGHT, moves=False)
     plan = planned(TIGHT)
-    assert max(plan.memory_bytes) <= TIGHT
-    assert plan.stash_on_device[1] < plan.stash_limits[1]
-    moved = [limit - stay for limit, stay in zip(plan.stash_limits, plan.stash_on_device, strict=True)]
+    assert max(plan.first.memory_bytes) <= TIGHT
+    assert plan.first.stash_on_device[1] < plan.first.stash_limits[1]
+    moved = [limit - stay for limit, stay in zip(plan.first.stash_limits, plan.first.stash_on_device, strict=True)]
     pinned = pinned_bytes(profile(calibrated(LARGE), 1), range(1), 1)
     inputs = (0, *(count * 200 * MB for count in moved[1:]))  # stage 0 reads nothing here
-    assert plan.host_bytes == tuple(each + pinned for each in inputs)
+    assert plan.first.host_bytes == tuple(each + pinned for each in inputs)
 
 
 def test_the_stash_moves_where_that_makes_a_faster_plan_fit() -> None:
     plan, other = planned(ROOMY), planned(ROOMY, moves=False)
     assert plan.step_s < other.step_s
-    assert plan.stash_on_device
-    assert not other.stash_on_device
+    assert plan.first.stash_on_device
+    assert not other.first.stash_on_device
 
 
 def test_a_plan_that_fits_leaves_the_stash_where_it_is() -> None:
-    assert planned(40 * GB).stash_on_device == ()
-    assert planned(40 * GB).model_copy(update={"host_bytes": ()}) == planned(40 * GB, moves=False)
+    assert planned(40 * GB).first.stash_on_device == ()
+    assert planned(40 * GB).each(host_bytes=()) == planned(40 * GB, moves=False)
 
 
 def test_a_slow_way_between_the_memories_makes_recomputation_wait() -> None:
@@ -102,6 +102,6 @@ def test_a_slow_way_between_the_memories_makes_recomputation_wait() -> None:
         stage = pipeline_costs(profile(calibration, 1), plan, gpus_per_vm=1).stages[1]
         return stage.forward_s + stage.recompute_s + stage.backward_s
 
-    moved = (plan.stash_limits[1] - plan.stash_on_device[1]) / plan.stash_limits[1]
+    moved = (plan.first.stash_limits[1] - plan.first.stash_on_device[1]) / plan.first.stash_limits[1]
     assert pace_s(1 * GB) == pytest.approx(2 * 200 * MB * moved / GB)
-    assert pace_s(1000 * GB) == pace_s(1 * GB, plan=plan.model_copy(update={"stash_on_device": ()}))  # copies hide
+    assert pace_s(1000 * GB) == pace_s(1 * GB, plan=plan.each(stash_on_device=()))  # copies hide

@@ -74,7 +74,7 @@ def test_plans_fit_and_more_memory_never_makes_the_step_slower(
         shown = {plan.stages for plan in ranking.plans} | {outpaced.stages for outpaced in ranking.outpaced}
         assert not shown & {rejection.stages for rejection in ranking.rejected}
         for plan in ranking.plans:
-            assert max(plan.memory_bytes) <= memory_bytes
+            assert max(plan.first.memory_bytes) <= memory_bytes
             assert plan.workers <= workers
         if ranking.plans:
             assert ranking.plans[0].step_s <= previous_s * 1.01
@@ -85,7 +85,7 @@ def test_a_dear_cut_is_avoided() -> None:
     cheap, dear = section(boundary_bytes=MB), section(boundary_bytes=100 * MB)
     facts = model([cheap, dear, dear, dear, cheap, cheap])
     plan = rank(facts, 2, 32, 1, stages=2, calibration=calibrated(facts)).plans[0]
-    assert plan.starts in ((0, 1), (0, 5))
+    assert plan.first.starts in ((0, 1), (0, 5))
 
 
 def test_a_model_without_a_network_to_fear_runs_one_stage_per_worker_group() -> None:
@@ -118,7 +118,7 @@ def test_of_few_micro_batches_early_stages_take_more_than_the_balance_gives_them
     assert all(other.starts[-1] > balanced.starts[-1] for other in leaning)
     best = best_plan(request)
     assert best.step_s < simulated(balanced.costs, builder.plan(balanced)).step_s
-    assert best.starts[-1] > balanced.starts[-1]
+    assert best.first.starts[-1] > balanced.starts[-1]
 
 
 def test_plans_are_ranked_by_step() -> None:
@@ -163,7 +163,7 @@ def test_stash_limits_shrink_before_a_depth_is_rejected() -> None:
 
     def ask(memory_bytes: int | None) -> tuple[int, ...]:
         ranking = rank(facts, 4, 64, 1, memory_bytes=memory_bytes, stages=4, policy="varuna")
-        return ranking.plans[0].stash_limits if ranking.plans else ()
+        return ranking.plans[0].first.stash_limits if ranking.plans else ()
 
     assert ask(None) == (14, 11, 8, 1)
     assert ask(540 * MB) == (7, 4, 4, 1)
@@ -175,11 +175,11 @@ def test_memory_is_spent_on_keeping_and_the_late_stages_keep_more() -> None:
     (bare,), (some,), (full,) = (
         rank(facts, 4, 256, 1, memory_bytes=memory_bytes, stages=4).plans for memory_bytes in (GB // 2, GB, 8 * GB)
     )
-    assert bare.kept == () or sum(bare.kept) < sum(some.kept) < sum(full.kept)
-    assert full.kept[:3] == tuple(len(full.first_cut.sections_of(k)) for k in range(3))
-    assert some.kept[0] < some.kept[2]
+    assert bare.first.kept == () or sum(bare.first.kept) < sum(some.first.kept) < sum(full.first.kept)
+    assert full.first.kept[:3] == tuple(len(full.first.sections_of(k)) for k in range(3))
+    assert some.first.kept[0] < some.first.kept[2]
     assert bare.step_s > some.step_s > full.step_s
-    assert max(some.memory_bytes) <= GB
+    assert max(some.first.memory_bytes) <= GB
 
 
 @given(
@@ -213,11 +213,11 @@ def test_every_policy_can_be_planned_for(policy: str) -> None:
     plan = rank(model([section()] * 6), workers=3, global_batch=32, micro_batch=1, stages=3, policy=policy).plans[0]
     assert plan.policy == policy
     expected = tuple(stash_limit(3, k, 32, policy) for k in range(3))
-    assert plan.stash_limits == (expected if policy in ("gpipe", "1f1b", "varuna-strict") else (*expected[:2], 1))
+    assert plan.first.stash_limits == (expected if policy in ("gpipe", "1f1b", "varuna-strict") else (*expected[:2], 1))
     assert plan.step_s > 0
 
 
 def test_a_sweep_for_128_workers_fits_the_workers_and_their_memory() -> None:
     facts = model([section(0.0056, 450 * MB, 100 * MB, 6 * MB)] * 60)
     ranking = rank(facts, workers=128, global_batch=8192, micro_batch=4, memory_bytes=16 * GB)
-    assert all(plan.workers <= 128 and max(plan.memory_bytes) <= 16 * GB for plan in ranking.plans)
+    assert all(plan.workers <= 128 and max(plan.first.memory_bytes) <= 16 * GB for plan in ranking.plans)

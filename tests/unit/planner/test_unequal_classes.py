@@ -18,7 +18,7 @@ from varuna.planner.unlike.classes import as_slowest
 def speeds_of(plan: Plan) -> dict[str, list[float]]:
     """Speeds of pipelines, by class."""
     found: dict[str, list[float]] = {}
-    for replicas, cut in plan.cuts:
+    for replicas, cut in plan.kinds:
         found.setdefault(cut.device_class, []).extend(map(plan.speed_of, replicas))
     return found
 
@@ -54,25 +54,25 @@ def test_a_slow_worker_more_never_makes_steps_longer() -> None:
 
 @pytest.mark.nightly
 def test_deep_pipelines_of_a_class_gather_its_slow_workers() -> None:
-    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).memory_bytes)
+    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).first.memory_bytes)
     known = of_class("A"), of_class("B", 2.0, memory_bytes=whole // 3)
     request = asked({"A": 2, "B": 8}, *known, global_batch=480)
     speeds = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5)
     plan = best_plan(request.model_copy(update={"speeds": speeds}))
     assert plan.workers == 10
-    assert all(cut.stages == 4 for _, cut in plan.cuts if cut.device_class == "B")
+    assert all(cut.stages == 4 for _, cut in plan.kinds if cut.device_class == "B")
     assert speeds_of(plan) == {"A": [1.0, 1.0], "B": [1.0, 0.5]}
     assert plan.step_s < best_plan(asked({"A": 2, "B": 4}, *known, global_batch=480)).step_s
 
 
 def test_pipelines_over_several_classes_are_as_fast_as_their_slowest_worker() -> None:
-    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).memory_bytes)
+    whole = sum(best_plan(asked({"A": 1}, of_class("A"))).first.memory_bytes)
     known = of_class("A", memory_bytes=whole * 2 // 3), of_class("B", 2.0, memory_bytes=whole // 2)
     request = asked({"A": 1, "B": 1}, *known)
     plan = best_plan(request)
-    assert set(plan.stage_classes) == {"A", "B"}
+    assert set(plan.first.stage_classes) == {"A", "B"}
     slow = best_plan(request.model_copy(update={"speeds": (1.0, 0.5)}))
-    assert slow.stage_classes == plan.stage_classes
+    assert slow.first.stage_classes == plan.first.stage_classes
     assert slow.speeds == (0.5,)
     assert 1.5 * plan.step_s < slow.step_s < 2.1 * plan.step_s
 
@@ -110,4 +110,4 @@ def test_speeds_are_in_the_order_of_the_classes() -> None:
 
 def test_memory_counts_for_slow_workers_too() -> None:
     ranking = rank_plans(slowed({"A": (1.0, 0.5), "B": (1.0, 0.5)}, memory_bytes=12 * MB))
-    assert all(max(plan.memory_bytes) <= 12 * MB for plan in ranking.plans)
+    assert all(max(plan.first.memory_bytes) <= 12 * MB for plan in ranking.plans)

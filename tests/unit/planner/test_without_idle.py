@@ -19,7 +19,7 @@ def asked(workers: int, **rest: object) -> PlanRequest:
 
 def deep(workers: int, **rest: object) -> PlanRequest:
     """Three stages are wanted at least: fewer do not fit."""
-    least = max(rank_plans(asked(3, stages=3, mixes=False)).plans[0].memory_bytes)
+    least = max(rank_plans(asked(3, stages=3, mixes=False)).plans[0].first.memory_bytes)
     return asked(workers, memory_bytes=least + MB, **rest)
 
 
@@ -28,7 +28,7 @@ def test_no_worker_is_left_over(workers: int) -> None:
     wanted = deep(workers)
     alike, best = best_plan(wanted.model_copy(update={"mixes": False})), best_plan(wanted)
     assert best.step_s <= alike.step_s
-    if alike.workers < workers and best.more:
+    if alike.workers < workers and not best.is_uniform:
         assert best.workers == workers
         assert best.step_s < 0.99 * alike.step_s
         assert sorted({*best.depths}) == [min(best.depths), min(best.depths) + 1]
@@ -39,7 +39,7 @@ def test_no_worker_is_left_over(workers: int) -> None:
 @pytest.mark.nightly
 def test_some_counts_do_get_pipelines_of_two_depths() -> None:
     found = [best_plan(deep(workers)) for workers in range(6, by_depth(9, 13))]
-    assert any(plan.more for plan in found)
+    assert any(not plan.is_uniform for plan in found)
     times = [plan.step_s for plan in found]
     assert times == sorted(times, reverse=True)  # one worker more is never worse
 
@@ -49,10 +49,10 @@ def test_each_pipeline_is_cut_for_its_own_depth_and_fits() -> None:
     [plan] = rank_depths(wanted, (4, 4, 3)).plans
     assert plan.shape == "4x2+3x1"
     assert plan.workers == 11
-    for _, cut in plan.cuts:
+    for _, cut in plan.kinds:
         assert [each for stage in range(cut.stages) for each in cut.sections_of(stage)] == list(range(12))
     assert wanted.memory_bytes is not None
-    assert max(size for _, cut in plan.cuts for size in cut.memory_bytes) <= wanted.memory_bytes
+    assert max(size for _, cut in plan.kinds for size in cut.memory_bytes) <= wanted.memory_bytes
 
 
 def test_depths_that_do_not_fit_have_no_plan() -> None:
@@ -61,14 +61,14 @@ def test_depths_that_do_not_fit_have_no_plan() -> None:
 
 def test_whoever_fixes_a_depth_gets_it_everywhere() -> None:
     for workers in (7, 11):
-        assert not best_plan(deep(workers, stages=3)).more
+        assert best_plan(deep(workers, stages=3)).is_uniform
 
 
 def test_nominal_figures_are_no_reason_for_other_depths() -> None:
-    assert not any(best_plan(deep(workers, leaves_idle=False)).more for workers in by_depth((7,), range(6, 13)))
+    assert all(best_plan(deep(workers, leaves_idle=False)).is_uniform for workers in by_depth((7,), range(6, 13)))
 
 
 @pytest.mark.nightly
 def test_replicas_that_share_optimizer_state_are_cut_alike() -> None:
     shared = KNOWN.with_sharded_optimizer()
-    assert not any(best_plan(deep(workers).model_copy(update={"calibration": shared})).more for workers in (7, 8, 11))
+    assert all(best_plan(deep(workers).model_copy(update={"calibration": shared})).is_uniform for workers in (7, 8, 11))

@@ -91,7 +91,7 @@ def test_bf16_sections_compile_to_the_same_in_every_plan() -> None:
 @pytest.mark.nightly
 def test_compiled_backwards_run_whole() -> None:
     def halved(plan: Plan) -> Plan:
-        return plan.model_copy(update={"split_last": 3})
+        return plan.each(split_last=3)
 
     plain = Setup(build=SmallLanguage, policy="adaptive", adjusted=halved)
     compiled = Setup(build=SmallLanguage, policy="adaptive", adjusted=halved, compiler=Compiler("aot_eager"))
@@ -102,7 +102,7 @@ def test_the_planner_splits_no_compiled_backward() -> None:
     calibration = read_calibration(Path("examples/calibrations/gpt2-2.5b-v100.json"))
     facts = job_of(calibration, 64, 1)
     jobs = [facts.model_copy(update={"compiled": name}) for name in (None, "inductor")]
-    split, whole = (plan_run(job, workers=6, stages=6, calibration=calibration).split_last for job in jobs)
+    split, whole = (plan_run(job, workers=6, stages=6, calibration=calibration).first.split_last for job in jobs)
     assert split > 0 == whole
 
 

@@ -59,7 +59,7 @@ def train(
 
     def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         made = plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
-        return made.model_copy(update={"speeds": speeds})
+        return made.each(speeds=speeds)
 
     def loop(rank: int, session: Session) -> None:
         for committed in session.steps():

@@ -56,7 +56,7 @@ def test_strict_orders_train_as_the_opportunistic_one(policy: str) -> None:
 
 
 def sections_by_stage(plan: Plan) -> list[int]:
-    return [len(plan.first_cut.sections_of(stage)) for stage in range(plan.stages)]
+    return [len(plan.first.sections_of(stage)) for stage in range(plan.stages)]
 
 
 FAST = {("one", 2)}
@@ -74,7 +74,7 @@ def test_split_backwards_and_kept_sections_do_not_change_a_bit(keep: str, split_
     def adjusted(plan: Plan) -> Plan:
         counts = sections_by_stage(plan)
         kept = {"none": (), "one": [1] * 3, "all but one": [max(0, n - 1) for n in counts], "all": counts}[keep]
-        return plan.model_copy(update={"kept": tuple(kept), "split_last": split_last, "stash_limits": (4, 3, 2)})
+        return plan.each(kept=tuple(kept), split_last=split_last, stash_limits=(4, 3, 2))
 
     setup = Setup(build=Dropping, dataset=Tokens(padded=True), global_batch=12, policy="adaptive", adjusted=adjusted)
     alone = Setup(build=Dropping, dataset=Tokens(padded=True), global_batch=12)
@@ -91,7 +91,7 @@ def test_split_backwards_and_kept_sections_do_not_change_a_bit(keep: str, split_
 @pytest.mark.parametrize("policy", ["1f1b", *nightly("gpipe")])
 def test_gpipe_and_1f1b_may_keep_everything(policy: str) -> None:
     def all_kept(plan: Plan) -> Plan:
-        return plan.model_copy(update={"kept": tuple(sections_by_stage(plan))})
+        return plan.each(kept=tuple(sections_by_stage(plan)))
 
     setup = Setup(build=Dropping, global_batch=12, policy=policy)
     expected = setup.losses(3, 1, steps=2)

@@ -19,7 +19,7 @@ from torch import Tensor
 from varuna.checks.dependencies.findings import Dependency, shared_weights
 from varuna.checks.dependencies.tags import SuspectedDependency, Tag, TagLedger, TagMode
 from varuna.core.errors import VarunaError, WorkerError
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.data.randomness import generator_lock
 from varuna.data.sizes import rows_in
 from varuna.engine.links.traffic import traffic_of
@@ -129,9 +129,7 @@ def _home(job: Job, name: str) -> Tag:
 def _stage(job: Job, initial: Initial, size: int) -> Stage:
     torch.manual_seed(job.seed)
     sections = len(job.model.sections)
-    plan = Plan(
-        stages=1, replicas=1, micro_batch=size, global_batch=size, starts=(0,), sections=sections, stash_limits=(1,)
-    )
+    plan = Plan(micro_batch=size, global_batch=size, pipelines=(Pipeline(bounds=(0, sections), stash_limits=(1,)),))
     states = initial_states(
         job.model,
         range(sections),

@@ -86,12 +86,12 @@ def comm_groups(plan: Plan, gpus: Sequence[int], *, sums: bool) -> list[CommGrou
     found: list[CommGroup] = []
     for parity in (0, 1):
         for replica in range(plan.replicas):
-            for stage in range(parity, plan.cut_of(replica).stages - 1, 2):
+            for stage in range(parity, plan.pipeline_of(replica).stages - 1, 2):
                 low, high = plan.rank_of(replica, stage), plan.rank_of(replica, stage + 1)
                 if own[low] and own[high]:
                     found += [CommGroup(f"{a}>{b}", (a, b), sums=False) for a, b in ((low, high), (high, low))]
-    # Where pipelines are cut differently, a rank sums with several sets of others: that goes through hosts.
-    for stage in range(plan.stages if sums and plan.replicas > 1 and not plan.more else 0):
+    # Where pipelines are divided differently, a rank sums with several sets of others: that goes through hosts.
+    for stage in range(plan.stages if sums and plan.replicas > 1 and plan.is_uniform else 0):
         members = tuple(plan.rank_of(replica, stage) for replica in range(plan.replicas))
         if all(own[rank] for rank in members):
             found.append(CommGroup(f"stage{stage}", members, sums=True))

@@ -106,16 +106,17 @@ class ForwardPass:
         self._copies = stage.job.traffic.links
         self._batch, self._activation = f"{purpose.key}batch", f"{purpose.key}activation"
         replica = plan.place_of(rank).replica
-        mine, cut = plan.micro_batches_of(replica), plan.cut_of(replica)
+        mine, pipeline = plan.micro_batches_of(replica), plan.pipeline_of(replica)
         self._work_of = work_of or (lambda step: mine)
-        self._most, self._stages, self._first_step = len(mine), cut.stages, steps.start
+        self._most, self._stages, self._first_step = len(mine), pipeline.stages, steps.start
         self._graphs, self.variants = model.graphs, Variants(model, inbox)
-        self._orders = purpose.trains and self.variants.several and plan.policy == "adaptive" and cut.stages > 1
+        self._orders = purpose.trains and self.variants.several and plan.policy == "adaptive" and pipeline.stages > 1
         self.whole = GlobalCounts(model, buffers, plan, rank, inbox, may_miss=source.may_miss)
         # The user's weight may want any input.
-        last = cut.stages - 1
+        last = pipeline.stages - 1
         keys = [
-            None if k == last and weight is not None else model.keys_of(cut.sections_of(k)) for k in range(last + 1)
+            None if k == last and weight is not None else model.keys_of(pipeline.sections_of(k))
+            for k in range(last + 1)
         ]
         self._keys, self._compared = keys[stage.index], sum(each is None or bool(each) for each in keys) > 1
         reads, ahead = self._keys is None or bool(self._keys), self.whole.ahead if purpose.trains else 0

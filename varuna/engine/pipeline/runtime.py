@@ -79,7 +79,7 @@ class Runtime:
         self._stage, self._plan, self._rank, self._source = stage, plan, rank, source
         self._inbox, self._reducer, self._weight, self._steps = inbox, reducer, weight, steps
         self._replica = plan.place_of(rank).replica
-        self._cut = plan.cut_of(self._replica)
+        self._pipeline = plan.pipeline_of(self._replica)
         self._mine = stage.work.of(stage.next_step)
         self._graphs = stage.job.model.graphs
         self._stash, job = InputStash(()), stage.job
@@ -101,7 +101,7 @@ class Runtime:
         self._layouts, self._downstream = self._forward_pass.layouts, self._forward_pass.downstream
         self._requested = stage.next_step
         self._inputs_in = self._gradients_in = self._forwards = 0
-        self._kept = len(self._cut.kept_sections_of(stage.index))
+        self._kept = len(self._pipeline.kept_sections_of(stage.index))
         self._orders: dict[int, tuple[int, ...]] = {}  # of backwards, by how many micro-batches a step has here
         self._copies, self.lookahead = job.traffic.links, lookahead_of(job.traffic.streams, inbox)
         self._open_gradient_links(groups)
@@ -127,15 +127,15 @@ class Runtime:
             self._receivers.append(Receiver(*where, expected, self._copies, channel, places=places, trips=trips))
 
     def _policy(self, micro_batches: int) -> Policy:
-        cut, stage = self._cut, self._stage.index
+        pipeline, stage = self._pipeline, self._stage.index
         return make_policy(
             self._plan.policy,
             stage=stage,
-            stages=cut.stages,
+            stages=pipeline.stages,
             micro_batches=micro_batches,
-            stash_limit=cut.stash_limits[stage],
-            split_last=min(cut.split_last, micro_batches),
-            keeps_all=cut.keeps_all(stage),
+            stash_limit=pipeline.stash_limits[stage],
+            split_last=min(pipeline.split_last, micro_batches),
+            keeps_all=pipeline.keeps_all(stage),
         )
 
     def _backward_order(self, step: int) -> list[int]:
@@ -148,9 +148,9 @@ class Runtime:
     def _new_stash(self, policy: Policy) -> InputStash:
         """An empty stash for one step, keyed by global micro-batch."""
         order = [self._mine[local] for local in policy.backward_order]
-        if not self._cut.stash_on_device:
+        if not self._pipeline.stash_on_device:
             return InputStash(order)
-        places = self._cut.stash_on_device[self._stage.index]
+        places = self._pipeline.stash_on_device[self._stage.index]
         return InputStash(order, places=places, copies=self._stage.job.traffic.stash)
 
     # -- the step ----------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Runtime:
         self._inputs_in = self._gradients_in = self._forwards = 0
         self._mine = self._forward_pass.order_of(step)
         policy, order = self._policy(len(self._mine)), self._backward_order(step)
-        split_last = min(self._plan.split_last, len(order))
+        split_last = min(self._plan.first.split_last, len(order))
         # Stage 0 has nobody who waits for its input gradient.
         self._split = frozenset(order[len(order) - split_last :] if self._stage.index else ())
         self._stash = self._new_stash(policy)

@@ -54,9 +54,9 @@ class GlobalCounts:
         self._leaves = () if model.whole is None else model.whole.leaves
         self._mine = plan.micro_batches_of(place.replica)
         self._known = [known_to(graph, buffers) for graph in model.graphs] if self.used else []
-        cut = plan.cut_of(place.replica)
-        last = cut.stages - 1
-        readers = {cut.stage_of(section) for section in range(plan.sections) if self._reads(section)}
+        pipeline = plan.pipeline_of(place.replica)
+        last = pipeline.stages - 1
+        readers = {pipeline.stage_of(section) for section in range(plan.sections) if self._reads(section)}
         self.reads = place.stage in readers
         """sections of this rank are given numbers"""
         counters = [graph.whole.counter for graph in model.graphs if graph.whole is not None]

@@ -31,7 +31,7 @@ class ShardedOptimizerState:
 
     def __init__(self, plan: Plan, job: Job, stage: int, replica: int, missing: frozenset[int]) -> None:
         self.replica, self.replicas = replica, plan.replicas
-        sections = plan.cut_of(replica).sections_of(stage)
+        sections = plan.pipeline_of(replica).sections_of(stage)
         self.holders = holders_of(plan, job.model.facts.sections, shared=job.memory.shard_optimizer)
         """replicas that hold each section of the model, of this stage or another; the first one speaks for it"""
         self._is_sharded = job.memory.shard_optimizer

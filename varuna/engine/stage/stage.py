@@ -70,7 +70,7 @@ class Stage:
             steering: what the training loop has told the optimizer and its scheduler.
         """
         self.job = job
-        self.plan, self.index, self.sections = plan, stage, plan.cut_of(replica).sections_of(stage)
+        self.plan, self.index, self.sections = plan, stage, plan.pipeline_of(replica).sections_of(stage)
         self.is_last, self.next_step = self.sections.stop == plan.sections, next_step
         self.still = StateGate(None if missing else next_step)  # copies of it, and saves, wait until it is whole
         self.sharding = ShardedOptimizerState(plan, job, stage, replica, missing)

@@ -147,19 +147,19 @@ def _of_plan(request: PlanRequest, split_last: int | None, seed: int) -> Simulat
     """
     plan = best_plan(request)
     if split_last is not None:
-        plan = plan.model_copy(update={"split_last": split_last})
+        plan = plan.each(split_last=split_last)
     micro_batches = len(plan.micro_batches_of(0))
     _check_size(plan.stages, micro_batches)
     trace = simulator.simulate(
         pipeline_costs(profile(request.calibration, plan.micro_batch), plan, gpus_per_vm=request.vm_size),
         micro_batches=micro_batches,
         policy=plan.policy,
-        stash_limits=plan.stash_limits,
-        split_last=plan.split_last,
+        stash_limits=plan.first.stash_limits,
+        split_last=plan.first.split_last,
         seed=seed,
     )
     return SimulatedStep(
-        policy=plan.policy, trace=trace, micro_batches=micro_batches, split_last=plan.split_last, plan=plan
+        policy=plan.policy, trace=trace, micro_batches=micro_batches, split_last=plan.first.split_last, plan=plan
     )
 
 

@@ -61,7 +61,7 @@ def picture(timeline: StepTimeline, trace: StepTrace | None) -> str:
 
 def _sizes(plan: Plan) -> str:
     """``2 stages x 3 replicas``, or ``pipelines of 4, 3 stages``."""
-    if plan.more:
+    if not plan.is_uniform:
         return f"pipelines of {', '.join(map(str, plan.depths))} stages"
     return f"{counted(plan.stages, 'stage')} x {counted(plan.replicas, 'replica')}"
 
@@ -159,8 +159,8 @@ def simulation_of(timeline: StepTimeline) -> StepTrace:
         _costs(timeline),
         micro_batches=micro_batches,
         policy=plan.policy,
-        stash_limits=plan.stash_limits,
-        split_last=min(plan.split_last, micro_batches),
+        stash_limits=plan.first.stash_limits,
+        split_last=min(plan.first.split_last, micro_batches),
     )
 
 
@@ -182,7 +182,7 @@ def _costs(timeline: StepTimeline) -> PipelineCosts:
             LinkCosts(latency_s=latency_s, activation_s=activation_s - latency_s, gradient_s=gradient_s - latency_s)
         )
     ending_s = min((_after(rank, "reduce") for rank in timeline.ranks), default=0.0)
-    stages = tuple(_stage(ranks, keeps_all=plan.first_cut.keeps_all(stage)) for stage, ranks in enumerate(by_stage))
+    stages = tuple(_stage(ranks, keeps_all=plan.first.keeps_all(stage)) for stage, ranks in enumerate(by_stage))
     return PipelineCosts(stages=stages, links=tuple(links), optimizer_s=ending_s)
 
 

@@ -60,7 +60,7 @@ class _Course(NamedTuple):
 
 def _kind_of(plan: Plan, replica: int) -> int:
     """Which of the plan's cuts a replica has."""
-    return next(kind for kind, (replicas, _) in enumerate(plan.cuts) if replica in replicas)
+    return next(kind for kind, (replicas, _) in enumerate(plan.kinds) if replica in replicas)
 
 
 class BrokenSteps:
@@ -182,7 +182,7 @@ class BrokenSteps:
         if known is None:
             whole = len(plan.micro_batches_of(0))
             scale = None if (micro_batches, kind) == (whole, 0) else self._course(plan, whole).scale
-            alike = plan.as_if_all(plan.cuts[kind][1])
+            alike = plan.as_if_all(plan.kinds[kind][1])
             known = self._courses[plan, micro_batches, kind] = self._simulated(alike, micro_batches, scale)
         return known
 
@@ -191,8 +191,8 @@ class BrokenSteps:
             self._costs_of(plan),
             micro_batches=micro_batches,
             policy=plan.policy,
-            stash_limits=[min(limit, micro_batches) for limit in plan.stash_limits],
-            split_last=min(plan.split_last, micro_batches),
+            stash_limits=[min(limit, micro_batches) for limit in plan.first.stash_limits],
+            split_last=min(plan.first.split_last, micro_batches),
         )
         scale = plan.step_s / trace.step_s if scale is None else scale  # of long steps, the planner simulates a part
         added, loss_s = [], [0.0] * micro_batches

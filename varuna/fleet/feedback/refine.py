@@ -68,7 +68,7 @@ def refine(
     known = profile(calibration, m)
     around = [
         around_sections(known, span.start, span.stop, is_one_of_many=plan.stages > 1)
-        for span in map(plan.first_cut.sections_of, range(plan.stages))
+        for span in map(plan.first.sections_of, range(plan.stages))
     ]
     kinds = dict(calibration.kinds)
     order = calibration.kind_names
@@ -109,8 +109,8 @@ def _told(stage: RankTimes, letters: Sequence[str]) -> str | None:
 
 def _ran(plan: Plan, stage: int, times: RankTimes, letters: Sequence[str]) -> range:
     """Sections that the action told of runs: R leaves out those that the plan keeps."""
-    sections = plan.first_cut.sections_of(stage)
-    kept = len(plan.first_cut.kept_sections_of(stage)) if _told(times, letters) == "R" else 0
+    sections = plan.first.sections_of(stage)
+    kept = len(plan.first.kept_sections_of(stage)) if _told(times, letters) == "R" else 0
     return sections[: len(sections) - kept]
 
 

@@ -146,7 +146,7 @@ def _figures(fleet: Fleet, worker: Worker) -> str:
         return ""
     plan, whole = fleet.record.plan, format_bytes(worker.device.memory_bytes)
     replica, stage = plan.place_of(rank)
-    promised = plan.cut_of(replica).memory_bytes
+    promised = plan.pipeline_of(replica).memory_bytes
     needs = f"which was to need {format_bytes(promised[stage])}, " if promised else ""
     return f" in stage {stage}, {needs}on a GPU of {whole}"
 

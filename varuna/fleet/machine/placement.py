@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 
 from varuna.core.devices import are_enough
 from varuna.core.messages import Transfer
-from varuna.core.plan import Pipelines, Plan
+from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import Holders, held_by
 
 Holdings = Mapping[str, frozenset[int]]
@@ -183,10 +183,16 @@ def _fast_enough(
 
 def _plan_of(plan: Plan, group: Sequence[int]) -> Plan:
     """These replicas of a plan alone, as if they were equally fast."""
-    counts = [(sum(replica in replicas for replica in group), cut) for replicas, cut in plan.cuts]
-    (_, first), *more = [(count, cut) for count, cut in counts if count]
-    pipelines = tuple(Pipelines.of(cut, replicas=count, pace=1.0) for count, cut in more)
-    return plan.as_if_all(first).model_copy(update={"replicas": len(group), "speeds": (), "more": pipelines})
+    counts = [(sum(replica in replicas for replica in group), pipeline) for replicas, pipeline in plan.kinds]
+    return plan.model_copy(
+        update={
+            "pipelines": tuple(
+                pipeline.model_copy(update={"replicas": count, "pace": 1.0, "speeds": ()})
+                for count, pipeline in counts
+                if count
+            )
+        }
+    )
 
 
 def _of_replicas(holders: Holders, group: Sequence[int]) -> Holders:

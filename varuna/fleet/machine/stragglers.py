@@ -73,16 +73,16 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
 
 def _circle_of(plan: Plan, rank: int) -> int:
     """Number of those that a rank is compared with: one for each stage; where pipelines are unlike, for each class."""
-    return list(plan.classes).index(plan.class_of(rank)) if plan.more else plan.slot_of(rank)
+    return plan.slot_of(rank) if plan.is_uniform else list(plan.classes).index(plan.class_of(rank))
 
 
 def _circles(plan: Plan) -> int:
-    return len(plan.classes) if plan.more else plan.stages
+    return plan.stages if plan.is_uniform else len(plan.classes)
 
 
 def _ranks_like(plan: Plan, rank: int) -> Sequence[int]:
     """Those that a rank is compared with, itself included."""
-    if not plan.more:
+    if plan.is_uniform:
         return plan.peers_of(rank)
     return [each for each in range(plan.workers) if plan.class_of(each) == plan.class_of(rank)]
 
@@ -90,7 +90,7 @@ def _ranks_like(plan: Plan, rank: int) -> Sequence[int]:
 def _comparable_s(fleet: Fleet, rank: int) -> float | None:
     """What to divide a rank's time by: 1 where all that are compared do the same; None: nobody knows."""
     plan = fleet.record.plan
-    if not plan.more:
+    if plan.is_uniform:
         return 1.0
     return fleet.expected_s[plan.slot_of(rank)] or None if fleet.expected_s is not None else None
 

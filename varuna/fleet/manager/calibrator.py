@@ -49,11 +49,11 @@ time it is not, after twice as long."""
 _NETWORKS = ("within_vm", "across_vms")
 _TOLD_APART = {
     "micro_batch": "m = {}",
-    "starts": "stages from sections {}",
-    "kept": "activations kept of {} sections",
-    "stash_limits": "{} micro-batches in flight",
-    "stash_on_device": "{} of them on the device",
-    "split_last": "{} split backwards",
+    "first.starts": "stages from sections {}",
+    "first.kept": "activations kept of {} sections",
+    "first.stash_limits": "{} micro-batches in flight",
+    "first.stash_on_device": "{} of them on the device",
+    "first.split_last": "{} split backwards",
     "speeds": "replicas of speed {}",
     "policy": "policy {}",
 }
@@ -187,8 +187,8 @@ class Calibrator:
         if self.calibration is None:
             return None
         found = []
-        for _, cut in plan.cuts:
-            stages = costs_of(self.calibration, plan.as_if_all(cut)).stages
+        for pipeline in plan.pipelines:
+            stages = costs_of(self.calibration, plan.as_if_all(pipeline)).stages
             last = len(stages) - 1
             for k, stage in enumerate(stages):
                 recompute_s = 0.0 if k == last or stage.keeps_all else stage.recompute_s
@@ -249,16 +249,23 @@ class Calibrator:
         """
         found, names = self.calibration, set[str]()
         is_apart, across = are_apart(plan.classes), base.across_regions
-        for replicas, cut in sorted(plan.cuts, key=lambda each: bool(each[1].stage_classes)):  # those on several last
-            parts = dict[str, list[int] | None](stages_of(cut.stage_classes)) or {cut.device_class: None}
+        several_last = sorted(plan.kinds, key=lambda each: bool(each[1].stage_classes))
+        for replicas, pipeline in several_last:
+            parts = dict[str, list[int] | None](stages_of(pipeline.stage_classes)) or {pipeline.device_class: None}
             for name, own in parts.items():
                 stages = self._stages(plan, replicas) if name not in names else []
                 names.add(name)
                 if stages and (plan.is_by_class or base.classes == ("",)):
-                    alone, is_whole = plan.as_if_all(cut) if plan.more else plan, not plan.more
+                    alone = plan.as_if_all(pipeline)
                     known = base.of(name).model_copy(update={"across_regions": across})
                     refined = refine(
-                        known, alone, stages, options=self._for_job, is_whole=is_whole, is_apart=is_apart, own=own
+                        known,
+                        alone,
+                        stages,
+                        options=self._for_job,
+                        is_whole=plan.is_uniform,
+                        is_apart=is_apart,
+                        own=own,
                     )
                     across = refined.across_regions
                     hardware = refined.hardware.model_copy(update={"device_class": name})
@@ -274,14 +281,14 @@ class Calibrator:
 
         Args:
             plan: that runs.
-            replicas: that are cut alike; None: the first ones.
+            replicas: that are divided alike; None: the first ones.
         """
-        alike = plan.cuts[0][0] if replicas is None else replicas
+        alike = plan.kinds[0][0] if replicas is None else replicas
         full = [replica for replica in alike if plan.speed_of(replica) == 1.0]
         if set(self._heard) != set(range(plan.workers)) or not full:
             return []
         found = []
-        for stage in range(plan.cut_of(alike.start).stages):
+        for stage in range(plan.pipeline_of(alike.start).stages):
             found.append(of_stage(self._heard[plan.rank_of(replica, stage)] for replica in full))
         return found
 
@@ -410,8 +417,8 @@ def _named(plan: Plan, other: Plan) -> str:
     """A plan's shape, and if another one has it too, what tells the two apart first."""
     if plan.shape == other.shape:
         for name, words in _TOLD_APART.items():
-            value = getattr(plan, name)
-            if value != getattr(other, name):
+            value = attrgetter(name)(plan)
+            if value != attrgetter(name)(other):
                 shown = (" ".join(map(str, value)) or "no") if isinstance(value, tuple) else value
                 return f"{plan.shape} ({words.format(shown)})"
     return plan.shape

@@ -33,7 +33,7 @@ def split_waits(timeline: StepTimeline) -> WaitSplit | None:
     if len(timeline.ranks) < plan.workers or not math.isfinite(alignment.uncertain_s):
         return None
     made_s = _made(timeline, alignment)
-    transfer_s, idle_s, alike = [0.0] * plan.stages, [0.0] * plan.stages, plan.cuts[0][0]
+    transfer_s, idle_s, alike = [0.0] * plan.stages, [0.0] * plan.stages, plan.kinds[0][0]
     for rank in timeline.ranks:
         replica, stage = plan.place_of(rank.rank)
         if replica not in alike:

@@ -146,7 +146,8 @@ def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
 def shown_plan(plan: Plan) -> dict[str, object]:
     """A plan, with the number of stages of each replica, which may differ."""
     classes = plan.classes if plan.is_by_class else {}
-    return {**plan.model_dump(), "shape": plan.shape, "depths": plan.depths, "classes": classes}
+    names = ("stages", "replicas", "sections", "shape", "depths")
+    return {**plan.model_dump(), **{name: getattr(plan, name) for name in names}, "classes": classes}
 
 
 def _worker(fleet: Fleet, worker: Worker, deaf_s: float, slow: float | None, device_class: str) -> dict[str, object]:

@@ -144,7 +144,9 @@ def _share_faults(plan: Plan) -> list[str]:
     faults = []
     if shares != Counter(range(plan.global_batch)):
         faults.append(f"its replicas do not share {plan.global_batch} samples exactly once")
-    for _, cut in plan.cuts:
-        if [section for stage in range(cut.stages) for section in cut.sections_of(stage)] != list(range(plan.sections)):
+    for pipeline in plan.pipelines:
+        if [section for stage in range(pipeline.stages) for section in pipeline.sections_of(stage)] != list(
+            range(plan.sections)
+        ):
             faults.append(f"its stages do not share {plan.sections} sections exactly once")
     return faults

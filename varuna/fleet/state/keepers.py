@@ -34,7 +34,7 @@ def keepers(plan: Plan, nodes: Sequence[str], regions: Sequence[str] = ()) -> tu
             first = sorted([*first, *group])
     found: dict[int, int | None] = {}
     for group in (first, *groups):
-        stages = plan.cut_of(plan.place_of(group[0]).replica).stages
+        stages = plan.pipeline_of(plan.place_of(group[0]).replica).stages
         places = _places(plan.copies, stages, [nodes[rank] for rank in group])
         found |= {group[own]: None if kept is None else group[kept] for own, kept in enumerate(places)}
     return tuple(found[rank] for rank in range(plan.workers))

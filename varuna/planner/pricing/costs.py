@@ -17,14 +17,14 @@ def pipeline_costs(
     profile: Profile, plan: Plan, *, gpus_per_vm: int, own: Sequence[int] | None = None
 ) -> PipelineCosts:
     """Costs of one replica of ``plan``, whose micro-batches have the profile's size; ``own`` is as for ``Pricer``."""
-    limits, none = plan.stash_limits, (0,) * plan.stages
-    sizes = map(Size, limits, plan.kept or none, map(sub, limits, plan.stash_on_device or limits))
+    limits, none = plan.first.stash_limits, (0,) * plan.stages
+    sizes = map(Size, limits, plan.first.kept or none, map(sub, limits, plan.first.stash_on_device or limits))
     return Pricer(profile, gpus_per_vm=gpus_per_vm).costs(
-        plan.starts,
+        plan.first.starts,
         tuple(sizes),
         replicas=plan.replicas,
         micro_batches=plan.micro_batches,
-        splits=plan.split_last > 0,
+        splits=plan.first.split_last > 0,
         own=own,
     )
 

@@ -30,7 +30,7 @@ def crossing_bytes(plan: Plan, calibration: Calibration, places: Sequence[str]) 
             if here != after:
                 found[here, after] += share * size_bytes
     for replica in range(plan.replicas):
-        starts, times = plan.cut_of(replica).starts, len(plan.micro_batches_of(replica))
+        starts, times = plan.pipeline_of(replica).starts, len(plan.micro_batches_of(replica))
         own = [places[rank] for rank in plan.ranks_of(replica)]
         for (here, after), start in zip(pairwise(own), starts[1:], strict=True):
             if here != after:

@@ -124,7 +124,7 @@ def predict(costs: PipelineCosts, plan: Plan) -> Prediction:
     Of a long step only as many micro-batches are simulated as it takes the pipeline to get into its stride; each
     further one adds the bottleneck's time, or the pace seen if waiting made that slower (docs/planning.md).
     """
-    first, _ = plan.cuts[0]
+    first, _ = plan.kinds[0]
     return _longest(costs, plan, _most_of(plan, first), _simulated)
 
 
@@ -158,10 +158,13 @@ def predictions(plan: Plan, calibration: Calibration, *, gpus_per_vm: int | None
         gpus_per_vm: instead of the calibration's.
     """
     found = []
-    for replicas, cut in plan.cuts:
-        alike = plan.as_if_all(cut) if plan.more else plan
+    for replicas, pipeline in plan.kinds:
+        alike = plan.as_if_all(pipeline)
         known = partial(_as_far_as_it_reaches, calibration, plan, alike)
-        costs, simulates = spanning_costs(alike, known, gpus_per_vm=gpus_per_vm), _again if plan.more else _simulated
+        costs, simulates = (
+            spanning_costs(alike, known, gpus_per_vm=gpus_per_vm),
+            _simulated if plan.is_uniform else _again,
+        )
         found.append(_longest(costs, alike, _most_of(plan, replicas), simulates))
     return found
 
@@ -174,7 +177,7 @@ def _as_far_as_it_reaches(calibration: Calibration, plan: Plan, alike: Plan, nam
     known = calibration.of(name)
     if len(plan.classes) < 2:
         return known
-    if are_apart(alike.stage_classes):
+    if are_apart(alike.first.stage_classes):
         return known.model_copy(update={"across_vms": across_regions(calibration)})
     networks = [calibration.of(name).across_vms for name in plan.classes]
     if are_apart(plan.classes):
@@ -197,15 +200,15 @@ def predict_cut(
 ) -> Prediction:
     """Simulate a step of one pipeline, cut as the first of ``plan``, with so many micro-batches."""
     stages = len(costs.stages)
-    least = plan.stash_limits[0] + _SIMULATED_TURNS * stages + plan.split_last
+    least = plan.first.stash_limits[0] + _SIMULATED_TURNS * stages + plan.first.split_last
     count = min(micro_batches, max(least, _SIMULATED_FORWARDS // stages))
-    limits = [min(limit, count) for limit in plan.stash_limits]
-    trace = simulates(costs, count, plan.policy, tuple(limits), min(plan.split_last, count))
+    limits = [min(limit, count) for limit in plan.first.stash_limits]
+    trace = simulates(costs, count, plan.policy, tuple(limits), min(plan.first.split_last, count))
     if count == micro_batches:
         return Prediction(trace=trace, repeated=0, pace_s=0.0)
     seen_s, backwards = _pace(trace, limits)
     is_known = backwards >= _MANY_BACKWARDS
-    pace_s = seen_s if is_known else max(bottleneck_s(costs, stash_limits=plan.stash_limits), seen_s)
+    pace_s = seen_s if is_known else max(bottleneck_s(costs, stash_limits=plan.first.stash_limits), seen_s)
     return Prediction(trace=trace, repeated=micro_batches - count, pace_s=pace_s)
 
 

@@ -26,9 +26,11 @@ def spanning_costs(plan: Plan, known_of: Callable[[str], Calibration], *, gpus_p
         vm_size = gpus_per_vm or known.hardware.gpus_per_vm
         return pipeline_costs(profile(known, plan.micro_batch), plan, gpus_per_vm=vm_size, own=own)
 
-    if not plan.stage_classes:
-        return alone(plan.device_class)
-    return joined({name: alone(name, own) for name, own in stages_of(plan.stage_classes).items()}, plan.stage_classes)
+    if not plan.first.stage_classes:
+        return alone(plan.first.device_class)
+    return joined(
+        {name: alone(name, own) for name, own in stages_of(plan.first.stage_classes).items()}, plan.first.stage_classes
+    )
 
 
 def stages_of(classes: Sequence[str]) -> dict[str, list[int]]:

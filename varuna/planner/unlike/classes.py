@@ -208,8 +208,8 @@ def _of_all(
     if best is None:
         return None
     for position, part in enumerate(chosen):  # one of two depths, of a class that would leave workers over
-        plan = alone_of[part.device_class].plans[0]
-        if plan.more and plan.micro_batch == micro_batch:
+        plan = alone_of[part.first.device_class].plans[0]
+        if not plan.is_uniform and plan.micro_batch == micro_batch:
             tried = [*chosen[:position], plan, *chosen[position + 1 :]]
             mix = together(request, tried)
             if mix is not None and mix.step_s < best.step_s:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.predict import Simulated
-from varuna.planner.unlike.dealt import PipelineKind, dealt
+from varuna.planner.unlike.dealt import dealt
 
 CLEARLY = 0.99
 """So much shorter must a step be for pipelines that are not alike: the next plan has less in common with them."""
@@ -58,7 +58,7 @@ def of_depths(depths: Sequence[int], micro_batch: int, request: PlanRequest, at_
     if len(plans) < len(numbers):
         return None
     kinds = [
-        PipelineKind(plan.first_cut, number, depth / depths[0])
+        plan.first.model_copy(update={"replicas": number, "pace": depth / depths[0], "speeds": ()})
         for plan, (depth, number) in zip(plans, numbers.items(), strict=True)
     ]
     return dealt(kinds, plans[0], request)

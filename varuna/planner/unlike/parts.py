@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from varuna.core.devices import ClassSize
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.planner.asking.ranking import Ranking
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.predict import Simulated
-from varuna.planner.unlike.dealt import PipelineKind, dealt
+from varuna.planner.unlike.dealt import dealt
 
 Rank = Callable[[PlanRequest], Ranking]
 Span = Callable[[PlanRequest, Sequence[int]], list[Simulated]]
@@ -21,7 +21,7 @@ def ranked_alone(request: PlanRequest, size: ClassSize, rank: Rank, **changes: o
     """The ranking of one class; its plans say that they are for it."""
     asked = request.of_class(size)
     ranking = rank(asked.model_copy(update={"wanted": max(asked.wanted, DEPTHS), **changes}))
-    return replace(ranking, plans=tuple(plan.on_class(size.name) for plan in ranking.plans))
+    return replace(ranking, plans=tuple(plan.each(device_class=size.name) for plan in ranking.plans))
 
 
 def rate_of(plan: Plan) -> float:
@@ -37,13 +37,13 @@ def together(request: PlanRequest, parts: Sequence[Plan], **how: int) -> Simulat
     if sum(kind.replicas for kind in kinds) > -(-request.global_batch // micro_batch):
         return None
     fastest = kinds[0].pace
-    scaled = [kind._replace(pace=kind.pace / fastest) for kind in kinds]
+    scaled = [kind.model_copy(update={"pace": kind.pace / fastest}) for kind in kinds]
     return dealt(scaled, parts[0].model_copy(update={"global_batch": request.global_batch}), request, **how)
 
 
-def _kinds(part: Plan) -> Iterator[PipelineKind]:
+def _kinds(part: Plan) -> Iterator[Pipeline]:
     """Pipelines of a part, with the examples per second of one of full speed as their pace."""
     each = rate_of(part) / sum(map(part.rate_of, range(part.replicas)))
-    for replicas, cut in part.cuts:
+    for replicas, pipeline in part.kinds:
         pace = each * part.rate_of(replicas.start) / part.speed_of(replicas.start)
-        yield PipelineKind(cut, len(replicas), pace, part.speeds[replicas.start : replicas.stop])
+        yield pipeline.model_copy(update={"pace": pace})

@@ -38,7 +38,7 @@ def _tries(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     known = request.speeds_by_class
 
     def of(count: int) -> Plan:
-        return plan.model_copy(update={"replicas": count, "step_s": 0.0}).at_speeds(known)
+        return plan.each(replicas=count).model_copy(update={"step_s": 0.0}).at_speeds(known)
 
     most = min(request.workers // plan.stages, plan.micro_batches)
     paces = pairwise(of(most).speeds)

@@ -33,7 +33,7 @@ def test_every_shape_reads_what_any_shape_saved(stages: int, replicas: int) -> N
     for new_stages, new_replicas in SHAPES:
         plan = make_plan(new_stages, new_replicas)
         for rank in range(plan.workers):
-            wanted = plan.first_cut.sections_of(plan.place_of(rank).stage)
+            wanted = plan.first.sections_of(plan.place_of(rank).stage)
             if rank < plan.stages:  # replicas ask for the same
                 read = read_states(store, manifest, dict.fromkeys(wanted, everything))
                 assert same_states(read, {section: states[section] for section in wanted})
@@ -74,7 +74,7 @@ def test_a_rank_reads_no_more_bytes_than_its_sections_have(tmp_path: Path) -> No
     manifest = commit(store, assemble(3, plan, save_parts(store, 3, plan, states=states)))
     for stage in range(2):
         store.read_bytes = 0
-        read = read_states(store, manifest, dict.fromkeys(plan.first_cut.sections_of(stage), everything))
+        read = read_states(store, manifest, dict.fromkeys(plan.first.sections_of(stage), everything))
         own_bytes = sum(value.nbytes for state in read.values() for value in state.tensors.values())
         assert own_bytes <= store.read_bytes <= 1.05 * own_bytes
     store.read_bytes = 0

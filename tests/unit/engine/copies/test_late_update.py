@@ -12,7 +12,7 @@ from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.io.frozen import FROZEN, FrozenParameters
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.messages import Vote
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.sums import HeldSums, SectionSum
 from varuna.core.vote import VoteLayout
 from varuna.engine.copies.keeping import CopiedSums, RecoverableStep
@@ -44,7 +44,7 @@ def trained_only(named: Any) -> torch.optim.Optimizer:
 
 def one_stage(job: Job) -> Plan:
     sections = len(job.model.sections)
-    return Plan(stages=1, replicas=1, micro_batch=2, global_batch=4, starts=(0,), sections=sections, stash_limits=(1,))
+    return Plan(micro_batch=2, global_batch=4, pipelines=(Pipeline(bounds=(0, sections), stash_limits=(1,)),))
 
 
 def copied(state: SectionState) -> SectionState:

@@ -25,7 +25,7 @@ from varuna.engine.stage.optimizer import StageOptimizer
 
 def away(plan: Plan) -> Plan:
     """One input of each stage stays on the device."""
-    return plan.model_copy(update={"stash_on_device": (1,) * (plan.stages - 1) + (plan.stash_limits[-1],)})
+    return plan.each(stash_on_device=(1,) * (plan.stages - 1) + (plan.first.stash_limits[-1],))
 
 
 # -- runs over a late device ---------------------------------------------------------------------------------

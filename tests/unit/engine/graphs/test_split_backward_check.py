@@ -13,7 +13,7 @@ from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw, dro
 from tests.unit.engine.ranks import Setup
 from tests.unit.testing.test_length_variants import LENGTHS
 from tests.unit.testing.test_length_variants import setup as of_lengths
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.engine.graphs import split_backward_check
 from varuna.engine.graphs.run_once import SectionOutcome, outcome
 from varuna.engine.stage.section import Examples
@@ -61,9 +61,7 @@ class Shared(nn.Module):
 
 def whole_stage(setup: Setup) -> Stage:
     sections = len(setup.model.sections)
-    plan = Plan(
-        stages=1, replicas=1, micro_batch=2, global_batch=6, starts=(0,), sections=sections, stash_limits=(1,)
-    )  # fmt: skip
+    plan = Plan(micro_batch=2, global_batch=6, pipelines=(Pipeline(bounds=(0, sections), stash_limits=(1,)),))
     job = setup.job()
     return Stage(job, plan, 0, initial_states(setup.model, range(sections), setup.beginning.parameters, job.buffers), 0)
 
@@ -120,7 +118,7 @@ def test_both_halves_agree_in_half_precision() -> None:
 @pytest.mark.nightly
 def test_every_declared_length_has_halves_of_its_own() -> None:
     def adjusted(plan: Plan) -> Plan:
-        return plan.model_copy(update={"split_last": 6, "kept": (1, 1)})
+        return plan.each(split_last=6, kept=(1, 1))
 
     split = of_lengths(policy="adaptive", adjusted=adjusted)
     assert split.losses(2, 1, by_depth(2, 3)) == of_lengths().losses(1, 1, by_depth(2, 3))

@@ -20,7 +20,7 @@ from tests.unit.engine.ranks import Setup, connected
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from tests.unit.engine.wire import Wire, WireCommunicator, own_gpu
 from varuna.core.errors import LinkError
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.transport import FORMING_BOUND_S, local_store
 from varuna.engine.base.wait_bounds import Awaited, Patience
@@ -60,13 +60,9 @@ class Wired(Late):
 
 def plan_of(stages: int, replicas: int) -> Plan:
     return Plan(
-        stages=stages,
-        replicas=replicas,
         micro_batch=1,
         global_batch=replicas,
-        starts=tuple(range(stages)),
-        sections=stages,
-        stash_limits=(1,) * stages,
+        pipelines=(Pipeline(replicas=replicas, bounds=(*tuple(range(stages)), stages), stash_limits=(1,) * stages),),
     )
 
 

@@ -72,7 +72,7 @@ def cut_in_the_middle(setup: Setup, stages: int) -> Any:
 
     def adjusted(plan: Plan) -> Plan:
         kept = (free, 0) if stages == 2 else (free - 1, 0, 0)
-        return plan.model_copy(update={"starts": starts, "kept": kept, "stash_limits": (4, 3, 1)[-stages:]})
+        return plan.each(bounds=(*starts, plan.sections), kept=kept, stash_limits=(4, 3, 1)[-stages:])
 
     return adjusted
 
@@ -149,6 +149,6 @@ def test_the_planner_and_the_simulator_count_forwards_only(setup: Setup) -> None
     assert frozen.forward_s == pytest.approx(2 * forward_s + calibration.action_s)
     assert learning.backward_s > calibration.action_s
     costs = pipeline_costs(profile(calibration, 2), plan, gpus_per_vm=1)
-    trace = simulate(costs, micro_batches=6, policy="adaptive", stash_limits=plan.stash_limits)
+    trace = simulate(costs, micro_batches=6, policy="adaptive", stash_limits=plan.first.stash_limits)
     assert Kind.RECOMPUTE not in trace.rows[0].kinds
     assert Kind.RECOMPUTE not in trace.rows[1].kinds, "the last stage keeps its F's graph"

@@ -26,7 +26,7 @@ from varuna.schedule.buffers import STASH_IN_TRANSIT
 )
 def test_losses_and_parameters_are_those_of_a_stash_on_the_device(policy: str, stay: int) -> None:
     def moved(plan: Plan) -> Plan:
-        return plan.model_copy(update={"stash_on_device": (stay,) * (plan.stages - 1) + (plan.stash_limits[-1],)})
+        return plan.each(stash_on_device=(stay,) * (plan.stages - 1) + (plan.first.stash_limits[-1],))
 
     setup = Setup(build=Dropping, micro_batch=1, policy=policy)
     expected = setup.losses(3, 1, steps=2)
@@ -47,7 +47,7 @@ def first_frozen() -> nn.Module:
 def test_what_crosses_into_the_first_trained_section_of_a_stage_waits_there_too() -> None:
     setup = Setup(build=first_frozen, micro_batch=1, policy="adaptive")
     expected = setup.losses(2, 2, steps=2)
-    moved = replace(setup, adjusted=lambda plan: plan.model_copy(update={"stash_on_device": (0, 1)}))
+    moved = replace(setup, adjusted=lambda plan: plan.each(stash_on_device=(0, 1)))
     assert moved.losses(2, 2, steps=2) == expected
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.links.groups import Groups
@@ -39,13 +39,14 @@ def job_with(setup: Setup, optimizer: Callable[[Any], torch.optim.Optimizer], **
 def plan_of(setup: Setup, stages: int) -> Plan:
     sections = len(setup.model.sections)
     return Plan(
-        stages=stages,
-        replicas=1,
         micro_batch=2,
         global_batch=4,
-        starts=tuple(stage * sections // stages for stage in range(stages)),
-        sections=sections,
-        stash_limits=(1,) * stages,
+        pipelines=(
+            Pipeline(
+                bounds=(*tuple(stage * sections // stages for stage in range(stages)), sections),
+                stash_limits=(1,) * stages,
+            ),
+        ),
     )
 
 
@@ -136,7 +137,7 @@ def test_states_survive_a_way_through_stages_of_another_depth(setup: Setup) -> N
     states, deep = exported(undisturbed), plan_of(setup, 3)
     returned: dict[int, SectionState] = {}
     for index in range(3):
-        mine = {section: states[section] for section in deep.first_cut.sections_of(index)}
+        mine = {section: states[section] for section in deep.first.sections_of(index)}
         returned.update(exported(Stage(job, deep, index, mine, 2)))
     rebuilt = Stage(job, plan_of(setup, 1), 0, returned, 2)
     train(setup, undisturbed, range(2, 3))

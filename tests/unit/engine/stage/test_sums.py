@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine.late import LateStreams
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.sums import InheritedSum, MicroBatchLoss, SectionSum, Spans, StepAssignment
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, StreamCopies
 from varuna.engine.stage.gradient_bucket import Bucket
 from varuna.engine.stage.sums import ResumedStep, StepShare, Sums, SumWanted, TiedTotals
 
 PLAN = Plan(
-    stages=1, replicas=2, micro_batch=1, global_batch=6, starts=(0,), sections=3, stash_limits=(1,)
+    micro_batch=1, global_batch=6, pipelines=(Pipeline(replicas=2, bounds=(0, 3), stash_limits=(1,)),)
 )  # sections 0 and 1 are trained, section 2 has nothing to train
 
 

@@ -11,7 +11,7 @@ from torch import distributed
 from tests.unit.engine.ranks import Setup, close_sessions
 from tests.waiting import wait_for
 from varuna.core.messages import Assignment
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.engine.base.transport import Group
 from varuna.engine.links.groups import Groups
 from varuna.engine.worker.forming import form_generation
@@ -48,7 +48,7 @@ def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_
     """The thread that waits for it has looked before there were any."""
     abandoned: list[Group] = []
     monkeypatch.setattr(Group, "abandon", lambda group: abandoned.append(group))
-    plan = Plan(stages=1, replicas=1, micro_batch=1, global_batch=8, starts=(0,), sections=1, stash_limits=(1,))
+    plan = Plan(micro_batch=1, global_batch=8, pipelines=(Pipeline(bounds=(0, 1), stash_limits=(1,)),))
     unused = ["held", "told", "model", "initial", "left_out", "buffers", "combines", "device", "traffic"]
     made, rest = list[Groups](), dict[str, Any].fromkeys([*unused, "shard_optimizer", "bf16_reduction", "dtype"])
     form: Any = form_generation

@@ -21,7 +21,7 @@ from varuna.checkpoint.names import checkpoint_place, sums_file
 from varuna.checkpoint.saved_sums import SumsLabel
 from varuna.core.errors import CheckpointError, DamagedCheckpoint
 from varuna.core.messages import Assignment
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.precision import Precision
 from varuna.core.saved import SavedShard
 from varuna.core.sums import InheritedSum, SectionSum, StepAssignment
@@ -46,13 +46,15 @@ def store(request: pytest.FixtureRequest) -> Store:
 def make_plan(setup: Setup, stages: int = 1, replicas: int = 1) -> Plan:
     sections = len(setup.model.sections)
     return Plan(
-        stages=stages,
-        replicas=replicas,
         micro_batch=1,
         global_batch=8,
-        starts=tuple(stage * sections // stages for stage in range(stages)),
-        sections=sections,
-        stash_limits=(1,) * stages,
+        pipelines=(
+            Pipeline(
+                replicas=replicas,
+                bounds=(*tuple(stage * sections // stages for stage in range(stages)), sections),
+                stash_limits=(1,) * stages,
+            ),
+        ),
     )
 
 
@@ -69,9 +71,7 @@ def assigned(plan: Plan, rank: int = 0, generation: int = 0, lost_replicas: tupl
 
 
 def stage_of(setup: Setup, plan: Plan, index: int = 0, next_step: int = 4, replica: int = 0) -> Stage:
-    states = initial_states(
-        setup.model, plan.first_cut.sections_of(index), setup.beginning.parameters, setup.job().buffers
-    )
+    states = initial_states(setup.model, plan.first.sections_of(index), setup.beginning.parameters, setup.job().buffers)
     return Stage(setup.job(), plan, index, states, next_step, replica=replica)
 
 

@@ -2,21 +2,17 @@
 
 from collections.abc import Sequence
 
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.times import Came, Did, EndPart, RankTimeline, Sent, StepTimeline, Summed
 from varuna.simulator.costs import LinkCosts, uniform
 from varuna.simulator.step import simulate
 
 LATENCY_S = 0.25
 PLAN = Plan(
-    stages=2,
-    replicas=2,
     micro_batch=1,
     global_batch=6,
-    starts=(0, 2),
-    sections=4,
+    pipelines=(Pipeline(replicas=2, bounds=(0, 2, 4), stash_limits=(3, 3)),),
     policy="gpipe",
-    stash_limits=(3, 3),
     step_s=20.0,
 )
 

@@ -7,7 +7,7 @@ import pytest
 from tests.depth import by_depth
 from tests.unit.extras.replay.models import make_calibration
 from tests.unit.extras.replay.test_replay import FREE, replay, trace
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.sums import HeldSums, InheritedSum, SectionSum, Spans, StepAssignment, count, numbers_of
 from varuna.extras.replay.broken_steps import BrokenSteps
 from varuna.extras.replay.job import job_of
@@ -18,13 +18,9 @@ from varuna.extras.replay.saved import StepSaves
 CALIBRATION = make_calibration()
 SECTIONS = 8
 PLAN = Plan(
-    stages=4,
-    replicas=2,
     micro_batch=1,
     global_batch=64,
-    starts=(0, 2, 4, 6),
-    sections=SECTIONS,
-    stash_limits=(32,) * 4,
+    pipelines=(Pipeline(replicas=2, bounds=(0, 2, 4, 6, SECTIONS), stash_limits=(32,) * 4),),
     step_s=10.0,
 )
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.extras.replay.models import make_calibration
 from varuna.core.messages import Assignment, Transfer
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.extras.replay.job import job_of
 from varuna.extras.replay.life import SimulatedWorker
 from varuna.extras.replay.moving import Moves
@@ -17,7 +17,7 @@ THIRD = Transfer(section=2, source_rank=2, target_rank=1, follows=True)
 
 def seated(rank: int) -> Assignment:
     plan = Plan(
-        stages=2, replicas=1, micro_batch=1, global_batch=64, starts=(0, 1), sections=len(SECTIONS), stash_limits=(1, 1)
+        micro_batch=1, global_batch=64, pipelines=(Pipeline(bounds=(0, 1, len(SECTIONS)), stash_limits=(1, 1)),)
     )
     return Assignment(generation=1, plan=plan, rank=rank, members=3, next_step=7)
 

@@ -2,7 +2,7 @@ import pytest
 
 from tests.unit.planner.models import FAST, calibrated, model, section
 from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.times import Carried, Compressed, RankTimes, Typical
 from varuna.fleet.feedback.gap import explain_gap
 from varuna.fleet.feedback.refine import costs_of, predicted, refine
@@ -13,14 +13,10 @@ FACTS = model([section(1.0), *[section(0.5)] * 4, section(0.25, boundary_bytes=0
 
 def plan(replicas: int = 1) -> Plan:
     return Plan(
-        stages=2,
-        replicas=replicas,
         micro_batch=1,
         global_batch=8 * replicas,
-        starts=(0, 3),
-        sections=6,
+        pipelines=(Pipeline(replicas=replicas, bounds=(0, 3, 6), stash_limits=(8, 8)),),
         policy="varuna",
-        stash_limits=(8, 8),
     )
 
 
@@ -64,7 +60,7 @@ def test_a_run_that_goes_as_predicted_changes_nothing() -> None:
 
 
 def test_a_recompute_of_some_sections_tells_of_these_only() -> None:
-    before, some = calibrated(FACTS), plan().model_copy(update={"kept": (1, 1)})
+    before, some = calibrated(FACTS), plan().each(kept=(1, 1))
     after = refine(before, some, as_predicted(before, some))
     for name, kind in before.kinds.items():
         assert after.kinds[name].recompute_s == pytest.approx(kind.recompute_s or kind.forward_s)
@@ -243,7 +239,7 @@ def test_transfers_that_took_no_time_by_the_clock_are_survived(round_s: float | 
 
 def test_a_ring_tells_of_links_where_no_message_was_sent() -> None:
     before = calibrated(FACTS)
-    alone = plan(2).model_copy(update={"stages": 1, "starts": (0,), "stash_limits": (8,), "replicas": 2})
+    alone = plan(2).each(bounds=(0, plan(2).sections), stash_limits=(8,), replicas=2)
     told = [each.model_copy(update={"reductions": Carried(5, 10**8, 100.0)}) for each in as_predicted(before, alone)]
     after = refine(before, alone, told, is_whole=False).across_vms
     assert after.rings[0].bytes_per_s == pytest.approx(10**8 / 2 / (100.0 / 2 - after.rings[0].latency_s))
@@ -296,7 +292,7 @@ def test_no_run_goes_on_with_a_prediction_that_is_off(factor: float) -> None:
 
 def test_one_rank_alone_has_no_network_to_blame() -> None:
     before = calibrated(FACTS)
-    one = plan().model_copy(update={"stages": 1, "starts": (0,), "stash_limits": (8,)})
+    one = plan().each(bounds=(0, plan().sections), stash_limits=(8,))
     told = [each.model_copy(update={"step_s": 2 * each.step_s}) for each in as_predicted(before, one)]
     assert refine(before, one, told).across_vms == before.across_vms
 
@@ -321,7 +317,7 @@ def test_stages_on_devices_of_several_classes_tell_of_their_own() -> None:
         hardware = known.hardware.model_copy(update={"device_class": name})
         return known.model_copy(update={"kinds": kinds, "hardware": hardware})
 
-    over_both = plan().model_copy(update={"stage_classes": ("A", "B")})
+    over_both = plan().each(stage_classes=("A", "B"))
     believed = calibration("A", 1.0).with_class(calibration("B", 1.0))
     true = calibration("A", 1.3).with_class(calibration("B", 4.0))
     told = as_predicted(true, over_both)

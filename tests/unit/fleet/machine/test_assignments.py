@@ -2,7 +2,7 @@
 
 from tests.unit.fleet.support import make_job
 from varuna.core.messages import Transfer
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.fleet.machine.assignments import assignments
 from varuna.fleet.state.run_events import GenerationRecord
 
@@ -11,13 +11,9 @@ SECTIONS = len(make_job().model.sections)
 
 def plan_of(replicas: int) -> Plan:
     return Plan(
-        stages=2,
-        replicas=replicas,
         micro_batch=1,
-        global_batch=10_000,
-        starts=(0, SECTIONS // 2),
-        sections=SECTIONS,
-        stash_limits=(2, 2),
+        global_batch=10000,
+        pipelines=(Pipeline(replicas=replicas, bounds=(0, SECTIONS // 2, SECTIONS), stash_limits=(2, 2)),),
     )
 
 
@@ -34,9 +30,7 @@ def test_each_rank_gets_its_own_transfers_and_a_message_does_not_grow_with_the_f
         plan = plan_of(replicas)
         names = tuple(f"n{number}-vm.0" for number in range(plan.workers))
         moves = [
-            Transfer(section=s, source_rank=0, target_rank=rank)
-            for rank in (2, 4)
-            for s in plan.first_cut.sections_of(0)
+            Transfer(section=s, source_rank=0, target_rank=rank) for rank in (2, 4) for s in plan.first.sections_of(0)
         ]
         told = dict(assignments([record(0, plan, names, trained=False)], moves, {}))
         assert [told[name].rank for name in names] == list(range(plan.workers))

@@ -60,7 +60,7 @@ def test_the_state_of_a_dead_worker_comes_from_its_copy(driver: Driver) -> None:
     kept = {"w0": {0, 1, 4, 5}, "w2": {0, 1, 4, 5}, "w3": {2, 3, 6, 7}}
     for rank, name in enumerate(record.grid):
         came = {move.section: record.grid[move.source_rank] for move in moves if move.target_rank == rank}
-        assert set(record.plan.first_cut.sections_of(rank)) <= kept[name] | came.keys()
+        assert set(record.plan.first.sections_of(rank)) <= kept[name] | came.keys()
         assert all(section in kept[source] for section, source in came.items())
     assert not rolled_back(driver)
 
@@ -120,7 +120,7 @@ def test_what_was_lost_before_it_was_copied_is_made_again_where_nobody_has_it(dr
     assert (record.plan.shape, record.first_step, record.rollback) == ("4x1" if lives else "3x1", 3, False)
     moves = {move for name in record.grid for move in driver.assignments[name].transfers}
     made = {move.section for move in moves if record.grid[move.source_rank] == "w3"} & {2, 3}
-    assert made == (set() if lives else {2, 3} - set(record.plan.first_cut.sections_of(record.ranks["w3"])))
+    assert made == (set() if lives else {2, 3} - set(record.plan.first.sections_of(record.ranks["w3"])))
 
 
 def test_a_death_with_the_only_result_of_a_vote_runs_the_step_again(driver: Driver) -> None:
@@ -138,7 +138,7 @@ def test_copies_last_until_the_next_generation_has_formed(driver: Driver) -> Non
     driver.kill("w2")
     first = driver.fleet.history[0]
     for worker, copies in (("w0", (4, 5)), ("w3", (2, 3))):
-        sections = tuple(first.plan.first_cut.sections_of(first.ranks[worker]))
+        sections = tuple(first.plan.first.sections_of(first.ranks[worker]))
         driver.say(worker, StopReport(generation=1, next_step=2, sections=sections, copies=copies))
     assert driver.fleet.generation == 2
     assert (driver.fleet.record.plan.shape, driver.fleet.record.rollback) == ("2x1", False)

@@ -219,7 +219,7 @@ def test_steps_that_are_too_short_for_a_copy_in_each_get_memory_checkpoints_once
         assert [why for each in found for why in each] == expected, (now, best)
 
 
-REPLICATED = make_plan(JOB, 1, 2).model_copy(update={"replicas": 2, "stages": 1, "starts": (0,), "stash_limits": (4,)})
+REPLICATED = make_plan(JOB, 1, 2).each(replicas=2, stash_limits=(4,))
 ALONE = make_plan(JOB, 1, 2)
 
 
@@ -259,7 +259,7 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
     """Nothing crosses it in the plan that runs, so nothing measures that it is well again."""
 
     def on(plan: Plan) -> Plan:
-        return plan.on_class(device_class) if device_class else plan
+        return plan.each(device_class=device_class) if device_class else plan
 
     def best(job: JobFacts, workers: int, micro_batch: int | None, known: Calibration | None) -> Plan:
         is_well = known is not None and known.across_vms.link.bytes_per_s > 1e6
@@ -292,7 +292,7 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
 
 
 def test_a_newer_prediction_of_the_same_work_asks_for_no_morph(tmp_path: Path) -> None:
-    heard = calibrator(tmp_path, best=PLAN.model_copy(update={"step_s": 1e-3, "memory_bytes": (1, 1)}))
+    heard = calibrator(tmp_path, best=PLAN.each(memory_bytes=(1, 1)).model_copy(update={"step_s": 1e-3}))
     for worker in ("w0", "w1"):
         told = heard.hear(fleet(), worker, beat(times()), 0.0)
     assert not any(isinstance(each, MorphRequested) for each in told)
@@ -460,10 +460,10 @@ def test_a_calibration_of_the_user_is_for_all_classes_that_it_does_not_name(tmp_
 def test_figures_for_any_class_make_room_for_what_was_measured(tmp_path: Path) -> None:
     given = nominal_calibration(JOB.model).model_copy(update={"created": "by hand"})
     sizes = (ClassSize(name="a", workers=2),)
-    heard = Calibrator(lambda *_: PLAN.on_class("a"), run_dir=tmp_path, cache=cache_file, given=given)
+    heard = Calibrator(lambda *_: PLAN.each(device_class="a"), run_dir=tmp_path, cache=cache_file, given=given)
     heard.plan(JOB.model_copy(update={"classes": sizes}), 2, 2)
     one = fleet()
-    record = one.record.model_copy(update={"plan": PLAN.on_class("a")})
+    record = one.record.model_copy(update={"plan": PLAN.each(device_class="a")})
     one = replace(one, history=(record,), workers=Workers(replace(w, device_class="a") for w in one.workers.values()))
     for worker in ("w0", "w1"):
         heard.hear(one, worker, beat(times()), 0.0)

@@ -114,7 +114,7 @@ class Play:
 
     def held(self, worker: str) -> StopReport:
         stage = PLAN.place_of(MEMBERS.index(worker)).stage
-        return StopReport(generation=0, next_step=1, sections=tuple(PLAN.first_cut.sections_of(stage)))
+        return StopReport(generation=0, next_step=1, sections=tuple(PLAN.first.sections_of(stage)))
 
     def end(self) -> None:
         self.script.append((self.script[-1][0] if self.script else -1, StopRequested("enough", 0)))

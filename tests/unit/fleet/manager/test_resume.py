@@ -105,7 +105,7 @@ class Shell:
         fleet = self.driver.fleet
         stage = fleet.record.plan.place_of(fleet.members.index(name)).stage
         votes = (make_vote(fleet.record.plan, fleet.generation, next_step - 1),)
-        sections = tuple(fleet.record.plan.first_cut.sections_of(stage))
+        sections = tuple(fleet.record.plan.first.sections_of(stage))
         return StopReport(generation=fleet.generation, next_step=next_step, sections=sections, votes=votes)
 
 
@@ -247,7 +247,7 @@ def test_a_vote_of_a_timeline_that_a_rollback_abandoned_does_not_count_for_the_n
 
 def _sections(fleet: Fleet, name: str) -> tuple[int, ...]:
     plan = fleet.record.plan
-    return tuple(plan.first_cut.sections_of(plan.place_of(fleet.members.index(name)).stage))
+    return tuple(plan.first.sections_of(plan.place_of(fleet.members.index(name)).stage))
 
 
 def test_a_lost_worker_that_comes_back_is_killed(shell: Shell) -> None:

@@ -148,7 +148,7 @@ def test_honest_words_pass_at_every_moment_of_a_morph() -> None:
         driver.held(name, 2)
     assert driver.fleet.generation == 1
     for name in driver.fleet.members:  # before the new generation has formed, they still hold what they had
-        old = tuple(plan.first_cut.sections_of(plan.place_of(driver.fleet.history[0].members.index(name)).stage))
+        old = tuple(plan.first.sections_of(plan.place_of(driver.fleet.history[0].members.index(name)).stage))
         assert objection(driver.fleet, name, StopReport(generation=1, next_step=2, sections=old)) is None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.types import Message
 
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.live_feed import EventStream, LiveFeed, difference, position
 from varuna.fleet.state.run_events import (
@@ -20,7 +20,7 @@ from varuna.fleet.state.run_events import (
     WorkerLost,
 )
 
-PLAN = Plan(stages=2, replicas=1, micro_batch=2, global_batch=8, starts=(0, 2), sections=4, stash_limits=(2, 1))
+PLAN = Plan(micro_batch=2, global_batch=8, pipelines=(Pipeline(bounds=(0, 2, 4), stash_limits=(2, 1)),))
 
 
 def step(number: int, loss: float = 1.5) -> StepRecorded:

@@ -306,9 +306,11 @@ def test_stages_of_unlike_pipelines_are_compared_by_what_they_were_predicted_to_
 def all_of_each_class(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
     """As many pipelines of each class, of two stages, as it has workers for."""
     plan, count = by_class(job, workers, micro_batch), {each.name: each.workers // 2 for each in job.classes}
-    more = tuple(each.model_copy(update={"replicas": count[each.device_class]}) for each in plan.more)
-    changed = {"replicas": sum(count.values()), "more": more, "speeds": ()}
-    found = Plan.model_validate({**dict(plan), **changed}).at_speeds(devices.by_class(job.classes, job.speeds))
+    pipelines = (
+        each.model_copy(update={"replicas": count[each.device_class], "speeds": ()}) for each in plan.pipelines
+    )
+    wider = Plan.model_validate({**dict(plan), "pipelines": tuple(pipelines)})
+    found = wider.at_speeds(devices.by_class(job.classes, job.speeds))
     return found.model_copy(update={"step_s": 1.0 / (sum(found.speeds) or found.replicas)})
 
 

@@ -30,8 +30,8 @@ def test_nothing_leaves_one_region() -> None:
 
 
 def test_messages_of_a_pipeline_over_both_count() -> None:
-    plan = best_plan(asked({A: 2}, known(), stages=2)).model_copy(update={"device_class": "", "stage_classes": (A, B)})
-    figures, cut = profile(known(), plan.micro_batch), plan.starts[1] - 1
+    plan = best_plan(asked({A: 2}, known(), stages=2)).each(device_class="", stage_classes=(A, B))
+    figures, cut = profile(known(), plan.micro_batch), plan.first.starts[1] - 1
     assert crossing_bytes(plan, known(), regions(plan)) == pytest.approx(
         {
             ("east", "west"): plan.micro_batches * figures.boundary_bytes[cut],
@@ -59,7 +59,7 @@ def test_sums_and_messages_cross_zones_where_pipelines_do() -> None:
     apart = crossing_bytes(plan, calibration, ("a", "a", "b", "b"))
     assert apart == pytest.approx({("a", "b"): size, ("b", "a"): size})  # 2 (D - 1) / D of each section, D = 2
     across = crossing_bytes(plan, calibration, ("a", "b", "a", "b"))
-    cut = plan.starts[1] - 1
+    cut = plan.first.starts[1] - 1
     assert across == pytest.approx(
         {
             ("a", "b"): plan.micro_batches * figures.boundary_bytes[cut],

@@ -8,7 +8,7 @@ from tests.unit.planner.models import MB, calibrated, model, section
 from varuna.calibration.file import read_calibration
 from varuna.calibration.format import Jitter, Link, NetworkCosts, OptimizerCosts, Ring
 from varuna.core.model import JobFacts, ModelFacts, Network, TiedParameter
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import plan_run
 from varuna.planner.pricing.costs import pipeline_costs
@@ -22,16 +22,22 @@ from varuna.simulator.step import simulate
 ROUND = NetworkCosts(link=Link(latency_s=0.25, bytes_per_s=4 * MB), rings=(Ring(latency_s=0.25, bytes_per_s=50 * MB),))
 
 
-def plan(starts: tuple[int, ...], sections: int, *, micro_batches: int = 1, replicas: int = 1, **rest: Any) -> Plan:
+def plan(
+    starts: tuple[int, ...],
+    sections: int,
+    *,
+    micro_batches: int = 1,
+    replicas: int = 1,
+    policy: str = "varuna",
+    **rest: Any,
+) -> Plan:
     stages = len(starts)
+    limits = tuple(stash_limit(stages, k, micro_batches) for k in range(stages))
     return Plan(
-        stages=stages,
-        replicas=replicas,
         micro_batch=1,
         global_batch=micro_batches * replicas,
-        starts=starts,
-        sections=sections,
-        **{"stash_limits": tuple(stash_limit(stages, k, micro_batches) for k in range(stages)), **rest},
+        pipelines=(Pipeline(replicas=replicas, bounds=(*starts, sections), **{"stash_limits": limits, **rest}),),
+        policy=policy,
     )
 
 
@@ -155,13 +161,13 @@ def test_long_steps_are_extrapolated_within_two_percent(policy: str, link: LinkC
     even = uniform(stages, link=link)
     costs = PipelineCosts(stages=(*even.stages[:2], slow, *even.stages[3:]), links=even.links)
     chosen = plan(tuple(range(stages)), stages, micro_batches=8000 // stages, policy=policy)
-    split = chosen.model_copy(update={"split_last": stages if policy == "adaptive" else 0})
+    split = chosen.each(split_last=stages if policy == "adaptive" else 0)
     full = simulate(
         costs,
         micro_batches=8000 // stages,
         policy=policy,
-        stash_limits=split.stash_limits,
-        split_last=split.split_last,
+        stash_limits=split.first.stash_limits,
+        split_last=split.first.split_last,
     )
     assert predict(costs, split).step_s == pytest.approx(full.step_s, rel=0.02)
 
@@ -174,8 +180,8 @@ def test_waves_of_micro_batches_do_not_hide_the_lookahead_of_a_deep_pipeline() -
         pipeline_costs(profile(calibration, 1), chosen, gpus_per_vm=request.vm_size),
         micro_batches=len(chosen.micro_batches_of(0)),
         policy=chosen.policy,
-        stash_limits=chosen.stash_limits,
-        split_last=chosen.split_last,
+        stash_limits=chosen.first.stash_limits,
+        split_last=chosen.first.split_last,
     )
     assert chosen.step_s == pytest.approx(full.step_s, rel=0.01)
 
@@ -210,7 +216,7 @@ def test_gradients_that_cross_as_bf16_take_half_as_long_and_as_much_memory() -> 
         job.model_copy(update={"network": Network(reduction="bf16")}), workers=2, stages=1, calibration=known
     )
     assert (whole.replicas, less.replicas) == (1, 2)  # now a second worker is worth its ring
-    assert less.memory_bytes == whole.memory_bytes
+    assert less.first.memory_bytes == whole.first.memory_bytes
 
 
 def test_copies_at_the_ends_of_a_link_are_latency_and_keep_no_other_message_waiting() -> None:

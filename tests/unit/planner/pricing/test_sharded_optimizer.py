@@ -5,7 +5,7 @@ import pytest
 from tests.unit.planner.models import FAST, MB, calibrated, model, section
 from varuna.calibration.format import Calibration
 from varuna.core.model import JobFacts, Memory
-from varuna.core.plan import Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import plan_run
 from varuna.planner.pricing.costs import pipeline_costs
@@ -54,14 +54,12 @@ def test_a_jobs_plan_counts_it() -> None:
     plain, shared = (plan_run(job(shared=each), workers=4, stages=1, calibration=fast) for each in (False, True))
     assert (plain.replicas, shared.replicas) == (4, 4)
     spared = 400 - (400 - 200)  # the gather holds more than what was in flight before
-    assert plain.memory_bytes[0] - shared.memory_bytes[0] == spared * MB
+    assert plain.first.memory_bytes[0] - shared.first.memory_bytes[0] == spared * MB
 
 
 def test_the_gather_takes_half_an_all_reduce_of_the_parameters() -> None:
     calibration = calibrated(FOUR)
-    plan = Plan(
-        stages=1, replicas=4, micro_batch=1, global_batch=8, starts=(0,), sections=4, stash_limits=(1,)
-    )  # fmt: skip
+    plan = Plan(micro_batch=1, global_batch=8, pipelines=(Pipeline(replicas=4, bounds=(0, 4), stash_limits=(1,)),))
     plain, shared = (
         pipeline_costs(profile(known, 1), plan, gpus_per_vm=1)
         for known in (calibration, calibration.with_sharded_optimizer())
