@@ -24,6 +24,7 @@ FACE = {
         "varuna.core.plan.Plan",
     ],
     "varuna.extras.shards": ["varuna.extras.shards.dataset.Shards"],
+    "varuna.extras.rollouts": ["varuna.extras.rollouts.dataset.Rollouts", "varuna.extras.rollouts.log.append"],
     "varuna.testing": [
         "varuna.testing.ranks.run",
         "varuna.testing.ranks.RunResult",

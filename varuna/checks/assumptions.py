@@ -10,7 +10,7 @@ from varuna.checks.draws import SameDraws
 from varuna.checks.probes import computing
 from varuna.core.errors import DataError, ModelError
 from varuna.data.randomness import generator_lock
-from varuna.data.samples import SampleSource
+from varuna.data.samples import LOOKED_AT, SampleSource
 from varuna.data.sizes import rows_in
 from varuna.engine.stage.guards import BranchResults, another_way
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors
@@ -25,7 +25,6 @@ from varuna.partition.model import PartitionedModel
 from varuna.partition.originals.modes import into_training
 from varuna.process.console import say, warn
 
-_LOOKED_AT = 16
 _TOKENS = 3
 """Samples are cut to this many tokens, so that some experts get none."""
 _TOLERANCE = 1e-4
@@ -50,7 +49,7 @@ def check_assumptions(
             sample has a whole number that an embedding or a loss cannot take.
         ModelError: a loop over the places where a mask is true does something for other places as well.
     """
-    count = _LOOKED_AT if source.size is None else min(_LOOKED_AT, source.size)
+    count = LOOKED_AT if source.size is None else min(LOOKED_AT, source.size)
     groups = [range(first, first + micro_batch) for first in range(0, max(count - micro_batch, 0) + 1, micro_batch)]
     if any(graph.conditions or graph.ranges for graph in model.graphs):
         for positions in groups:

@@ -20,7 +20,7 @@ from varuna.checks.draws import NoDraws
 from varuna.checks.outcome import controlled
 from varuna.checks.probes import computing
 from varuna.core.errors import ModelError
-from varuna.data.samples import MicroBatch, SampleSource
+from varuna.data.samples import LOOKED_AT, MicroBatch, SampleSource
 from varuna.data.sizes import rows_in
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors
 from varuna.partition.batch_layout import check_inputs
@@ -32,8 +32,6 @@ from varuna.partition.model import PartitionedModel
 from varuna.partition.watching.side_effects import watched
 from varuna.process.console import warn
 
-_LOOKED_AT = 16
-"""Number of samples searched for some with unequal weights, since padding shows only there."""
 _COMPARED = 16
 _COMPARED_OF_LARGE = 4
 _LARGE = 20_000_000
@@ -115,7 +113,7 @@ class _Check:
 
         Where batches are lists of samples: numbers of lists.
         """
-        looked_at = _LOOKED_AT if self._source.size is None else min(_LOOKED_AT, self._source.size)
+        looked_at = LOOKED_AT if self._source.size is None else min(LOOKED_AT, self._source.size)
         looked_at = looked_at if self._each == 1 else max(2, looked_at // self._each)  # one would have no parts
         variant: int | None = None
         seen: dict[object, int] = {}

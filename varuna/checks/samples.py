@@ -7,12 +7,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from varuna.core.errors import DataError
-from varuna.data.samples import MicroBatch, SampleSource
+from varuna.data.samples import LOOKED_AT, MicroBatch, SampleSource
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
 
-LOOKED_AT = 16
-"""Number of first samples that are read: if there is padding, some of them show it."""
 _IGNORED = -100
 """The label that cross-entropy ignores."""
 

@@ -33,8 +33,10 @@ _RECIPE = (
 )
 
 
-_LOOKED_AT = (1, 2, 3, 4, 6)
-"""Samples of each batch from which open sizes are found."""
+LOOKED_AT = 16
+"""First samples of a run that are looked at before step 0: where there is padding, some of them show it."""
+_BATCHES = (1, 2, 3, 4, 6)
+"""Samples of each batch from which open sizes are found; as many together."""
 _MOST_MISSING = 1000
 """Samples that may be None one after the other."""
 
@@ -85,7 +87,9 @@ class SampleSource:
         self._dataset, self._told, self._ramp = dataset, told(dataset), ramp
         self._seed = seed
         self._columns = Columns(names)
-        self._processes, self._slow = processes, SlowReading() if processes is None else None
+        self._wait_for: Callable[[int], object] | None = getattr(dataset, "wait_for", None)
+        watches = processes is None and self._wait_for is None  # no process that reads would make a sample come sooner
+        self._processes, self._slow = processes, SlowReading() if watches else None
         self._reading: Readers | None = None
         self._collator = None if collate is None else Collator(collate, self._columns, seed)
 
@@ -120,8 +124,8 @@ class SampleSource:
         Raises:
             Exception: whatever ``dataset[i]`` raises, with a note that names the index.
         """
-        with states_kept():
-            return self._read(position)
+        [index], [sample] = self._read_all([position])
+        return index, sample
 
     def _read(self, position: int) -> tuple[int, Any]:
         [index], place = self.indices([position]), self._place(position)
@@ -143,6 +147,10 @@ class SampleSource:
         return place
 
     def _read_all(self, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        if self._wait_for is not None:  # here, since training needs the generators meanwhile
+            for index in self.indices(positions):
+                with _noted(f"while waiting for dataset[{index}]"):
+                    self._wait_for(index)
         with states_kept():
             indices, samples = zip(*map(self._read, positions), strict=True)
         return indices, samples
@@ -230,15 +238,15 @@ class SampleSource:
         """
         if self._collator is None:
             return None
-        seen = self._seen(_LOOKED_AT)
+        seen = self._seen(_BATCHES)
         if is_listed(seen):
             each = micro_batch or 1
-            return open_sizes(self._seen((each,) * max(2, sum(_LOOKED_AT) // each)), lists=lists_in(seen))
+            return open_sizes(self._seen((each,) * max(2, LOOKED_AT // each)), lists=lists_in(seen))
         return open_sizes(seen)
 
     def telling(self, sizes: OpenSizes) -> dict[str, Tensor]:
         """Return a batch of the first samples whose open sizes can be told apart, if there is one."""
-        counts = _LOOKED_AT[1:] if sizes.samples is None else (sizes.samples,) * (sum(_LOOKED_AT) // sizes.samples or 1)
+        counts = _BATCHES[1:] if sizes.samples is None else (sizes.samples,) * (LOOKED_AT // sizes.samples or 1)
         return min((batch for _, batch in self._seen(counts)), key=lambda batch: equal_sizes(batch, sizes))
 
     def _seen(self, counts: Sequence[int]) -> list[tuple[int, dict[str, Tensor]]]:

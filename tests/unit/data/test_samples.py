@@ -1,6 +1,7 @@
 """Every stage reads the same samples, and what cannot be read is named."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from varuna.core.errors import DataError
 from varuna.data.collate import Sample
 from varuna.data.digests import tensors_digest
 from varuna.data.order import sample_index
+from varuna.data.randomness import generator_lock
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
 
 
@@ -68,6 +70,23 @@ def test_a_sized_dataset_is_read_in_the_public_order() -> None:
 
 def test_a_dataset_without_length_is_read_by_position() -> None:
     assert SampleSource(Unsized(), seed=4).micro_batch([1, 2, 4]).indices == (1, 2, 4)
+
+
+def test_a_sample_is_waited_for_while_others_may_draw() -> None:
+    class Coming(Unsized):
+        def wait_for(self, index: int) -> None:
+            drawing = threading.Thread(target=lambda: drawn.append((index, can_draw())))
+            drawing.start()
+            drawing.join()
+
+    def can_draw() -> bool:
+        if found := generator_lock.acquire(timeout=1):
+            generator_lock.release()
+        return found
+
+    drawn: list[tuple[int, bool]] = []
+    SampleSource(Coming(), seed=4).micro_batch([1, 2])
+    assert drawn == [(1, True), (2, True)]
 
 
 def test_two_stages_read_the_same_noise_whatever_they_drew_before() -> None:
