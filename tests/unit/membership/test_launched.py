@@ -1,9 +1,6 @@
 import subprocess
 import sys
 
-import pytest
-
-from tests.depth import nightly_rows
 from varuna.core.errors import DataError, UsageError
 from varuna.membership.launched import explained
 
@@ -25,6 +22,7 @@ def test_the_lines_of_the_cause_are_told_too() -> None:
 
 
 RAISES = """
+import os
 from unittest.mock import Mock
 
 import torch
@@ -34,37 +32,31 @@ from varuna.membership import launched
 
 told = Mock()
 told.failed = lambda summary, text, code, fault: print(code, fault, flush=True)
-launched.manager = lambda: {told}
-launched.watch_exceptions()
-raise {error}
+for manager, error in [{cases}]:
+    if os.fork() == 0:
+        launched.manager = lambda: manager
+        launched.watch_exceptions()
+        raise error
+    print("exit code", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (
-            'torch.AcceleratorError("CUDA error: unspecified launch failure")',
-            "error='CUDA error: unspecified launch fail",
-        ),
-        ('ValueError("CUDA error: said by the user")', "1 None"),
-        *nightly_rows(
-            ('torch.OutOfMemoryError("CUDA out of memory")', "is_memory=True"),
-            ('DeviceError("rank 0 waited 300 s")', "error='it hangs'"),
-        ),
-    ],
-)
-def test_an_exception_that_ends_the_script_tells_the_manager_of_a_fault_of_the_device(error: str, said: str) -> None:
-    program = RAISES.format(error=error, told="told")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert said in done.stdout
-    assert "Traceback" in done.stderr
-    assert "Xid" not in done.stderr  # the manager says what becomes of it
+CASES = {
+    'told, torch.AcceleratorError("CUDA error: unspecified launch failure")': "error='CUDA error: unspecified",
+    'told, ValueError("CUDA error: said by the user")': "1 None",
+    'told, torch.OutOfMemoryError("CUDA out of memory")': "is_memory=True",
+    'told, DeviceError("rank 0 waited 300 s")': "error='it hangs'",
+    'None, torch.AcceleratorError("CUDA error: unspecified launch failure")': "Look for Xid",
+}
+"""By manager and exception: what is said."""
 
 
-def test_without_a_manager_a_fault_of_the_device_is_explained() -> None:
-    program = RAISES.format(error='torch.AcceleratorError("CUDA error: unspecified launch failure")', told="None")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "Look for Xid" in done.stderr
+def test_an_exception_that_ends_the_script_tells_the_manager_of_a_fault_of_the_device_or_explains_it() -> None:
+    program = RAISES.format(cases=", ".join(f"({case})" for case in CASES))
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=True)
+    *ends, rest = done.stdout.split("exit code 1\n")
+    assert rest == ""
+    for (case, said), output in zip(CASES.items(), ends, strict=True):
+        assert said in output
+        assert "Traceback" in output
+        assert ("Xid" in output) == case.startswith("None"), "a manager says what becomes of it"
