@@ -37,11 +37,9 @@ class RunningManager:
         self.folder = folder
         self.events: list[Event] = []
         driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
-        driver.gather()
-        driver.voted(0, 1)
+        driver.begin(0, 1)
         driver.kill("w3")
-        for name in ("w0", "w1", "w2"):
-            driver.held(name, 2)
+        driver.all_held(2)
         driver.voted(2)
         self.driver = driver
         self.picture, self.chronicle = Picture(), Chronicle()

@@ -255,6 +255,11 @@ class Driver:
         for number in range(self.config.workers):
             self.hello(f"w{number}")
 
+    def begin(self, *steps: int) -> None:
+        """The first generation starts, and records these steps."""
+        self.gather()
+        self.voted(*steps)
+
     def vote(self, step: int) -> Vote:
         return make_vote(self.fleet.record.plan, self.fleet.generation, step)
 
@@ -270,6 +275,11 @@ class Driver:
             worker,
             StopReport(generation=self.fleet.generation, next_step=next_step, sections=sections, votes=votes),
         )
+
+    def all_held(self, next_step: int) -> None:
+        """All members that live answer: those with a seat, that they are before this step."""
+        for worker in self.fleet.live_members:
+            self.held(worker, next_step if self.seat_sections(worker) else None)
 
     def seat_sections(self, worker: str) -> tuple[int, ...]:
         plan, rank = self.fleet.record.plan, self.fleet.rank_of(worker)

@@ -33,8 +33,7 @@ def hello(driver: Driver, worker: str, device: DeviceFacts | None) -> None:
 
 def lose(driver: Driver, worker: str) -> None:
     driver.kill(worker)
-    for name in driver.fleet.live_members:
-        driver.held(name, 1 if driver.seat_sections(name) else None)
+    driver.all_held(1)
 
 
 def test_workers_of_one_gpu_are_planned_with_its_halves() -> None:

@@ -28,9 +28,7 @@ def spare_of_a_rollback(machine: Machine) -> None:
     driver = _running(5, 2, machine)
     driver.kill("w1")
     driver.kill("w3")  # both holders of the second stage
-    driver.held("w0", 2)
-    driver.held("w2", 2)
-    driver.held("w4", None)
+    driver.all_held(2)
     assert driver.fleet.record.rollback
     [spare] = set(driver.fleet.members) - set(driver.fleet.record.grid)
     first, second = driver.fleet.record.grid
@@ -43,7 +41,6 @@ def spare_of_a_rollback(machine: Machine) -> None:
 def _running(workers: int, steps: int, machine: Machine) -> Driver:
     """With a checkpoint of step 1, and nobody to replace the dead."""
     driver = Driver(FleetConfig(workers=workers, replace=False), plan=two_stages, machine=machine)
-    driver.gather()
-    driver.voted(*range(steps))
+    driver.begin(*range(steps))
     driver.checkpoint = Checkpoint("ck/step-2", 2, 2)
     return driver

@@ -42,8 +42,7 @@ def running(workers: int = 4, *, steps: tuple[int, ...] = (0, 1), **options: obj
     """A run of which some steps are recorded: 2 stages, the rest replicas."""
     config = FleetConfig(workers=workers, **options)  # type: ignore[arg-type]
     driver = Driver(config, plan=two_stages)
-    driver.gather()
-    driver.voted(*steps)
+    driver.begin(*steps)
     return driver
 
 
@@ -135,8 +134,7 @@ def test_a_vote_of_an_old_generation_is_ignored() -> None:
     driver = running(4)
     old = driver.vote(2)
     driver.kill("w3")
-    for worker in ("w0", "w1", "w2"):
-        driver.held(worker, 2)
+    driver.all_held(2)
     assert driver.fleet.generation == 1
     assert driver.say("w0", Voted(vote=old)) == []
 
@@ -158,9 +156,7 @@ def test_a_killed_worker_is_replaced_and_the_step_in_flight_is_retried() -> None
     assert [worker for worker, _ in sends(instructions, Hold)] == ["w0", "w1", "w2"]
     assert instructions[-1] == Spawn(1)
     driver.now_s += 1
-    driver.held("w0", 2)
-    driver.held("w1", 2)
-    driver.held("w2", 2)
+    driver.all_held(2)
     record = driver.fleet.record
     assert (record.cause, record.first_step, record.steps_redone) == ("worker w3 killed by SIGKILL", 2, 1)
     assert not record.rollback
@@ -174,9 +170,7 @@ def test_a_killed_worker_is_replaced_and_the_step_in_flight_is_retried() -> None
 def test_a_spare_takes_a_lost_seat_with_a_copy_of_its_sections() -> None:
     driver = running(5, replace=False)
     driver.kill("w3")
-    for worker in ("w0", "w1", "w2"):
-        driver.held(worker, 2)
-    driver.held("w4", None)
+    driver.all_held(2)
     assignment = driver.assignments["w4"]
     assert assignment.rank == 3
     assert [(move.section, move.source_rank, move.target_rank) for move in assignment.transfers] == [
@@ -189,11 +183,9 @@ def test_a_spare_takes_a_lost_seat_with_a_copy_of_its_sections() -> None:
 def test_a_spare_that_takes_a_seat_one_step_behind_is_given_state_and_not_the_vote() -> None:
     """It has the parameters from before that step, but took no part in it: it has no gradients to apply."""
     driver = Driver(FleetConfig(workers=6, replace=False), plan=two_stages)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     driver.kill("w5")
-    for name in driver.fleet.live_members:
-        driver.held(name, 2)
+    driver.all_held(2)
     driver.voted(2)
     driver.kill("w0")
     for name, next_step in (("w1", 3), ("w2", 3), ("w3", 3), ("w4", None)):
@@ -276,9 +268,6 @@ def test_evidence_shortens_the_lease_of_silent_workers() -> None:
     assert "w1 froze" in driver.told(WorkerLost)[0].cause
 
 
-# -- verdict -----------------------------------------------------------------------------------------
-
-
 # -- rollback ----------------------------------------------------------------------------------------
 
 
@@ -320,8 +309,7 @@ def test_a_spare_of_a_rollback_is_no_source_whatever_it_says() -> None:
 def test_a_newcomer_that_makes_steps_faster_is_taken_in_behind_a_vote() -> None:
     driver = running(4, steps=(0,))
     driver.kill("w3")
-    for worker in ("w0", "w1", "w2"):
-        driver.held(worker, 1)
+    driver.all_held(1)
     driver.voted(1)
     driver.hello("w4")
     [(worker, pause)] = sends(driver.wait(1.2), RaiseFlag)
@@ -385,11 +373,9 @@ def test_the_micro_batch_is_kept_and_lowered_only_if_nothing_else_fits() -> None
         return make_plan(job, workers, micro_batch or (4 if workers > 2 else 1), stages=1)
 
     driver = Driver(FleetConfig(workers=3, replace=False), plan=plan)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     driver.kill("w2")
-    driver.held("w0", 1)
-    driver.held("w1", 1)
+    driver.all_held(1)
     assert asked == [None, 4, None]
     assert driver.fleet.record.plan.micro_batch == 1
     assert "no plan fits with micro-batches of 4" in driver.told(Notice)[-1].text

@@ -25,8 +25,7 @@ def three_that_cannot_form(futile_s: float) -> Driver:
     """The fourth was lost, and the others do not reach each other."""
     driver = on_machines("abcd", futile_s=futile_s)
     driver.kill("w3")
-    for name in driver.fleet.live_members:
-        driver.held(name, 2)
+    driver.all_held(2)
     return driver
 
 

@@ -19,8 +19,7 @@ def copied(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
 def driver() -> Driver:
     """4x1 over eight sections, in the middle of step 2; nobody replaces the lost."""
     driver = Driver(FleetConfig(workers=4, replace=False), plan=copied, job=make_job(sections=8, steps=100))
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     return driver
 
 

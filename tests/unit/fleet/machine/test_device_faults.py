@@ -31,8 +31,7 @@ class Gpus(Driver):
 
 def running(workers: int = 4, **options: object) -> Gpus:
     driver = Gpus(FleetConfig(workers=workers, **options), plan=two_stages)  # type: ignore[arg-type]
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     return driver
 
 
@@ -45,8 +44,7 @@ def fails(driver: Driver, worker: str, error: str = ECC, *, is_memory: bool = Fa
 def goes_on(driver: Driver) -> None:
     """The others stop, and form the next generation."""
     driver.wait(0.4)
-    for name in driver.fleet.live_members:
-        driver.held(name, driver.fleet.recorded_step + 1)
+    driver.all_held(driver.fleet.recorded_step + 1)
     assert isinstance(driver.fleet.phase, Running)
 
 
@@ -225,8 +223,7 @@ EIO = "OSError: [Errno 5] Input/output error: '/data/x'"
 def on_machines(workers: int = 4) -> Gpus:
     """Each worker on a machine of its own, as in a run of one machine, whose processes stand for VMs."""
     driver = Gpus(FleetConfig(workers=workers), plan=two_stages, node_of=lambda worker: worker)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     return driver
 
 
@@ -332,8 +329,7 @@ def on_vms(workers: int = 4, node_of: Callable[[str], str] = lambda worker: work
     driver = Gpus(config, plan=two_stages)
     for name in (f"w{number}" for number in range(workers)):
         driver.feed(WorkerSpawned(name, node_of(name)))
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     return driver
 
 

@@ -59,8 +59,7 @@ def test_the_earliest_of_several_notices_counts_and_all_leave_in_one_morph() -> 
     assert not holds(driver)
     driver.wait(5)  # 100 s less an action of 50 s, a hand-over of 1.5 s, and 15 s
     assert holds(driver) == ["w0", "w1", "w2", "w3"]
-    for name in driver.fleet.live_members:
-        driver.held(name, 2)
+    driver.all_held(2)
     assert driver.fleet.record.grid == ("w0", "w2")
 
 
@@ -69,8 +68,7 @@ def test_a_leaver_is_let_go_once_all_have_their_state(steps_run: bool, whole: bo
     """The first step may take minutes, and the node is gone by then. Optimizer state may come while it runs."""
     driver = in_long_step("abcde")
     driver.feed(preempted("b", in_s=20))
-    for name in driver.fleet.live_members:
-        driver.held(name, 2)
+    driver.all_held(2)
     driver.wait(2, phase=WorkerPhase.STEPS if steps_run else WorkerPhase.FORMS, whole=whole)
     is_free = steps_run and whole
     assert [worker for worker, _ in sends(driver.done, Finish)] == ["w1"] * is_free
@@ -82,8 +80,7 @@ def test_a_second_notice_waits_for_the_generation_that_forms() -> None:
     """It has moved half of the state: it is broken off only if there is no other time."""
     driver = in_long_step("abcd", wall_s=4.0)
     driver.feed(preempted("b", in_s=5))
-    for name in driver.fleet.live_members:
-        driver.held(name, 2)
+    driver.all_held(2)
     members = driver.fleet.members
     node = driver.fleet.workers[members[1]].node
     driver.feed(preempted(node, in_s=12))

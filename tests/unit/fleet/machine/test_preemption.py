@@ -33,8 +33,7 @@ def on_nodes(nodes: str, *, steps: tuple[int, ...] = (0, 1), **options: object) 
     for number, node in enumerate(nodes):
         driver.feed(WorkerSpawned(f"w{number}", node))
         driver.names += 1
-    driver.gather()
-    driver.voted(*steps)
+    driver.begin(*steps)
     return driver
 
 
@@ -45,8 +44,7 @@ def flags(driver: Driver) -> list[str]:
 def regroup(driver: Driver, next_step: int) -> None:
     """All members stop after the vote that carried the flag."""
     driver.voted(next_step - 1)
-    for name in driver.fleet.live_members:
-        driver.held(name, next_step if driver.seat_sections(name) else None)
+    driver.all_held(next_step)
 
 
 def test_a_notice_leads_to_a_morph_behind_a_vote_with_the_leaving_node_as_a_source() -> None:
@@ -121,8 +119,7 @@ def test_a_step_too_long_for_the_deadline_is_broken_off() -> None:
     driver.fleet = long_steps(driver, 300.0)
     driver.feed(preempted("d", in_s=30 - driver.now_s))
     assert len(sends(driver.done, Hold)) == 4  # the leaver too: its state is copied away
-    for name in driver.fleet.live_members:
-        driver.held(name, 2)
+    driver.all_held(2)
     record = driver.fleet.record
     assert (record.first_step, record.steps_redone, record.plan.workers) == (2, 1, 2)
 
@@ -249,9 +246,7 @@ def test_the_leaver_that_dies_while_its_state_is_copied_ends_the_morph_and_not_t
     driver.feed(preempted("b", in_s=15 - driver.now_s))
     regroup(driver, 3)
     driver.kill("w1")
-    for name in ("w0", "w2", "w3"):
-        driver.held(name, 3)
-    driver.held("w4", None)
+    driver.all_held(3)
     assert (driver.fleet.generation, driver.fleet.record.first_step, driver.fleet.record.rollback) == (2, 3, False)
 
 
@@ -285,15 +280,13 @@ def test_a_loss_on_the_way_to_the_end_does_not_forget_that_it_was_asked_for() ->
     driver = on_nodes("abcd", replace=False)
     driver.feed(FinishRequested("varuna stop"))
     driver.kill("w3")
-    for name in ("w0", "w1", "w2"):
-        driver.held(name, 2)
+    driver.all_held(2)
     assert [message.generation for _, message in sends(driver.done, RaiseFlag) if message.flag == "stop"] == [0, 1]
 
 
 def test_losing_everybody_waits_for_replacements_and_goes_on_from_the_checkpoint() -> None:
     driver = Driver(FleetConfig(workers=2), plan=two_stages, job=make_job())
-    driver.gather()
-    driver.voted(0, 1, 2)
+    driver.begin(0, 1, 2)
     driver.checkpoint = Checkpoint("ck/step-2", 2, 2)
     driver.kill("w0")
     driver.kill("w1")

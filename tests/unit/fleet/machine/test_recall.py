@@ -44,8 +44,7 @@ def kept_often(plan: Plan) -> Plan:
 def driver() -> Driver:
     """A run of 4x1 over eight sections, in the middle of step 9; lost workers are not replaced."""
     driver = Driver(FleetConfig(workers=4, replace=False), plan=keeping, job=make_job(sections=8, steps=100))
-    driver.gather()
-    driver.voted(*range(9))
+    driver.begin(*range(9))
     return driver
 
 

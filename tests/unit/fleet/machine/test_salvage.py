@@ -21,8 +21,7 @@ MICRO_BATCHES = 8
 def driver() -> Driver:
     """2x2 over four sections, in the middle of step 1; nobody replaces the lost."""
     driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages, job=make_job(sections=4, steps=100))
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     return driver
 
 
@@ -139,8 +138,7 @@ def test_sums_stay_where_computing_again_is_faster_than_their_way(link_bytes_per
     """4x1 becomes 2x1, a step of 8 s has half of its 8 micro-batches, and a stage's sums have 100 or 200 bytes."""
     job = make_job(sections=4, steps=100)
     driver = Driver(FleetConfig(workers=4, replace=False), plan=shallow, job=job, node_of=lambda worker: worker)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     driver.fleet = replace(driver.fleet, link_bytes_per_s=link_bytes_per_s, step_wall_s=8.0)
     driver.feed(preempted("w3", in_s=2))
     for number in range(4):

@@ -28,8 +28,7 @@ def shard(step: int) -> SavedShard:
 
 def test_a_shard_counts_once_the_step_before_it_is_recorded_and_no_word_of_a_worker_makes_a_checkpoint() -> None:
     driver = Driver(FleetConfig(workers=4), plan=two_stages)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     assert driver.say("w0", Saved(shard=shard(1))) == [Collect(shard(1))]
     for early in (90, 3, 2):
         assert driver.say("w0", Saved(shard=shard(early))) == []

@@ -67,8 +67,7 @@ def gathered(*classes: str) -> Driver:
     driver = Driver(
         FleetConfig(workers=len(classes), replace=False), plan=by_class, class_of=lambda name: classes[int(name[1:])]
     )
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     return driver
 
 
@@ -86,7 +85,6 @@ def test_who_is_left_of_a_class_is_counted_by_class() -> None:
     assert can_seat(driver.fleet, plan, ("w0", "w1", "w2", "w3"))
     assert not can_seat(driver.fleet, plan, ("w0", "w1", "w2"))
     driver.kill("w0")
-    for name in driver.fleet.live_members:
-        driver.held(name, 2)
+    driver.all_held(2)
     assert driver.fleet.record.plan.classes == {"b": 2, "a": 1}
     assert driver.fleet.record.steps_redone <= 1

@@ -34,8 +34,7 @@ def reports(driver: Driver, worker: str, peer: str) -> None:
 def goes_on(driver: Driver) -> None:
     """The grace is over; whoever is left stops, and the next generation forms."""
     driver.wait(1.5, still=False)
-    for name in driver.fleet.live_members:
-        driver.held(name, driver.fleet.recorded_step + 1)
+    driver.all_held(driver.fleet.recorded_step + 1)
     assert isinstance(driver.fleet.phase, Running)
 
 
@@ -144,8 +143,7 @@ def test_nobody_is_put_out_by_what_another_rank_claims() -> None:
 
 def test_on_one_machine_all_is_as_before() -> None:
     driver = Driver(FleetConfig(workers=4), plan=make_plan)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     reports(driver, "w1", "w3")
     driver.wait(1.5, still=False)
     assert not left(driver)

@@ -28,12 +28,10 @@ class Counting:
 def test_a_spare_takes_over_without_a_new_plan_and_everybody_else_keeps_its_seat() -> None:
     planner = Counting()
     driver = Driver(FleetConfig(workers=7, replace=False), plan=planner)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     assert planner.asked == [7]
     driver.kill("w2")
-    for name in driver.fleet.live_members:
-        driver.held(name, 1 if driver.seat_sections(name) else None)
+    driver.all_held(1)
     assert planner.asked == [7]
     assert driver.fleet.record.members == ("w0", "w1", "w6", "w3", "w4", "w5")
     assert driver.fleet.record.moved_sections == 2
@@ -42,19 +40,16 @@ def test_a_spare_takes_over_without_a_new_plan_and_everybody_else_keeps_its_seat
 def test_the_first_loss_without_a_spare_makes_a_new_plan() -> None:
     planner = Counting()
     driver = Driver(FleetConfig(workers=6, replace=False), plan=planner)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     driver.kill("w2")
-    for name in driver.fleet.live_members:
-        driver.held(name, 1)
+    driver.all_held(1)
     assert planner.asked == [6, 5]
     assert driver.fleet.record.plan.workers == 4
 
 
 def test_a_planned_morph_does_not_wait_for_spares_that_heard_no_vote() -> None:
     driver = Driver(FleetConfig(workers=5, replace=False), plan=two_stages)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     driver.feed(SpawnRequested(1))
     driver.hello("w5")
     assert len(sends(driver.wait(1.2), RaiseFlag)) == 1
@@ -73,8 +68,7 @@ def test_a_rank_that_missed_the_regroup_vote_is_told_at_once() -> None:
     """Ranks that have the result leave, and their links break for one that has not: it waits for a word."""
     for order in ("before", "after"):
         driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
-        driver.gather()
-        driver.voted(0)
+        driver.begin(0)
         driver.feed(SpawnRequested(2))
         driver.hello("w4")
         driver.hello("w5")
@@ -97,8 +91,7 @@ def test_a_rank_that_missed_the_regroup_vote_is_told_at_once() -> None:
 
 def gaining(wall_s: float, steps: int = 100_000) -> Driver:
     driver = Driver(FleetConfig(workers=4), plan=two_stages, job=make_job(steps=steps))
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     driver.fleet = replace(driver.fleet, step_wall_s=wall_s)
     driver.feed(SpawnRequested(2))
     driver.hello("w4")
@@ -143,8 +136,7 @@ def test_what_the_first_step_waits_for_is_a_stall_as_well() -> None:
     driver = gaining(wall_s=1.0)
     driver.wait(1.2)
     driver.voted(driver.fleet.recorded_step + 1)
-    for name in driver.fleet.live_members:
-        driver.held(name, driver.fleet.recorded_step + 1)
+    driver.all_held(driver.fleet.recorded_step + 1)
     driver.wait(10, still=False)
     for wall_s, stall_s in ((9.5, 0.5), (2.0, 8.0), (3.0, 8.0)):
         vote = driver.vote(driver.fleet.recorded_step + 1).model_copy(update={"wall_s": wall_s})
@@ -195,11 +187,9 @@ def test_what_is_weighed_is_told_as_it_is() -> None:
 
 def test_a_spare_that_stays_one_is_not_told_to_have_joined_again() -> None:
     driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     driver.kill("w3")
-    for name in ("w0", "w1", "w2"):
-        driver.held(name, 1)
+    driver.all_held(1)
     driver.voted(1)
     spare = next(name for name in ("w0", "w1", "w2") if not driver.fleet.record.has_seat(name))
     driver.wait(3.0)
@@ -218,8 +208,7 @@ def test_a_second_holder_is_taken_in_though_no_step_gets_faster() -> None:
         return make_plan(job, workers, micro_batch, stages=1).model_copy(update={"step_s": 1.0})
 
     driver = Driver(FleetConfig(workers=1, replace=False), plan=no_faster)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     driver.wait(60.0)  # there is something to lose
     driver.feed(SpawnRequested(1))
     driver.hello("w1")
@@ -231,8 +220,7 @@ def test_a_second_holder_is_taken_in_though_no_step_gets_faster() -> None:
 
 def test_a_plan_that_is_slower_than_it_was_predicted_is_no_reason_to_morph_into_itself() -> None:
     driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages, predicted_s=lambda plan: 1.25 * plan.step_s)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     driver.feed(SpawnRequested(1))
     driver.hello("w4")
     assert not sends(driver.wait(3.0), RaiseFlag)

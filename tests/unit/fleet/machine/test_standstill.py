@@ -25,8 +25,7 @@ def still(driver: Driver, seconds: float, activities: dict[str, str]) -> list[st
 
 def running() -> Driver:
     driver = Driver(FleetConfig(workers=4), plan=two_stages)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     driver.wait(1.0)
     driver.voted(1)
     return driver
@@ -80,8 +79,7 @@ def test_a_run_that_waits_for_machines_says_how_many_and_who_went() -> None:
     driver = Driver(config, plan=two_stages)
     for number in range(4):
         driver.feed(WorkerSpawned(f"w{number}", f"vm{number}"))
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     for name in ("w1", "w2", "w3"):
         driver.kill(name)
     driver.held("w0", 2)

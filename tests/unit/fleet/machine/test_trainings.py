@@ -26,8 +26,7 @@ def begins(driver: Driver, worker: str, training: int, job: JobFacts | None = No
 def trained(workers: int = 2, **options: object) -> Driver:
     """All have left the first training, of three steps."""
     driver = Driver(FleetConfig(workers=workers, **options), plan=two_stages, job=make_job(steps=3))  # type: ignore[arg-type]
-    driver.gather()
-    driver.voted(0, 1, 2)
+    driver.begin(0, 1, 2)
     driver.leave(*driver.fleet.members)
     assert isinstance(driver.fleet.phase, Finishing)
     return driver
@@ -57,8 +56,7 @@ def test_the_next_training_begins_with_its_own_job_steps_and_plan() -> None:
 
 def test_who_is_ahead_waits_until_the_last_rank_has_left() -> None:
     driver = Driver(FleetConfig(workers=2), plan=two_stages, job=make_job(steps=3))
-    driver.gather()
-    driver.voted(0, 1, 2)
+    driver.begin(0, 1, 2)
     driver.leave("w0")
     begins(driver, "w0", 1)
     assert driver.fleet.training == 0
@@ -111,8 +109,7 @@ def test_a_newcomer_whose_job_differs_in_any_training_is_refused_in_words(traini
 
 def test_a_newcomer_that_had_no_part_in_a_training_hears_of_its_end_before_the_next_one() -> None:
     driver = Driver(FleetConfig(workers=3), plan=two_stages, job=make_job(steps=3))
-    driver.gather()
-    driver.voted(0, 1, 2)
+    driver.begin(0, 1, 2)
     first, second, spare = driver.fleet.members
     driver.leave(first)
     begins(driver, first, 1)
@@ -176,8 +173,7 @@ def test_late_words_about_an_earlier_training_change_nothing() -> None:
 
 def test_a_run_that_is_asked_to_stop_begins_no_other_training() -> None:
     driver = Driver(FleetConfig(workers=2), plan=two_stages, job=make_job(steps=3))
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     driver.feed(FinishRequested("varuna stop"))
     driver.leave("w0", "w1")
     for name in ("w0", "w1"):

@@ -84,8 +84,7 @@ def in_zones(zones: str) -> Driver:
         if zone != "-":
             driver.feed(NoticeReceived(f"n{number}", ZoneNotice(zone=f"{zone}/{zone}1")))
         driver.names += 1
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     return driver
 
 

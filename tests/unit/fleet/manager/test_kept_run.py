@@ -24,11 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs, one after the other; the newest lost a worker, and has ended."""
     folder = tmp_path_factory.mktemp("run")
     driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     driver.kill("w3")
-    for name in ("w0", "w1", "w2"):
-        driver.held(name, 2)
+    driver.all_held(2)
     driver.voted(2)
     journal = Journal(folder, None)
     for run in ("old", "new"):

@@ -21,8 +21,7 @@ from varuna.fleet.state.worker import changed
 
 def running() -> Driver:
     driver = Driver(FleetConfig(workers=4), plan=two_stages)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     driver.wait(0.4)
     return driver
 
@@ -144,8 +143,7 @@ def test_honest_words_pass_at_every_moment_of_a_morph() -> None:
     assert objection(driver.fleet, w0, Voted(vote=nan)) is None
     assert objection(driver.fleet, w0, shard()) is None
     driver.kill(driver.fleet.members[3])
-    for name in driver.fleet.live_members:
-        driver.held(name, 2)
+    driver.all_held(2)
     assert driver.fleet.generation == 1
     for name in driver.fleet.members:  # before the new generation has formed, they still hold what they had
         old = tuple(plan.first.sections_of(plan.place_of(driver.fleet.history[0].members.index(name)).stage))
@@ -154,8 +152,7 @@ def test_honest_words_pass_at_every_moment_of_a_morph() -> None:
 
 def test_a_false_vote_does_not_become_the_newest_step() -> None:
     driver = Driver(FleetConfig(workers=5), plan=two_stages)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     spare = driver.fleet.members[4]
     driver.wait(0.4)
     assert "did not take part" in text(objection(driver.fleet, spare, Voted(vote=vote(driver, 2))))
@@ -168,8 +165,7 @@ def test_a_false_vote_does_not_become_the_newest_step() -> None:
 
 def test_votes_of_a_timeline_that_a_rollback_abandoned_are_no_lies() -> None:
     driver = Driver(FleetConfig(workers=3, replace=False), plan=two_stages)
-    driver.gather()
-    driver.voted(*range(10))
+    driver.begin(*range(10))
     old = vote(driver, 10)
     driver.kill("w1")  # the only holder of the second stage
     driver.held("w0", 10)
@@ -185,8 +181,7 @@ def test_who_has_no_seat_has_saved_nothing_and_who_had_one_may_save_for_it_later
     assert "in which it had no seat" in text(objection(driver.fleet, "w4", shard()))
     driver.hello("w4")
     driver.feed(WorkerExited("w3", -9, ""))
-    for name in ("w0", "w1", "w2"):
-        driver.held(name, 2)
+    driver.all_held(2)
     assert driver.fleet.generation == 1
     assert objection(driver.fleet, "w0", shard()) is None
 
@@ -208,8 +203,7 @@ def test_who_is_distrusted_is_lost_and_killed_once(worker: str) -> None:
 def test_what_is_shared_out_is_whole_with_its_holders_only() -> None:
     driver = Driver(FleetConfig(workers=6), plan=two_stages)
     driver.job = driver.job.model_copy(update={"memory": Memory(shard_optimizer=True)})
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     w0 = driver.fleet.members[0]
     said = [
         StopReport(generation=0, next_step=2, sections=(0,), lent=(1,)),
@@ -228,8 +222,7 @@ def copied(copies: Copies) -> Driver:
         return two_stages(job, workers, micro_batch).model_copy(update={"copies": copies})
 
     driver = Driver(FleetConfig(workers=4 if copies is Copies.SUMS else 2), plan=planned)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     return driver
 
 

@@ -18,8 +18,7 @@ def conditions(driver: Driver) -> dict[str, tuple[str, str]]:
 
 def trained() -> Driver:
     driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
-    driver.gather()
-    driver.voted(0)
+    driver.begin(0)
     for name in driver.fleet.members:
         driver.say(name, Beat(generation=0, step=0, activity=""))
     return driver

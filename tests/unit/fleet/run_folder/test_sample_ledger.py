@@ -17,11 +17,9 @@ from varuna.fleet.state.run_events import GenerationStarted, RunEnded, RunEvent,
 def eventful() -> list[RunEvent]:
     """Steps 0 to 3, a loss, steps 4 and 5, a rollback to 2, steps 2 and 3."""
     driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
-    driver.gather()
-    driver.voted(0, 1, 2, 3)
+    driver.begin(0, 1, 2, 3)
     driver.kill("w3")
-    for name in ("w0", "w1", "w2"):
-        driver.held(name, 4)
+    driver.all_held(4)
     driver.voted(4, 5)
     driver.checkpoint = Checkpoint("ck/step-2", 2, 2)
     driver.plan = lambda job, workers, m: two_stages(job, 2, m)

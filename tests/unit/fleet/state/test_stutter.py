@@ -106,8 +106,7 @@ def beat_all(driver: Driver, beats: int, **slow: float) -> None:
 
 def slow_run(**options: object) -> Driver:
     driver = Driver(FleetConfig(workers=9, slow_ratio=SLOW_RATIO, **options), plan=two_stages)  # type: ignore[arg-type]
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     return driver
 
 
@@ -130,8 +129,7 @@ def test_a_slow_worker_is_reported_left_out_and_its_seat_taken_by_the_spare() ->
     assert "worker w5 on node local is slow: 1.30 times" in notice.text
     assert [message.flag for _, message in sends(driver.done, RaiseFlag)] == ["regroup"]
     driver.voted(2)
-    for name in driver.fleet.live_members:
-        driver.held(name, 3 if driver.seat_sections(name) else None)
+    driver.all_held(3)
     assert "worker w5 is slow" in driver.fleet.record.cause
     assert "w5" not in driver.fleet.record.grid
     assert driver.fleet.record.grid[5] == "w8"
@@ -142,34 +140,26 @@ def test_a_slow_worker_is_taken_in_again_on_probation_and_longer_left_out_the_ne
     driver = slow_run(probation_s=30.0)
     beat_all(driver, 20, w5=2.0)
     driver.voted(2)
-    for name in driver.fleet.live_members:
-        driver.held(name, 3 if driver.seat_sections(name) else None)
+    driver.all_held(3)
     driver.voted(3)
     driver.wait(35)
     assert not driver.fleet.slow
     assert "another chance" in driver.told(Notice)[-1].text
     driver.kill("w8")  # now its old seat is free again
-    for name in driver.fleet.live_members:
-        driver.held(name, 4 if driver.seat_sections(name) else None)
+    driver.all_held(4)
     driver.voted(4)
     assert "w5" in driver.fleet.record.grid
     beat_all(driver, 20, w5=2.0)
     assert driver.fleet.slow["w5"].until_s > driver.now_s + 50
 
 
-def held_all(driver: Driver, next_step: int) -> None:
-    for name in driver.fleet.live_members:
-        driver.held(name, next_step if driver.seat_sections(name) else None)
-
-
 def test_a_straggler_has_a_smaller_share_where_the_run_would_be_slower_without_it() -> None:
     driver = Driver(FleetConfig(workers=4, slow_ratio=SLOW_RATIO), plan=two_stages)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     beat_all(driver, 20, w1=1.5)
     assert [message.flag for _, message in sends(driver.done, RaiseFlag)] == ["regroup"]
     driver.voted(2)
-    held_all(driver, 3)
+    driver.all_held(3)
     plan = driver.fleet.record.plan
     assert plan.speeds == pytest.approx((1.0, 1 / 1.5), rel=0.04)
     assert plan.shares == (5, 3)
@@ -186,28 +176,26 @@ def test_a_straggler_has_a_smaller_share_where_the_run_would_be_slower_without_i
 @pytest.mark.parametrize("slow", [("w1", "w2", "w3"), ("w2", "w3"), ("w3",)])
 def test_whoever_is_in_the_majority_speeds_are_those_of_the_workers(slow: tuple[str, ...]) -> None:
     driver = Driver(FleetConfig(workers=4, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     beat_all(driver, 20, **dict.fromkeys(slow, 2.0))
     driver.voted(2)
-    held_all(driver, 3)
+    driver.all_held(3)
     speeds = driver.fleet.record.plan.speeds
     assert speeds == pytest.approx((1.0,) * (4 - len(slow)) + (0.5,) * len(slow), rel=0.04)
     assert set(driver.fleet.record.grid[4 - len(slow) :]) == set(slow)
     driver.voted(3)
     driver.kill("w0")  # one of full speed
-    held_all(driver, 4)
+    driver.all_held(4)
     assert driver.fleet.record.plan.speeds == (pytest.approx(speeds[1:]) if set(speeds[1:]) != {1.0} else ())
     assert driver.fleet.slow.keys() == set(slow)
 
 
 def test_a_slow_worker_that_recovers_gets_its_whole_share_again() -> None:
     driver = Driver(FleetConfig(workers=3, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     beat_all(driver, 20, w2=2.0)
     driver.voted(2)
-    held_all(driver, 3)
+    driver.all_held(3)
     assert driver.fleet.record.plan.speeds[:2] == (1.0, 1.0)
     driver.voted(3)
     beat_all(driver, 20)
@@ -215,7 +203,7 @@ def test_a_slow_worker_that_recovers_gets_its_whole_share_again() -> None:
     assert not driver.fleet.slow
     assert driver.fleet.speed_of("w2") == 1.0
     driver.voted(4)
-    held_all(driver, 5)
+    driver.all_held(5)
     assert driver.fleet.record.plan.speeds == ()
     assert "worker w2 is faster than it was" in driver.fleet.record.cause
 
@@ -224,8 +212,7 @@ def test_a_slow_worker_that_recovers_gets_its_whole_share_again() -> None:
 def test_noise_moves_nobody_whose_speed_is_known(seed: int) -> None:
     choose = random.Random(seed)
     driver = Driver(FleetConfig(workers=8, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     slow = {"w5", "w6", "w7"}
 
     def beat(count: int) -> None:
@@ -236,7 +223,7 @@ def test_noise_moves_nobody_whose_speed_is_known(seed: int) -> None:
     beat(30)
     assert driver.fleet.slow.keys() == slow
     driver.voted(2)
-    held_all(driver, 3)
+    driver.all_held(3)
     driver.voted(3)
     beat(150)
     assert driver.fleet.slow.keys() == slow
@@ -251,8 +238,7 @@ def test_a_planner_that_knows_no_speeds_keeps_a_straggler_which_is_found_again_a
         return two_stages(job.model_copy(update={"speeds": ()}), workers, micro_batch)
 
     driver = Driver(FleetConfig(workers=4, slow_ratio=SLOW_RATIO, probation_s=10.0), plan=even)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     beat_all(driver, 30, w1=1.4)  # half of the workers for 40 % would not be worth it
     assert driver.fleet.slow.keys() == {"w1"}
     driver.wait(15, still=False)
@@ -265,8 +251,7 @@ def test_a_planner_that_knows_no_speeds_keeps_a_straggler_which_is_found_again_a
 @pytest.mark.parametrize("ratio", [1.3, 1.5, 3.0])
 def test_a_single_peer_tells_who_of_two_is_slow(ratio: float) -> None:
     driver = Driver(FleetConfig(workers=2, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     beat_all(driver, 30, w1=ratio)
     assert driver.fleet.slow.keys() == {"w1"}
     assert driver.fleet.speed_of("w1") == pytest.approx(1 / ratio, rel=0.04)
@@ -274,8 +259,7 @@ def test_a_single_peer_tells_who_of_two_is_slow(ratio: float) -> None:
 
 def test_without_a_threshold_nobody_is_judged() -> None:
     driver = Driver(FleetConfig(workers=4), plan=two_stages)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     beat_all(driver, 50, w3=9.0)
     assert not driver.told(Notice)
 
@@ -284,8 +268,7 @@ def test_without_a_threshold_nobody_is_judged() -> None:
 def test_stages_of_unlike_pipelines_are_compared_by_what_they_were_predicted_to_take(slow: str) -> None:
     """Three stages of 1, 1 and 2 sections, and two of 2: each takes as long as it has sections."""
     driver = Driver(FleetConfig(workers=5, slow_ratio=SLOW_RATIO), plan=unlike_pipelines, job=LONG)
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     plan, usual = driver.fleet.record.plan, {}
     for rank, name in enumerate(driver.fleet.record.grid):
         usual[name] = float(len(plan.sections_at(rank)))
@@ -299,7 +282,7 @@ def test_stages_of_unlike_pipelines_are_compared_by_what_they_were_predicted_to_
     assert driver.fleet.slow.keys() == {slow}
     assert driver.fleet.speed_of(slow) == pytest.approx(1 / 1.5, rel=0.05)
     driver.voted(2)
-    held_all(driver, 3)
+    driver.all_held(3)
     assert slow in driver.fleet.record.cause
 
 
@@ -321,8 +304,7 @@ def of_two_classes() -> Driver:
     """Workers w0 to w3 are of one, the others of one that is three times as slow, which nobody knows."""
     config = FleetConfig(workers=8, slow_ratio=SLOW_RATIO, replace=False)
     driver = Driver(config, plan=all_of_each_class, job=LONG, class_of=lambda name: "a" if name < "w4" else "b")
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     assert driver.fleet.record.plan.classes == {"a": 4, "b": 4}
     driver.feed(Recalibrated(driver.fleet.generation, (1.0, 1.0, 1.0, 1.0)))
     beat_all(driver, 30, **OF_B)
@@ -340,7 +322,7 @@ def test_a_straggler_of_a_class_has_a_smaller_share_in_its_class() -> None:
     driver = of_two_classes()
     beat_all(driver, 30, **{**OF_B, "w5": 6.0})
     driver.voted(2)
-    held_all(driver, 3)
+    driver.all_held(3)
     plan, grid = driver.fleet.record.plan, driver.fleet.record.grid
     assert plan.speeds == pytest.approx((1.0, 1.0, 1.0, 0.5), rel=0.04)
     assert "w5" in grid[6:]
@@ -353,7 +335,7 @@ def test_a_straggler_of_a_class_has_a_smaller_share_in_its_class() -> None:
     assert driver.fleet.phase.regroup is None
     beat_all(driver, 40, **OF_B)
     driver.voted(4)
-    held_all(driver, 5)
+    driver.all_held(5)
     assert driver.fleet.record.plan.speeds == ()
     assert "worker w5 is faster than it was" in driver.fleet.record.cause
 
@@ -362,8 +344,7 @@ def test_in_pipelines_on_several_classes_nobody_is_a_straggler() -> None:
     """All count as the slowest there, and the fast ones are no measure for the others."""
     config = FleetConfig(workers=4, slow_ratio=SLOW_RATIO, replace=False)
     driver = Driver(config, plan=two_stages, job=LONG, class_of=lambda name: "a" if name < "w2" else "b")
-    driver.gather()
-    driver.voted(0, 1)
+    driver.begin(0, 1)
     assert driver.fleet.record.plan.classes == {"": 4}
     beat_all(driver, 40, w2=3.0, w3=3.0)
     assert not driver.fleet.slow
