@@ -1,7 +1,7 @@
 """A small job, a planner that likes many workers, and a driver for the state machine."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from varuna.core.node_notices import PreemptionNotice
 from varuna.core.plan import Pipeline, Plan
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
+from varuna.fleet.machine.placement import Candidate, Holdings
 from varuna.fleet.net.protocol import Identity
 from varuna.fleet.run_folder.registry import Registry, hashed
 from varuna.fleet.state.config import FleetConfig
@@ -327,3 +328,27 @@ def join(registry: Registry, token: str = "", hostname: str = "vm") -> Identity:
 def preempted(node: str, in_s: float) -> NoticeReceived:
     """The cloud takes a node back."""
     return NoticeReceived(node, PreemptionNotice(in_s=in_s, reason="preemption notice"))
+
+
+def candidates(
+    names: Iterable[str],
+    whole: Holdings | None = None,
+    *,
+    lent: Holdings | None = None,
+    ran: Holdings | None = None,
+    speeds: Mapping[str, float] | None = None,
+    **places: Mapping[str, str],
+) -> list[Candidate]:
+    """Workers that may be seated; ``places`` are nodes, zones and classes by worker."""
+    words = {"nodes": "node", "zones": "zone", "classes": "device_class"}
+    return [
+        Candidate(
+            name,
+            whole=(whole or {}).get(name, frozenset()),
+            lent=(lent or {}).get(name, frozenset()),
+            ran=(ran or {}).get(name, frozenset()),
+            speed=(speeds or {}).get(name, 1.0),
+            **{words[kind]: at.get(name, "") for kind, at in places.items()},
+        )
+        for name in names
+    ]

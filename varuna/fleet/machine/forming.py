@@ -246,22 +246,22 @@ def _start(
     kept = fleet.record.grid if fleet.history and plan.same_work(fleet.record.plan) else ()
     holders = holders_of(plan, job.model.sections, shared=True) if job.memory.shard_optimizer else None
     lent = {} if origin.in_memory else {name: _holding(fleet, name).lent for name in holdings}
-    nodes = {name: worker.node for name, worker in fleet.workers.items()}
-    zones = {name: fleet.zones.get(node, "") for name, node in nodes.items()}
-    seated = placement.seat_by_speed(
-        plan,
-        ordered,
-        {name: straggler.speed for name, straggler in fleet.slow.items()},
-        holdings,
-        weights,
-        nodes=nodes,
-        kept=kept,
-        own=_ran(fleet),
-        lent=lent,
-        holders=holders,
-        classes=fleet.device_classes(fleet.workers),
-        zones=zones,
-    )
+    zones = {name: fleet.zones.get(worker.node, "") for name, worker in fleet.workers.items()}
+    classes, ran = fleet.device_classes(fleet.workers), _ran(fleet)
+    candidates = [
+        placement.Candidate(
+            name,
+            whole=holdings.get(name, frozenset()),
+            lent=lent.get(name, frozenset()),
+            ran=ran.get(name, frozenset()),
+            node=fleet.workers[name].node,
+            zone=zones[name],
+            device_class=classes.get(name, ""),
+            speed=fleet.speed_of(name),
+        )
+        for name in ordered
+    ]
+    seated = placement.seat(plan, candidates, weights, kept=kept, holders=holders)
     # Who has no seat may still be the source of somebody's state, and is waited for as all members are.
     placed = frozenset(seated)
     spares = [name for name in fleet.joined if name not in placed]
@@ -307,7 +307,7 @@ def _start(
         steps_redone=max(0, undone) + phase.in_flight,
         kept_micro_batches=left.kept if left is not None else 0,
         remainder=left,
-        keepers=keepers(plan, [nodes[name] for name in members[: plan.workers]], regions[: plan.workers]),
+        keepers=keepers(plan, [fleet.workers[name].node for name in members[: plan.workers]], regions[: plan.workers]),
         moved_sections=len(moves),
         rollback=rollback,
         losses_per_hour=fleet.loss_rate.planned_per_hour,

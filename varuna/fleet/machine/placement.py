@@ -1,8 +1,8 @@
 """Who sits where in a new generation, so that as little state as possible moves. Pure."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from varuna.core.devices import are_enough
@@ -17,71 +17,104 @@ _LOOKED_AT = 64
 """Newest ranks of a zone beside which somebody may sit: a zone may have thousands."""
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that may be seated, and what speaks for a seat."""
+
+    name: str
+    whole: frozenset[int] = _NOTHING
+    """Sections whose state it has."""
+    lent: frozenset[int] = _NOTHING
+    """Sections that it has without optimizer state."""
+    ran: frozenset[int] = _NOTHING
+    """Sections that it ran last; what else it has is a copy."""
+    node: str = ""
+    """Its VM; empty: one of its own."""
+    zone: str = ""
+    device_class: str = ""
+    speed: float = 1.0
+    """Relative to the fastest ones."""
+
+    @property
+    def known(self) -> frozenset[int]:
+        """Sections that it has, whole or lent."""
+        return self.whole | self.lent
+
+
 def seat(
     plan: Plan,
-    workers: Sequence[str],
-    holdings: Holdings,
+    candidates: Sequence[Candidate],
     weights: Sequence[int],
     *,
-    nodes: Mapping[str, str] | None = None,
-    zones: Mapping[str, str] | None = None,
     kept: Sequence[str] = (),
-    own: Holdings | None = None,
-    lent: Holdings | None = None,
     holders: Holders | None = None,
-    classes: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Worker of each rank, spares after the grid.
+    """Worker of each rank, spares after the grid: pipelines of one speed are seated together.
 
     Greedy: the pair of worker and stage that shares most bytes is seated first. Among equals, a stage comes first
     that fewer others could run as well, and who ran most of it before who keeps a copy of it, whose sums of gradients
-    are older. Among equals still, who comes earlier in ``workers`` gets the lower rank, so a caller that lists the
+    are older. Among equals still, who comes earlier in ``candidates`` gets the lower rank, so a caller that lists the
     members by their old rank keeps rank 0 (whose output people read) where it is. A worker that may sit in several
     replicas sits beside one of its own node, since what neighbours say to each other then does not cross the network,
     or else of its own zone, where a network is fast and costs nothing.
 
     Args:
-        plan: at most as many ranks as there are workers.
-        workers: everybody who may be seated.
-        holdings: sections that each worker has whole; a worker that is missing has none.
+        plan: at most as many ranks as there are candidates; if it is for workers of equal speed, slower ones sit only
+            where others are too few.
+        candidates: of equally fast ones the first are seated.
         weights: bytes of each section's state.
-        nodes: VM of each worker; without it, all are on VMs of their own.
-        zones: of each worker; without it, all are in one.
         kept: the grid that ran this same plan before: whoever still has its state keeps its seat.
-        own: sections that each worker ran last; what else it has is a copy. Without it, nothing is.
-        lent: sections that each worker has without optimizer state.
         holders: by section, the replicas that will hold it whole; None: all.
-        classes: of the workers' devices; without them, or where the plan names none, all may sit everywhere.
     """
+    waiting = {each.name: each for each in candidates}
+    seats: dict[int, str] = {}
+    for speed in sorted(set(plan.speeds), reverse=True) or (1.0,):
+        group = [replica for replica in range(plan.replicas) if plan.speed_of(replica) == speed]
+        ranks = [rank for replica in group for rank in plan.ranks_of(replica)]
+        part = _plan_of(plan, group)
+        # More may be fast enough than there are seats: those whose state fits best get them.
+        found = _seat_alike(
+            part,
+            _fast_enough(part, waiting.values(), speed),
+            weights,
+            kept=[kept[rank] for rank in ranks] if kept else (),
+            holders=None if holders is None else _of_replicas(holders, group),
+        )
+        for rank, name in zip(ranks, found, strict=True):
+            seats[rank] = name
+            del waiting[name]
+    spares = sorted(waiting.values(), key=lambda each: -each.speed)
+    return (*(seats[rank] for rank in range(plan.workers)), *(each.name for each in spares))
+
+
+def _seat_alike(
+    plan: Plan, candidates: Sequence[Candidate], weights: Sequence[int], *, kept: Sequence[str], holders: Holders | None
+) -> tuple[str, ...]:
+    """Worker of each rank of a plan whose pipelines are equally fast."""
     wanted = _Wanted(plan, holders)
-    seating = _Seating(plan, nodes or {worker: worker for worker in workers}, zones or dict.fromkeys(workers, ""))
-    standing = dict(enumerate(workers))
-    order_of = {worker: order for order, worker in standing.items()}
-    for rank, worker in enumerate(kept):
-        if worker in order_of and holdings.get(worker, _NOTHING).issuperset(wanted.whole(rank)):
-            seating.sit(rank, standing.pop(order_of[worker]))
-    known = {worker: holdings.get(worker, _NOTHING) | (lent or {}).get(worker, _NOTHING) for worker in workers}
+    seating = _Seating(plan, candidates)
+    standing = dict(enumerate(candidates))
+    order_of = {each.name: order for order, each in standing.items()}
+    for rank, name in enumerate(kept):
+        order = order_of.get(name)
+        if order is not None and standing[order].whole.issuperset(wanted.whole(rank)):
+            seating.sit(rank, standing.pop(order).name)
 
     slots = plan.slots
-    known_classes = (classes or {}) if plan.is_by_class else {}
-
-    def class_of(worker: str) -> str:
-        return known_classes.get(worker, "")
-
     wanted_class = [plan.class_of(slot.ranks[0]) for slot in slots]
+
+    def class_of(candidate: Candidate) -> str:
+        return candidate.device_class if plan.is_by_class else ""
 
     def shared_bytes(sections: frozenset[int], slot: int) -> int:
         return sum(weights[section] for section in slots[slot].sections if section in sections)
 
     shared = {
-        (order, slot): (
-            shared_bytes(known[worker], slot),
-            0 if own is None else shared_bytes(known[worker] & own.get(worker, _NOTHING), slot),
-        )
-        for order, worker in standing.items()
-        if known[worker]
+        (order, slot): (shared_bytes(each.known, slot), shared_bytes(each.known & each.ran, slot))
+        for order, each in standing.items()
+        if each.known
         for slot in range(len(slots))
-        if wanted_class[slot] == class_of(worker)
+        if wanted_class[slot] == class_of(each)
     }
     rivals = Counter((slot, whole) for (_, slot), (whole, _) in shared.items())
 
@@ -92,91 +125,28 @@ def seat(
     for order, slot in sorted(shared, key=urgency):
         if shared[order, slot][0] and order in standing and seating.free[slot]:
             worker = standing.pop(order)
-            held = holdings.get(worker, _NOTHING)
 
-            def matched(rank: int, held: frozenset[int] = held) -> int:
+            def matched(rank: int, held: frozenset[int] = worker.whole) -> int:
                 return sum(weights[section] for section in wanted.whole(rank) if section in held)
 
-            seating.sit(seating.best_rank(worker, slot, None if holders is None else matched), worker)
+            seating.sit(seating.best_rank(worker.name, slot, None if holders is None else matched), worker.name)
     queues = {
-        name: _Queue({order: worker for order, worker in standing.items() if class_of(worker) == name}, seating)
+        name: _Queue({order: each.name for order, each in standing.items() if class_of(each) == name}, seating)
         for name in {*wanted_class}
     }
     for rank in range(plan.workers):
         if rank not in seating.seats:
             order = queues[wanted_class[plan.slot_of(rank)]].take(rank)
-            seating.sit(rank, standing.pop(order))
-    return (*(seating.seats[rank] for rank in range(plan.workers)), *standing.values())
+            seating.sit(rank, standing.pop(order).name)
+    return tuple(seating.seats[rank] for rank in range(plan.workers))
 
 
-def seat_by_speed(
-    plan: Plan,
-    workers: Sequence[str],
-    speeds: Mapping[str, float],
-    holdings: Holdings,
-    weights: Sequence[int],
-    *,
-    nodes: Mapping[str, str] | None = None,
-    zones: Mapping[str, str] | None = None,
-    kept: Sequence[str] = (),
-    own: Holdings | None = None,
-    lent: Holdings | None = None,
-    holders: Holders | None = None,
-    classes: Mapping[str, str] | None = None,
-) -> tuple[str, ...]:
-    """Worker of each rank, spares after the grid: pipelines of one speed are seated together, as ``seat`` does it.
-
-    Args:
-        plan: with the speeds of its replicas.
-        workers: everybody who may be seated; who comes first among equally fast ones is seated.
-        speeds: of those that are slower than 1; if the plan is for equal ones, they sit only where others are too few.
-        holdings: see ``seat``, as for what follows.
-        weights: see ``seat``.
-        nodes: see ``seat``.
-        zones: see ``seat``.
-        kept: see ``seat``.
-        own: see ``seat``.
-        lent: see ``seat``.
-        holders: see ``seat``.
-        classes: see ``seat``.
-    """
-    alike = partial(seat, holdings=holdings, weights=weights, nodes=nodes, zones=zones, own=own, lent=lent)
-    if not plan.speeds:
-        fast = [name for name in workers if speeds.get(name, 1.0) == 1.0]
-        there = Counter((classes or {}).get(name, "") for name in fast)
-        chosen = fast if are_enough(plan.classes, there) else workers
-        seated_alike = alike(plan, chosen, kept=kept, holders=holders, classes=classes)
-        left = frozenset(workers).difference(chosen)
-        return (*seated_alike, *(name for name in workers if name in left))
-    seats: dict[int, str] = {}
-    waiting = dict.fromkeys(workers)
-    for speed in sorted(set(plan.speeds), reverse=True):
-        group = [replica for replica in range(plan.replicas) if plan.speed_of(replica) == speed]
-        ranks = [rank for replica in group for rank in plan.ranks_of(replica)]
-        part = _plan_of(plan, group)
-        # More may be fast enough than there are seats: those whose state fits best get them.
-        found = alike(
-            part,
-            _fast_enough(part, waiting, speeds, speed, classes),
-            kept=[kept[rank] for rank in ranks] if kept else (),
-            holders=None if holders is None else _of_replicas(holders, group),
-            classes=classes,
-        )
-        for rank, name in zip(ranks, found, strict=False):
-            seats[rank] = name
-            del waiting[name]
-    spares = sorted(waiting, key=lambda name: speeds.get(name, 1.0), reverse=True)
-    return (*(seats[rank] for rank in range(plan.workers)), *spares)
-
-
-def _fast_enough(
-    plan: Plan, workers: Iterable[str], speeds: Mapping[str, float], speed: float, classes: Mapping[str, str] | None
-) -> list[str]:
+def _fast_enough(plan: Plan, candidates: Collection[Candidate], speed: float) -> list[Candidate]:
     """Those of this speed at least; if that is too few for the plan, also the next slower ones."""
-    known = {name: speeds.get(name, 1.0) for name in workers}
-    for least in sorted({speed, *(each for each in known.values() if each < speed)}, reverse=True):
-        found = [name for name, its in known.items() if its >= least]
-        if are_enough(plan.classes, Counter((classes or {}).get(name, "") for name in found)):
+    found = list[Candidate]()
+    for least in sorted({speed, *(each.speed for each in candidates if each.speed < speed)}, reverse=True):
+        found = [each for each in candidates if each.speed >= least]
+        if are_enough(plan.classes, Counter(each.device_class for each in found)):
             break
     return found
 
@@ -204,14 +174,16 @@ def _of_replicas(holders: Holders, group: Sequence[int]) -> Holders:
 class _Seating:
     """Workers' ranks so far, and which free ranks are beside workers of a node, or of its zone."""
 
-    def __init__(self, plan: Plan, nodes: Mapping[str, str], zones: Mapping[str, str]) -> None:
-        self.plan, self.nodes, self.zones, self._depths = plan, nodes, zones, plan.depths
+    def __init__(self, plan: Plan, candidates: Sequence[Candidate]) -> None:
+        self.plan, self._depths = plan, plan.depths
+        self.nodes = {each.name: each.node or each.name for each in candidates}
+        self.zones = {each.name: each.zone for each in candidates}
         self.seats: dict[int, str] = {}
         self.free = [dict.fromkeys(slot.ranks) for slot in plan.slots]
         """By slot of the plan: its free ranks, ascending."""
         self._at: dict[str, list[int]] = {}  # by node: the ranks of its workers
         self._in: dict[str, list[int]] = {}  # by zone, where there are several
-        self._has_zones = len(set(zones.values())) > 1
+        self._has_zones = len(set(self.zones.values())) > 1
 
     def sit(self, rank: int, worker: str) -> None:
         """Give a worker a free rank."""
@@ -337,7 +309,7 @@ def transfers(
 ) -> tuple[Transfer, ...]:
     """Copies that give each seat its sections, with the bytes spread evenly over the sources.
 
-    Every section must be whole with one of ``members`` (see ``uncovered``). ``lent`` and ``holders`` as for ``seat``.
+    Every section must be whole with one of ``members`` (see ``uncovered``).
 
     Args:
         plan: of the new generation.

@@ -2,7 +2,7 @@ import random
 from collections import Counter
 from itertools import pairwise
 
-from tests.unit.fleet.support import make_job, make_plan, two_stages, unlike_pipelines
+from tests.unit.fleet.support import candidates, make_job, make_plan, two_stages, unlike_pipelines
 from varuna.core.messages import Transfer
 from varuna.core.plan import Copies
 from varuna.fleet.machine.placement import seat, transfers, uncovered
@@ -16,27 +16,27 @@ FRONT, BACK = frozenset({0, 1}), frozenset({2, 3})
 
 def test_workers_without_state_sit_in_their_order() -> None:
     plan = make_plan(JOB, 4, None, stages=2)
-    assert seat(plan, ["a", "b", "c", "d", "e"], {}, EVEN) == ("a", "b", "c", "d", "e")
+    assert seat(plan, candidates(["a", "b", "c", "d", "e"]), EVEN) == ("a", "b", "c", "d", "e")
 
 
 def test_everybody_keeps_the_stage_that_it_holds() -> None:
     plan = make_plan(JOB, 4, None, stages=2)
     holdings = {"a": BACK, "b": FRONT, "c": BACK, "d": FRONT}
-    members = seat(plan, ["a", "b", "c", "d"], holdings, EVEN)
+    members = seat(plan, candidates(["a", "b", "c", "d"], holdings), EVEN)
     assert members == ("b", "a", "d", "c")
     assert transfers(plan, members, holdings, EVEN) == ()
 
 
 def test_a_newcomer_becomes_the_spare_when_others_have_state() -> None:
     plan = make_plan(JOB, 2, None, stages=2)
-    assert seat(plan, ["new", "a", "b"], {"a": BACK, "b": FRONT}, EVEN) == ("b", "a", "new")
+    assert seat(plan, candidates(["new", "a", "b"], {"a": BACK, "b": FRONT}), EVEN) == ("b", "a", "new")
 
 
 def test_the_larger_state_decides() -> None:
     plan = make_plan(JOB, 2, None, stages=2)
     holdings = {"a": frozenset({0, 2, 3}), "b": frozenset({1, 2})}
-    assert seat(plan, ["a", "b"], holdings, (9, 1, 1, 1)) == ("a", "b")
-    assert seat(plan, ["a", "b"], holdings, (1, 1, 9, 9)) == ("b", "a")
+    assert seat(plan, candidates(["a", "b"], holdings), (9, 1, 1, 1)) == ("a", "b")
+    assert seat(plan, candidates(["a", "b"], holdings), (1, 1, 9, 9)) == ("b", "a")
 
 
 def test_copies_are_spread_over_the_holders() -> None:
@@ -64,7 +64,7 @@ def test_sections_without_a_holder_are_named() -> None:
 def test_neighbours_in_a_pipeline_share_a_node() -> None:
     plan = make_plan(JOB, 8, None, stages=4)
     nodes = {"a": "x", "b": "y", "c": "x", "d": "y", "e": "z", "f": "z", "g": "x", "h": "y", "s": "z"}
-    members = seat(plan, list("abcdefghs"), {}, EVEN, nodes=nodes)
+    members = seat(plan, candidates(list("abcdefghs"), nodes=nodes), EVEN)
     pipelines = ["".join(nodes[member] for member in members[first : first + 4]) for first in (0, 4)]
     crossings = sum(a != b for pipeline in pipelines for a, b in pairwise(pipeline))
     assert crossings == 2
@@ -75,13 +75,18 @@ def test_who_has_state_sits_beside_its_node_where_it_may_choose() -> None:
     plan = make_plan(JOB, 4, None, stages=2)
     nodes = {"a": "x", "b": "y", "c": "y", "d": "x"}
     holdings = {"a": FRONT, "b": FRONT, "c": BACK, "d": BACK}
-    assert seat(plan, list("abcd"), holdings, EVEN, nodes=nodes) == ("a", "d", "b", "c")
+    assert seat(plan, candidates(list("abcd"), holdings, nodes=nodes), EVEN) == ("a", "d", "b", "c")
 
 
 def test_a_kept_plan_keeps_every_seat() -> None:
     plan = make_plan(JOB, 4, None, stages=2)
     holdings = {"a": FRONT, "c": FRONT, "d": BACK}
-    assert seat(plan, ["a", "c", "d", "new"], holdings, EVEN, kept=("a", "b", "c", "d")) == ("a", "new", "c", "d")
+    assert seat(plan, candidates(["a", "c", "d", "new"], holdings), EVEN, kept=("a", "b", "c", "d")) == (
+        "a",
+        "new",
+        "c",
+        "d",
+    )
 
 
 def test_who_ran_a_stage_keeps_it_before_who_has_a_copy_of_it() -> None:
@@ -90,13 +95,13 @@ def test_who_ran_a_stage_keeps_it_before_who_has_a_copy_of_it() -> None:
     holdings = {"a": ALL, "b": ALL}
     for weights in ((1, 1, 9, 9), (9, 9, 1, 1), EVEN):
         for own in ({"a": FRONT, "b": BACK}, {"a": BACK, "b": FRONT}):
-            members = seat(plan, ["a", "b"], holdings, weights, own=own)
+            members = seat(plan, candidates(["a", "b"], holdings, ran=own), weights)
             assert [own[name] for name in members] == [FRONT, BACK], (weights, own)
 
 
 def test_a_copy_is_worth_more_than_having_run_less_of_a_stage() -> None:
     plan = make_plan(JOB, 2, None, stages=2)
-    members = seat(plan, ["a", "b"], {"a": ALL, "b": BACK}, EVEN, own={"a": BACK, "b": BACK})
+    members = seat(plan, candidates(["a", "b"], {"a": ALL, "b": BACK}, ran={"a": BACK, "b": BACK}), EVEN)
     assert members == ("a", "b"), "nobody else has the front"
 
 
@@ -137,7 +142,7 @@ def test_a_worker_sits_where_its_share_of_the_state_is_wanted() -> None:
     holders = ((0, 1), (1, 2), (2, 0), (2, 0))
     holdings = {"a": frozenset({1, 2, 3}), "b": frozenset({0, 2, 3}), "c": FRONT}
     lent = {"a": frozenset({0}), "b": frozenset({1}), "c": BACK}
-    assert seat(plan, ["a", "b", "c"], holdings, EVEN, lent=lent, holders=holders) == ("b", "c", "a")
+    assert seat(plan, candidates(["a", "b", "c"], holdings, lent=lent), EVEN, holders=holders) == ("b", "c", "a")
 
 
 def test_a_copy_of_state_is_kept_on_another_machine_where_there_is_one() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.fleet.support import Driver, by_class, make_job, make_plan
+from tests.unit.fleet.support import Driver, by_class, candidates, make_job, make_plan
 from varuna.core.devices import ClassSize, DeviceFacts, class_sizes
 from varuna.core.plan import Plan
 from varuna.fleet.machine.choosing import can_seat
@@ -24,20 +24,20 @@ def test_state_stays_where_it_is_within_a_class() -> None:
     plan = plan_of(a=2, b=1)
     classes = {"w0": "b", "w1": "a", "w2": "a"}
     holdings = {"w0": ALL, "w1": BACK, "w2": FRONT}
-    members = seat(plan, ["w0", "w1", "w2"], holdings, EVEN, classes=classes)
+    members = seat(plan, candidates(["w0", "w1", "w2"], holdings, classes=classes), EVEN)
     assert members == ("w2", "w1", "w0")
     assert transfers(plan, members, holdings, EVEN) == ()
 
 
 def test_state_moves_rather_than_a_worker_to_another_class() -> None:
     plan = plan_of(a=2, b=1)
-    members = seat(plan, ["w0", "w1", "w2"], {"w0": FRONT}, EVEN, classes={"w0": "b", "w1": "a", "w2": "a"})
+    members = seat(plan, candidates(["w0", "w1", "w2"], {"w0": FRONT}, classes={"w0": "b", "w1": "a", "w2": "a"}), EVEN)
     assert members == ("w1", "w2", "w0")
 
 
 def test_a_plan_for_any_class_seats_whoever_comes_first() -> None:
     plan = make_plan(JOB, 2, None, stages=2)
-    assert seat(plan, ["w0", "w1"], {"w0": BACK, "w1": FRONT}, EVEN, classes={"w0": "a"}) == ("w1", "w0")
+    assert seat(plan, candidates(["w0", "w1"], {"w0": BACK, "w1": FRONT}, classes={"w0": "a"}), EVEN) == ("w1", "w0")
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), st.data())
@@ -46,7 +46,7 @@ def test_every_rank_is_on_a_device_that_its_plan_is_for(names: list[str], data: 
     plan = plan_of(**{name: names.count(name) for name in sorted(set(names))})
     held = st.sets(st.integers(0, 3)).map(frozenset)
     holdings = {worker: data.draw(held) for worker in classes if data.draw(st.booleans())}
-    members = seat(plan, list(classes), holdings, EVEN, classes=classes)
+    members = seat(plan, candidates(classes, holdings, classes=classes), EVEN)
     assert sorted(members) == sorted(classes)
     for rank, worker in enumerate(members[: plan.workers]):
         assert plan.class_of(rank) == classes[worker]

@@ -3,10 +3,10 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.unit.fleet.support import by_class, make_job, make_plan
+from tests.unit.fleet.support import by_class, candidates, make_job, make_plan
 from varuna.core.devices import ClassSize
 from varuna.core.plan import Plan
-from varuna.fleet.machine.placement import seat_by_speed, transfers
+from varuna.fleet.machine.placement import seat, transfers
 
 JOB = make_job(sections=4).model_copy(update={"global_batch": 64})
 EVEN = (1, 1, 1, 1)
@@ -20,14 +20,14 @@ def dealt(workers: int, speeds: tuple[float, ...], stages: int = 2) -> Plan:
 def test_stages_change_pipelines_and_no_state_moves() -> None:
     plan = dealt(4, (1.0, 1.0, 0.5, 0.5))
     holdings = {"a": FRONT, "b": BACK, "c": FRONT, "d": BACK}
-    members = seat_by_speed(plan, ["a", "b", "c", "d"], {"a": 0.5, "d": 0.5}, holdings, EVEN)
+    members = seat(plan, candidates(["a", "b", "c", "d"], holdings, speeds={"a": 0.5, "d": 0.5}), EVEN)
     assert members == ("c", "b", "a", "d")
     assert transfers(plan, members, holdings, EVEN) == ()
 
 
 def test_the_slowest_are_the_spares() -> None:
     plan = dealt(5, (1.0, 1.0, 0.5, 0.5, 0.25))
-    members = seat_by_speed(plan, ["a", "b", "c", "d", "e"], {"a": 0.25, "b": 0.5, "c": 0.5}, {}, EVEN)
+    members = seat(plan, candidates(["a", "b", "c", "d", "e"], speeds={"a": 0.25, "b": 0.5, "c": 0.5}), EVEN)
     assert members == ("d", "e", "b", "c", "a")
 
 
@@ -36,7 +36,7 @@ def test_optimizer_state_that_is_shared_out_stays_where_it_is() -> None:
     holders = ((0, 1), (1, 2), (2, 0), (0, 1))
     whole = [frozenset(s for s, each in enumerate(holders) if replica in each) for replica in range(3)]
     holdings = {"a": whole[1], "b": whole[0], "c": whole[2]}
-    members = seat_by_speed(plan, ["a", "b", "c"], {"c": 0.5}, holdings, EVEN, holders=holders)
+    members = seat(plan, candidates(["a", "b", "c"], holdings, speeds={"c": 0.5}), EVEN, holders=holders)
     assert members == ("b", "a", "c")
 
 
@@ -47,7 +47,7 @@ def test_no_pipeline_is_slower_than_its_plan_says(stages: int, values: list[floa
     speeds = dict(zip(names, values, strict=False))
     ordered = tuple(sorted((speeds.get(name, 1.0) for name in names), reverse=True))
     plan = dealt(len(names), ordered, stages)
-    members = seat_by_speed(plan, names, speeds, {}, EVEN)
+    members = seat(plan, candidates(names, speeds=speeds), EVEN)
     assert sorted(members) == sorted(names)
     for rank, name in enumerate(members[: plan.workers]):
         assert speeds.get(name, 1.0) >= plan.speed_of(plan.place_of(rank).replica)
@@ -62,7 +62,7 @@ def test_seats_of_a_class_go_to_its_workers_by_their_speed(workers: list[tuple[s
     sizes = tuple(ClassSize(name=name, workers=names.count(name)) for name in sorted(set(names)))
     job = JOB.model_copy(update={"classes": sizes, "speeds": tuple(speed for _, speed in ordered)})
     plan = by_class(job, len(workers), None)
-    members = seat_by_speed(plan, list(classes), speeds, {}, EVEN, classes=classes)
+    members = seat(plan, candidates(classes, classes=classes, speeds=speeds), EVEN)
     assert sorted(members) == sorted(classes)
     for rank, name in enumerate(members[: plan.workers]):
         assert plan.class_of(rank) == classes[name]
@@ -71,5 +71,5 @@ def test_seats_of_a_class_go_to_its_workers_by_their_speed(workers: list[tuple[s
 
 def test_a_plan_that_is_kept_seats_whoever_is_nearly_fast_enough() -> None:
     plan = dealt(4, (1.0, 1.0, 0.5, 0.5))
-    members = seat_by_speed(plan, ["a", "b", "c", "d", "e"], {"a": 0.1, "b": 0.46, "c": 0.47}, {}, EVEN)
+    members = seat(plan, candidates(["a", "b", "c", "d", "e"], speeds={"a": 0.1, "b": 0.46, "c": 0.47}), EVEN)
     assert members == ("d", "e", "b", "c", "a")

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from tests.unit.fleet.machine.test_preemption import flags, regroup
-from tests.unit.fleet.support import Driver, by_class, make_job, make_plan, two_stages
+from tests.unit.fleet.support import Driver, by_class, candidates, make_job, make_plan, two_stages
 from varuna.core.devices import ClassSize, class_in, region_of
 from varuna.core.model import JobFacts
 from varuna.core.node_notices import ZoneNotice
@@ -32,9 +32,9 @@ def crossings(plan: Plan, members: tuple[str, ...], zones: dict[str, str]) -> in
 def test_pipelines_are_filled_zone_by_zone() -> None:
     plan = make_plan(JOB, 8, None, stages=4)
     zones = {f"w{number}": "ab"[number % 2] for number in range(8)}
-    members = seat(plan, list(zones), {}, EVEN, zones=zones)
+    members = seat(plan, candidates(zones, zones=zones), EVEN)
     assert crossings(plan, members, zones) == 0
-    assert crossings(plan, seat(plan, list(zones), {}, EVEN), zones) > 0
+    assert crossings(plan, seat(plan, candidates(zones), EVEN), zones) > 0
 
 
 def test_as_few_links_as_possible_leave_a_zone() -> None:
@@ -42,7 +42,7 @@ def test_as_few_links_as_possible_leave_a_zone() -> None:
     for _ in range(100):
         plan = make_plan(JOB, 12, None, stages=choices.choice([2, 3, 4]))
         zones = {f"w{number}": choices.choice("abc") for number in range(12)}
-        members = seat(plan, list(zones), {}, EVEN, zones=zones)
+        members = seat(plan, candidates(zones, zones=zones), EVEN)
         sizes = [list(zones.values()).count(zone) for zone in sorted(set(zones.values()))]
         assert sorted(members) == sorted(zones)
         assert crossings(plan, members, zones) <= sum(size % plan.stages for size in sizes)
@@ -53,7 +53,7 @@ def test_who_holds_state_goes_beside_its_zone_where_replicas_are_alike() -> None
     front, back = frozenset({0, 1}), frozenset({2, 3})
     holdings = {"w0": front, "w1": front, "w2": back, "w3": back}
     zones = {"w0": "a", "w1": "b", "w2": "b", "w3": "a"}
-    members = seat(plan, list(zones), holdings, EVEN, zones=zones)
+    members = seat(plan, candidates(zones, holdings, zones=zones), EVEN)
     assert crossings(plan, members, zones) == 0
     assert transfers(plan, members, holdings, EVEN) == ()
 
