@@ -44,12 +44,12 @@ def test_what_waits_when_the_block_ends_is_dropped_and_what_runs_is_waited_for()
 def test_work_that_never_ends_does_not_hold_up_the_process() -> None:
     program = """
 import sys, threading
-from varuna.process.threads import Crew
+from varuna.process.threads import AbandoningThreadPool
 begun = threading.Event()
 def work():
     begun.set()
     threading.Event().wait()
-Crew(1, "test").submit(work)
+AbandoningThreadPool(1, "test").submit(work)
 begun.wait(5)
 sys.exit(3)
 """
