@@ -18,7 +18,6 @@ _LONGEST = (
     "test_planned.py",
     "test_clouds.py",
     "test_ray.py",
-    "test_weights.py",
     "test_slurm.py",
     "test_page.py",
     "test_stopped.py",

@@ -9,9 +9,33 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
-from tests.scenarios.pretrained import Sentences, build
+
+def build() -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2,
+            n_embd=16,
+            n_head=2,
+            vocab_size=32,
+            n_positions=12,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+class Sentences:
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 32, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 class Dies(TrainerCallback):

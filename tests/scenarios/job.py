@@ -40,16 +40,12 @@ class Block(nn.Module):
 class Language(nn.Module):
     """A causal toy language model with tied embeddings."""
 
-    def __init__(self, layers: int, dropout: float, batch_norm: bool = False, disturbance: float = 0.0) -> None:
+    def __init__(self, layers: int, dropout: float, batch_norm: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout, batch_norm) for _ in range(layers))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
-        with torch.no_grad():
-            last = self.blocks[-1]
-            assert isinstance(last, Block)
-            last.up.bias.add_(disturbance)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.embed(tokens)
@@ -164,8 +160,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--unstable", action="store_true")
     parser.add_argument("--export")
     parser.add_argument("--publish", help="folder; after every step")
-    parser.add_argument("--init", default="constructor")
-    parser.add_argument("--differs", action="store_true", help="the model is another one in each process")
     parser.add_argument("--batch-norm", action="store_true")
     parser.add_argument("--normed", action="store_true", help="an optimizer that needs a global norm")
     parser.add_argument("--share", action="store_true", help="optimizer state shared out among replicas")
@@ -203,9 +197,7 @@ def main() -> None:
     )
     every = timedelta(seconds=args.checkpoint_seconds) if args.checkpoint_seconds else args.checkpoint_every
     trainer = make(
-        model=lambda: Language(
-            args.layers, args.dropout, args.batch_norm, disturbance=float(os.getpid()) if args.differs else 0.0
-        ),
+        model=lambda: Language(args.layers, args.dropout, args.batch_norm),
         dataset=Sentences(args.unstable),
         optimizer=optimizer,
         global_batch=args.global_batch,
@@ -214,7 +206,6 @@ def main() -> None:
         clip_grad_norm=1.0,
         checkpoints=args.checkpoint_dir and varuna.Checkpoints(args.checkpoint_dir, every=every),
         publish=varuna.Publish(args.publish, every=1, keep=1000) if args.publish else None,
-        init=args.init,
         memory=varuna.Memory(offload_optimizer=args.offload, shard_optimizer=args.share),
         precision=args.precision,
         state={"notes": notes} if args.notes else None,

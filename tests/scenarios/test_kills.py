@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.depth import of_depth
 from tests.scenarios.job import LAYERS
@@ -161,23 +159,6 @@ def test_workers_die_in_any_part_of_a_step_and_no_loss_changes_and_no_step_runs_
         assert any(int(path.read_text()) for path in tmp_path.glob("wired-*"))
     if deaths.workers > 4:
         assert len({line["plan"]["shape"] for line in log}) > 1
-
-
-@nightly
-def test_running_statistics_survive_kills(tmp_path: Path) -> None:
-    flags = ("--batch-norm", "--export", str(tmp_path / "expected.safetensors"))
-    expected = python("--steps", str(STEPS), *DROPOUT, *flags)
-    assert expected.code == 0, expected.err
-    more = ("--spare-state", "--batch-norm", "--export", str(tmp_path / "found.safetensors"))
-    done = disturbed(tmp_path, "B:begin:5:1,vote:end:12:0", more=more, slow="0.8")
-    assert done.code == 0, done.err
-    log = check(tmp_path, expected.losses)
-    assert log[-1]["generation"] >= 2
-    found = load_file(tmp_path / "found.safetensors")
-    buffers = {name: value for name, value in load_file(tmp_path / "expected.safetensors").items() if "norm.r" in name}
-    assert len(buffers) == 2 * 2
-    for name, value in buffers.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
 def texts(done: Done) -> dict[int, str]:
@@ -345,17 +326,6 @@ def _lost_in_step(step: int, command: list[str], folder: Path) -> str:
 def _saved(store: FolderStore, step: int) -> int:
     labels = [label for label in labels_in(store, look(store, step)).values() if label is not None]
     return whole_micro_batches(labels)[0] if len({label.sums.section for label in labels}) == LAYERS + 2 else 0
-
-
-@nightly
-def test_losing_both_holders_of_shared_out_state_falls_back_to_the_checkpoint(tmp_path: Path, alone: Alone) -> None:
-    checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "5")
-    both = "F:begin:13:0,F:begin:13:0"  # two of three replicas, in the same step
-    done = disturbed(tmp_path, both, workers=3, flags=("--stages", "1"), more=("--share", *checkpoints))
-    assert done.code == 0, done.err
-    log = check(tmp_path, alone(STEPS, *DROPOUT))
-    assert "ROLLBACK" in done.err
-    assert len([line for line in log if line["step"] == 12]) == 2
 
 
 @nightly

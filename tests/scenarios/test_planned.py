@@ -12,8 +12,7 @@ from tests.waiting import wait_for
 from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.run_folder.sample_ledger import SampleLedger, audit
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.inputs import DrainRequested, MorphRequested
-from varuna.fleet.state.run_events import GenerationStarted, Notice
+from varuna.fleet.state.inputs import MorphRequested
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(120), pytest.mark.usefixtures("warm_start")]
 
@@ -28,29 +27,6 @@ def checked(folder: Path, job: tuple[str, ...], steps: int) -> SampleLedger:
     ledger = audit(read_events(folder / "run"))
     assert ledger.faults == ()
     return ledger
-
-
-def test_a_slow_worker_is_left_out_and_a_drained_one_hands_over_its_state(tmp_path: Path) -> None:
-    job = ("--steps", "40", "--dropout", "0.1")
-    config = FleetConfig(workers=5, replace=False, slow_ratio=1.5)
-    play = Play(tmp_path, *job, "--compute", "0.03", "--slow-workers", "w3", planner=lambda n: 2, config=config)
-    try:
-        play.trains(1)
-        first = play.run.manager.fleet.record
-        assert "worker w3 is slow" in first.cause
-        assert "w3" not in first.grid
-        assert any(notice.warning and "worker w3 on node w3 is slow" in notice.text for notice in play.of(Notice))
-        drained = first.grid[0]
-        play.run.mailbox.post(DrainRequested(drained))
-        play.trains(2)
-        second = play.run.manager.fleet.record
-        assert second.cause == f"node {drained} will leave (drained)"
-        assert drained not in second.grid
-    finally:
-        play.finish()
-    assert [event.record.steps_redone for event in play.of(GenerationStarted)] == [0] * len(play.of(GenerationStarted))
-    ledger = checked(tmp_path, job, 40)
-    assert (ledger.steps, ledger.samples, ledger.undone) == (40, 40 * 12, 0)
 
 
 def test_slow_workers_get_fewer_micro_batches_and_every_loss_is_right(tmp_path: Path) -> None:
@@ -82,30 +58,6 @@ def test_slow_workers_get_fewer_micro_batches_and_every_loss_is_right(tmp_path: 
     finally:
         play.finish()
     checked(tmp_path, job, 30)
-
-
-@pytest.mark.timeout(240)
-def test_pipelines_of_different_depth_lose_one_worker_after_the_other(tmp_path: Path) -> None:
-    job = ("--steps", "60", "--dropout", "0.1")
-    play = Play(
-        tmp_path,
-        *(*job, "--compute", "0.03"),
-        planner=lambda n: {5: (3, 2), 4: (3, 1), 3: (2, 1)}[n],
-        config=FleetConfig(workers=5, replace=False),
-    )
-    try:
-        for generation, rank in enumerate((1, 3)):
-            play.trains(generation, 100)
-            killed = play.run.workers.pid(play.run.manager.fleet.record.grid[rank])
-            assert killed is not None
-            os.kill(killed, signal.SIGKILL)
-        play.trains(2, 100)
-    finally:
-        play.finish()
-    records = [event.record for event in play.of(GenerationStarted)]
-    assert [record.plan.shape for record in records] == ["3x1+2x1", "3x1+1x1", "2x1+1x1"]
-    assert not any(record.rollback for record in records[1:])
-    checked(tmp_path, job, 60)
 
 
 def test_morph_after_morph_leaves_nothing_behind(tmp_path: Path) -> None:

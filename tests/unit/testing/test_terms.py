@@ -14,12 +14,15 @@ from tests.depth import by_depth
 from tests.unit.engine.models import adamw
 from tests.unit.engine.plain import reference, targets, train_plainly, worst
 from tests.unit.engine.ranks import Setup
+from tests.unit.testing import work
 from tests.unit.testing.test_evaluate import eager_loss, train
 from tests.unit.testing.test_resuming import train as resumed
+from tests.unit.testing.work import OnceOthers
 from varuna.core.errors import DataError, ModelError
 from varuna.core.precision import Precision
 from varuna.engine.graphs.compiled import Compiler
 from varuna.job.options import Loss
+from varuna.testing import run
 from varuna.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
@@ -239,6 +242,14 @@ def test_compiled_sections_add_terms_up_alike() -> None:
     one = setup.losses(1, 1, 2)
     assert setup.losses(2, 1, 2) == one
     assert worst(one, reference(setup, 2)) < 2e-6
+
+
+def test_a_step_of_several_terms_that_is_broken_off_runs_again_as_a_whole() -> None:
+    """Its sums are divided by counts of the whole batch, with which another generation begins anew."""
+    script = work.script(3, 8, 2, model=MaskedAndNext, dataset=Sentences())
+    outcome = run(script, workers=4, stages=2, faults=[OnceOthers(3, 1, "B", 2)])
+    assert (outcome.plans, outcome.kept) == (("2x2", "2x1"), (0, 0))
+    assert outcome.losses == pytest.approx(run(script).losses, rel=1e-6)
 
 
 @pytest.mark.nightly
