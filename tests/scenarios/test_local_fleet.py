@@ -154,20 +154,25 @@ def test_a_script_that_raises_ends_the_run_with_one_traceback(tmp_path: Path, fa
     assert "worker w1" in ended.text.splitlines()[0]
 
 
-def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+def manages(folder: Path) -> subprocess.Popen[str]:
+    """A parent that trains for ever with two workers, whose process ids it prints."""
     program = f"""
 from pathlib import Path
 from tests.unit.fleet.support import make_plan
-from varuna.fleet.run_folder.past_events import read_events
 from varuna.fleet.service.local_workers import LocalLaunch
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
-ManagerService(ServiceConfig(run_dir=Path({str(tmp_path)!r})),
-    LocalLaunch(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"]),
-    config=FleetConfig(workers=2), planner=make_plan,
+ended = ManagerService(ServiceConfig(run_dir=Path({str(folder)!r})),
+    LocalLaunch(Path({str(SCRIPT)!r}), [{str(folder / "counter")!r}, "100000", "none"]),
+    config=FleetConfig(workers=2), planner=make_plan, write=lambda line: None,
     on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).manage()
+raise SystemExit(ended.exit_code)
 """
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    with manages(tmp_path) as parent:
         assert parent.stdout is not None
         lines = pid_lines(parent.stdout)
         pids = [int(next(lines)) for _ in range(2)]
@@ -181,20 +186,7 @@ def pid_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def test_sigterm_ends_everything(tmp_path: Path) -> None:
-    program = f"""
-from pathlib import Path
-from tests.unit.fleet.support import make_plan
-from varuna.fleet.run_folder.past_events import read_events
-from varuna.fleet.service.local_workers import LocalLaunch
-from varuna.fleet.service.service import ManagerService, ServiceConfig
-from varuna.fleet.state.config import FleetConfig
-ended = ManagerService(ServiceConfig(run_dir=Path({str(tmp_path)!r})),
-    LocalLaunch(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"]),
-    config=FleetConfig(workers=2), planner=make_plan, write=lambda line: None,
-    on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).manage()
-raise SystemExit(ended.exit_code)
-"""
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    with manages(tmp_path) as parent:
         assert parent.stdout is not None
         lines = pid_lines(parent.stdout)
         pids = [int(next(lines)) for _ in range(2)]

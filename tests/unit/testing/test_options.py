@@ -27,6 +27,7 @@ from tests.unit.engine.optimizers import (
 )  # fmt: skip
 from tests.unit.engine.plain import same, shifted_targets, targets, train_plainly, worst
 from tests.unit.engine.ranks import Setup
+from tests.unit.engine.stage.optimizers import KINDS
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from tests.unit.engine.stage.test_parameter_groups import by_place, filtered, one_cycle
 from tests.unit.engine.test_adapters import Adapted, in_bf16
@@ -294,6 +295,7 @@ PLACED_NIGHTLY = [
         (OFFLOAD, (2, 2)), (SHARE, (1, 4)), (BOTH, (1, 4)),
     )),
     Placed(BOTH, {"optimizer": grouped, "scheduler": warm}, (2, 3)),
+    *(Placed(options, {"optimizer": KINDS["wrapper"]}, (2, 3)) for options in (OFFLOAD, SHARE)),  # it counts steps
     Placed(OFFLOAD, {"frozen": alternating, "before_step": replaced}, (2, 2)),
     Placed(SHARE, {"frozen": alternating, "before_step": replaced}, (2, 3)),
     Placed(OFFLOAD, {**OVERFLOWS, "frozen": alternating}, (2, 1)),

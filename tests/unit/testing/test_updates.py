@@ -55,15 +55,6 @@ def test_a_killed_worker_changes_nothing_of_what_an_optimizer_counts(kind: str) 
     assert lived.losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.nightly
-def test_offloaded_and_sharded_optimizers_keep_what_they_count() -> None:
-    kind: Any = KINDS["wrapper"]
-    with single_threaded():
-        expected = reference(Setup(optimizer=kind), 5)
-        assert worst(Setup(optimizer=kind, offload=True).losses(2, 1, 5), expected) < 1e-5
-        assert worst(Setup(optimizer=kind, share=True).losses(1, 3, 5), expected) < 1e-5
-
-
 @pytest.mark.parametrize(
     "given",
     [pytest.param({"optimizer": noisy}, marks=pytest.mark.nightly), {"before_step": noise}],

@@ -87,19 +87,6 @@ def test_a_tentative_step_is_undone_bit_for_bit(precision: Precision) -> None:
     assert torch.equal(stage._compute[name], stage.parameters[name].to(stage.job.dtype))
 
 
-def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
-    class Talking(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            varuna.all_reduce_shared(torch.ones(()))
-            super().step()
-
-    def talking(named: NamedParameters) -> torch.optim.Optimizer:
-        return Talking([p for _, p in named], lr=0.1)
-
-    with pytest.raises(UsageError, match="cannot run with offload_optimizer=True"):
-        Setup(optimizer=talking, offload=True).losses(1, 1, steps=1)
-
-
 # -- places ------------------------------------------------------------------------------------------------------
 
 META = torch.device("meta")

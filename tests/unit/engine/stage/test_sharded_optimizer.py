@@ -70,7 +70,8 @@ def test_before_step_sees_the_whole_stage_and_may_talk_to_others() -> None:
     assert Setup(**given, share=True).losses(2, 3) == Setup(**given).losses(2, 3)
 
 
-def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
+@pytest.mark.parametrize(("option", "given"), [("shard", {"share": True}), ("offload", {"offload": True})])
+def test_an_optimizer_that_talks_to_other_stages_is_refused(option: str, given: dict[str, Any]) -> None:
     class Talking(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             varuna.all_reduce_shared(torch.ones(()))
@@ -79,8 +80,8 @@ def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
     def talking(named: NamedParameters) -> torch.optim.Optimizer:
         return Talking([p for _, p in named], lr=0.1)
 
-    with pytest.raises(UsageError, match="cannot run with shard_optimizer=True"):
-        Setup(optimizer=talking, share=True).losses(1, 1, steps=1)
+    with pytest.raises(UsageError, match=f"cannot run with {option}_optimizer=True"):
+        Setup(optimizer=talking, **given).losses(1, 1, steps=1)
 
 
 @pytest.mark.nightly

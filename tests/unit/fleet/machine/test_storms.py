@@ -78,17 +78,13 @@ def test_whoever_dies_no_committed_step_is_lost_and_the_run_gets_on(seed: int, s
     storm(fleet, choose, weights, 300)
 
 
-def agents_of(workers: int, planner: str, steps: int) -> Driver:
-    """The machine of a run whose workers come by themselves."""
-    config = FleetConfig(workers=workers, elastic=True, replace=False, wait_s=float("inf"))
-    return Driver(config, plan=PLANNERS[planner], job=make_job(sections=SECTIONS, steps=steps))
-
-
 class FleetOfAgents(SimulatedFleet):
     """Two machines, whose agents start another worker when one is gone."""
 
-    def __init__(self, workers: int, planner: str, *, checkpoints: bool) -> None:
-        super().__init__(agents_of(workers, planner, STEPS), checkpoints=checkpoints)
+    def __init__(self, workers: int, planner: str, *, checkpoints: bool, steps: int = STEPS) -> None:
+        config = FleetConfig(workers=workers, elastic=True, replace=False, wait_s=float("inf"))
+        job = make_job(sections=SECTIONS, steps=steps)
+        super().__init__(Driver(config, plan=PLANNERS[planner], job=job), checkpoints=checkpoints)
         self.tick()
 
     def tick(self) -> None:

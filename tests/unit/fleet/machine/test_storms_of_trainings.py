@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.depth import by_depth
-from tests.unit.fleet.machine.test_storms import Act, agents_of, storm, usual
+from tests.unit.fleet.machine.test_storms import Act, FleetOfAgents, storm, usual
 from tests.unit.fleet.simulated_fleet import SECTIONS, SimulatedFleet, SimulatedWorker, stormy
 from tests.unit.fleet.support import Driver, make_job
 from varuna.core.messages import Assignment, Finish, Leaving, Suspect, TrainingOver, Voted
@@ -92,17 +92,8 @@ class Trainings(SimulatedFleet):
             self.leave(worker)
 
 
-class TrainingsOfAgents(Trainings):
+class TrainingsOfAgents(FleetOfAgents, Trainings):
     """The same on two machines, whose agents remember what a new manager must know."""
-
-    def __init__(self, workers: int, planner: str, *, checkpoints: bool) -> None:
-        super().__init__(agents_of(workers, planner, STEPS), checkpoints=checkpoints)
-        self.tick()
-
-    def tick(self) -> None:
-        super().tick()
-        for _ in range(self.driver.config.workers - sum(worker.alive for worker in self.workers.values())):
-            self.start(f"n{len(self.workers) % 2}")
 
 
 def go_on(fleet: Trainings) -> None:
@@ -137,7 +128,9 @@ def test_whoever_dies_in_or_between_trainings_each_has_all_of_its_steps_once(see
 @pytest.mark.parametrize("seed", range(by_depth(8, 100)))
 def test_a_manager_that_dies_in_or_between_trainings_comes_back_to_the_same_one(seed: int) -> None:
     choose = random.Random(seed)
-    fleet = TrainingsOfAgents(choose.randint(2, 5), ["one stage", "two stages"][seed % 2], checkpoints=seed % 3 == 0)
+    fleet = TrainingsOfAgents(
+        choose.randint(2, 5), ["one stage", "two stages"][seed % 2], checkpoints=seed % 3 == 0, steps=STEPS
+    )
     for _ in range(choose.randint(0, 12)):
         fleet.round()
     weights = {**_weights(fleet, 0.5), fleet.restart_manager: choose.choice([0.5, 3])}
