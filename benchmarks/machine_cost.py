@@ -24,8 +24,8 @@ from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AnswerReceived,
     Event,
+    Heard,
     MessageReceived,
-    NodeHeard,
     Tick,
     WorkerExited,
     WorkerSpawned,
@@ -149,7 +149,7 @@ def measure(workers: int, stages: int) -> dict[str, float]:
     for step in range(3):
         world.feed(world.vote(step + 1))
         beats.append(world.timed(world.beats(step + 1))[0])
-        heard.append(world.timed(NodeHeard(name[:-2]) for name in world.live())[0])
+        heard.append(world.timed(Heard((name[:-2],)) for name in world.live())[0])
         for _ in range(5):
             ticks.append(world.timed([Tick()])[0])
             world.now_s += 0.2

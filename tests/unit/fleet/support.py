@@ -34,8 +34,8 @@ from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AnswerReceived,
     Event,
+    Heard,
     MessageReceived,
-    NodeHeard,
     NoticeReceived,
     Tick,
     WorkerExited,
@@ -240,7 +240,7 @@ class Driver:
                     )
                     self.say(worker, beat)
             for node in {worker.node for worker in self.fleet.workers.values()} - set(hidden):
-                self.feed(NodeHeard(node))
+                self.feed(Heard((node,)))
             self.feed(Tick())
         return self.done[start:]
 

@@ -19,7 +19,7 @@ from varuna.fleet.machine.exits import expire
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.inputs import MessageReceived, NodeHeard, NodeParted, Tick
+from varuna.fleet.state.inputs import Heard, MessageReceived, NodeParted, Tick
 from varuna.fleet.state.outputs import Instruction, Kill
 from varuna.fleet.state.phases import Ended, Running
 from varuna.fleet.state.run_events import WorkerLost
@@ -161,7 +161,7 @@ class Wired(SimulatedFleet):
                     step = worker.next_step or 0
                     beat = Beat(generation=worker.generation, step=step, activity="", waits_s=self.waits_s(worker))
                     self.feed(MessageReceived(worker.name, beat))
-            self.feed(NodeHeard(node))
+            self.feed(Heard((node,)))
         self.feed(Tick())
 
     # -- what must hold

@@ -19,6 +19,7 @@ from varuna.core.errors import FleetError
 from varuna.core.messages import MAX_FRAME_BYTES, Beat
 from varuna.fleet.agent.moved_manager import MovedManager
 from varuna.fleet.net.agent_session import AgentSession, ChannelFullError, Outgoing
+from varuna.fleet.net.beats import BeatMemory
 from varuna.fleet.net.ca import SERVER_NAME, client_context, fingerprint
 from varuna.fleet.net.client import explain, reason
 from varuna.fleet.net.host_facts import HostFacts
@@ -339,13 +340,13 @@ class ManagerClient:
         """A pulse a second, at a phase of its own; a manager that answers none is out of reach."""
         await asyncio.sleep(random.uniform(0.0, self._bounds.pulse_s))
         told: HostFacts | None = None  # on this connection
+        memory = BeatMemory()
         while (silent_s := asyncio.get_running_loop().time() - heard[0]) < _SILENCE_S:
             host = self._host()
             news, told = host if host is not told else None, host
             asks = bool(self._session.waiting) or silent_s >= _ASK_S
-            outgoing.say(
-                Pulse(received=self._session.received, asks=asks, beats=self._beats(), clock_s=time.time(), host=news)
-            )
+            beats, received = memory.shorten(self._beats()), self._session.received
+            outgoing.say(Pulse(received=received, asks=asks, beats=beats, clock_s=time.time(), host=news))
             await asyncio.sleep(self._bounds.pulse_s)
         return f"the manager was silent for {_SILENCE_S:.0f} s"
 

@@ -15,7 +15,7 @@ from varuna.fleet.machine.exits import (
 )
 from varuna.fleet.machine.forming import form
 from varuna.fleet.machine.joins import note_spawned, note_zone, spawn_missing
-from varuna.fleet.machine.leases import hear, look_around, note_parted, note_tick, take_back
+from varuna.fleet.machine.leases import hear, hear_all, look_around, note_parted, note_tick, take_back
 from varuna.fleet.machine.leases import note_beat as note_waiting
 from varuna.fleet.machine.planned_morphs import plan_ahead
 from varuna.fleet.machine.preemption import note_drain, note_preemption, note_risk, note_spot, release, reprieve
@@ -32,9 +32,9 @@ from varuna.fleet.state.inputs import (
     DrainRequested,
     Event,
     FinishRequested,
+    Heard,
     MessageReceived,
     MorphRequested,
-    NodeHeard,
     NodeParted,
     NoticeReceived,
     Recalibrated,
@@ -67,7 +67,7 @@ def advance(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, list[Instr
 
 def _is_pulse(event: Event) -> bool:
     """Whether somebody only says that it lives."""
-    return isinstance(event, NodeHeard) or (isinstance(event, MessageReceived) and isinstance(event.message, Beat))
+    return isinstance(event, Heard) or (isinstance(event, MessageReceived) and isinstance(event.message, Beat))
 
 
 def _note(transition: Transition, event: Event) -> None:
@@ -75,8 +75,8 @@ def _note(transition: Transition, event: Event) -> None:
     match event:
         case Tick(deaf_s=deaf_s):
             note_tick(transition, deaf_s)
-        case NodeHeard(node=node):
-            hear(transition, node)
+        case Heard(nodes=nodes, workers=workers):
+            hear_all(transition, nodes, workers)
         case NodeParted(node=node, abruptly=abruptly):
             note_parted(transition, node, abruptly=abruptly)
         case WorkerSpawned(worker=name, node=node):

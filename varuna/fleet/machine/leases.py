@@ -104,6 +104,33 @@ def hear(transition: Transition, node: str) -> None:
         transition.update(hidden=fleet.hidden.without(node))
 
 
+def hear_all(transition: Transition, nodes: Iterable[str], workers: Iterable[str]) -> None:
+    """Note that machines and workers live which say nothing new: in one change, those that are heard all the time."""
+    usual = []
+    for node in nodes:
+        if _is_heard_all_the_time(transition.fleet, node):
+            usual.append(node)
+        else:
+            hear(transition, node)
+    fleet = transition.fleet
+    if usual:
+        heard = fleet.nodes.with_values(dict.fromkeys(usual, NodeContact(heard_s=fleet.listened_s)))
+        transition.update(heard_s=transition.now_s, nearest_s=fleet.listened_s, nodes=heard)
+    known = [name for name in workers if name in fleet.workers]  # the lost are not heard any more
+    for name in known:
+        if fleet.workers[name].standing is WorkerStatus.UNREACHABLE:
+            take_back(transition, name)
+    transition.update(workers=transition.fleet.workers.seen(known, fleet.listened_s))
+
+
+def _is_heard_all_the_time(fleet: Fleet, node: str) -> bool:
+    """Whether a word from a machine changes nothing but when it was heard."""
+    sight, now_s = fleet.nodes.get(node), fleet.listened_s
+    if sight is None or sight.told or now_s - sight.heard_s > _NEAR_S or node in fleet.hidden:
+        return False
+    return all(now_s - fleet.workers[name].seen_s <= fleet.config.suspect_lease_s for name in fleet.workers.on(node))
+
+
 def note_parted(transition: Transition, node: str, *, abruptly: bool) -> None:
     """Note that an agent's connection ended; after a silence of all agents this says nothing about it."""
     fleet = transition.fleet

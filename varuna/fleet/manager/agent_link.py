@@ -1,6 +1,7 @@
 """The manager's side of one agent: its session, its workers, and how it behaves."""
 
 from varuna.fleet.net.agent_session import AgentSession, Outgoing
+from varuna.fleet.net.beats import BeatMemory
 from varuna.fleet.net.host_facts import HostView
 from varuna.fleet.net.protocol import DownBody, DownItem
 
@@ -19,6 +20,7 @@ class AgentLink:
         self.workers: set[str] = set()
         self.heard_s = now_s
         self.host = HostView()
+        self.beats = BeatMemory()
         self.ended_abruptly = False
         """Its newest connection was ended from the other side, without a goodbye."""
         self.malformed = 0
@@ -28,7 +30,7 @@ class AgentLink:
 
     def connect(self, cursor: int) -> Outgoing[DownBody]:
         """A new connection; the other side has everything up to ``cursor``."""
-        self.ended_abruptly = False
+        self.ended_abruptly, self.beats = False, BeatMemory()
         return self.session.connect(cursor)
 
     def send(self, body: DownBody, now_s: float) -> None:

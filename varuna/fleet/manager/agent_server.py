@@ -336,7 +336,7 @@ class AgentServer:
                     connection.say(PulseAnswer(received=link.session.received))
                 for worker in beats:
                     check_belongs(link.node, worker)
-                self._pulses.hear(link.node, beats)
+                self._pulses.hear(link.node, link.beats.restore(beats))
             case UpItem(number=number, body=body):
                 if link.session.accept(number):
                     self._note(link, body)

@@ -4,7 +4,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from varuna.core.messages import (
@@ -39,8 +39,8 @@ from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AnswerReceived,
     Event,
+    Heard,
     MessageReceived,
-    NodeHeard,
     Tick,
     WorkerDistrusted,
     WorkerSpawned,
@@ -238,9 +238,8 @@ class Manager:
                 raise error
             case Leave():
                 self._leaving = True
-            case Pulses(beats=pulses):
-                for node, beats in pulses:
-                    self._hear(node, beats)
+            case Pulses():
+                self._hear(event)
             case Reconciliation():
                 events, fenced = reconcile(self.fleet, self._lost, event)
                 for name in fenced:
@@ -275,12 +274,16 @@ class Manager:
             case _:
                 self._handle(event)
 
-    def _hear(self, node: str, beats: Mapping[str, Beat]) -> None:
-        """Take an agent's pulse; a beat of a worker that the run knows says that its machine lives, too."""
-        for worker, beat in beats.items():
-            self._take(MessageReceived(worker, beat))
-        if not any(worker in self.fleet.workers for worker in beats):
-            self._handle(NodeHeard(node))
+    def _hear(self, pulses: Pulses) -> None:
+        """Take agents' pulses: all that are as before at once, since most of a large crowd's are."""
+        same = []
+        for _, beats in pulses.beats:
+            for name, beat in beats.items():
+                if name in self.fleet.workers and self.fleet.workers[name].beat is beat:
+                    same.append(name)
+                else:
+                    self._take(MessageReceived(name, beat))
+        self._handle(Heard(tuple(node for node, _ in pulses.beats), tuple(same)))
 
     def _introduce(self, worker: str, message: Offered | Sought) -> None:
         """Members of the newest generation find each other."""

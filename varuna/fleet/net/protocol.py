@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 from varuna.core.messages import Beat, FromWorker, ToWorker
 from varuna.core.node_notices import NodeNotice
 from varuna.core.value import Value
+from varuna.fleet.net.beats import REMEMBERED
 from varuna.fleet.net.host_facts import HostFacts
 
 WORKER_NAME: Final = r"^[a-z0-9][a-z0-9.-]{0,63}$"
@@ -98,12 +99,14 @@ class Greet(Value):
 
 
 class Pulse(Value):
-    """Once a second: the newest beat of each worker."""
+    """Once a second: the newest beat of each worker that has one since the last pulse (see ``beats``)."""
 
     kind: Literal["pulse"] = "pulse"
     received: int = Field(ge=0)
     asks: bool = Field(default=True, description="for an answer: nothing was heard for a while, or items wait")
-    beats: dict[WorkerName, Beat] = Field(default={}, max_length=1024)
+    beats: dict[WorkerName, Beat | None] = Field(
+        default={}, max_length=REMEMBERED, description="None: as the one before, on this connection"
+    )
     clock_s: float | None = Field(default=None, allow_inf_nan=False, description="this machine's, since 1970")
     host: HostFacts | None = Field(default=None, description="now and then, once there was a look")
 

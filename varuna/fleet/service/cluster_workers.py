@@ -1,6 +1,5 @@
 """Workers on other machines, reached through an agent on each: ``varuna manager`` and ``varuna run --on``."""
 
-import gc
 import secrets
 import time
 from collections.abc import Collection, Sequence
@@ -30,6 +29,7 @@ from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.state.stutter import SLOW_RATIO
+from varuna.process.garbage import collect_rarely
 
 _FAREWELL_S = 10.0
 """For agents to hear that the run is over, and to send the rest of their logs."""
@@ -194,12 +194,8 @@ class ClusterWorkers:
     # -- from start to end -------------------------------------------------------------------------------
 
     def start(self, routes: Sequence[BaseRoute]) -> None:
-        """Let agents and people in from now on.
-
-        What was imported is kept out of garbage collections: looking through all of it, again and again, stopped the
-        beats of a thousand agents for a fifth of a second each time.
-        """
-        gc.freeze()
+        """Let agents and people in from now on."""
+        collect_rarely()
         self._serving.start(Starlette(routes=[*self._door.routes(), *self._world_routes(), *routes]))
 
     def leave(self, ended: Ended | None) -> str:

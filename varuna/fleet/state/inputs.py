@@ -43,10 +43,11 @@ class ConnectionLost:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeHeard:
-    """The agent of ``node`` said something, whatever its workers do."""
+class Heard:
+    """Agents of ``nodes`` said something; of their workers, ``workers`` live, and do what their last beats said."""
 
-    node: str
+    nodes: tuple[str, ...]
+    workers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ Event = (
     | MessageReceived
     | WorkerExited
     | ConnectionLost
-    | NodeHeard
+    | Heard
     | NodeParted
     | WorkerDistrusted
     | SpawnRequested

@@ -68,6 +68,13 @@ class PersistentMap(Mapping[str, V], Generic[V]):
         made._order = [] if is_new else self._order
         return made
 
+    def with_values(self, values: Mapping[str, V]) -> "PersistentMap[V]":
+        """A copy in which these keys, which must be there, have other values; quicker than one after the other."""
+        made: PersistentMap[V] = PersistentMap.__new__(PersistentMap)
+        made._root = _replace(self._root, [(hash(key), key) for key in values], values) if values else self._root
+        made._count, made._next, made._order = self._count, self._next, self._order
+        return made
+
     def without(self, key: str) -> "PersistentMap[V]":
         """A copy without ``key``, which must be there."""
         made: PersistentMap[V] = PersistentMap.__new__(PersistentMap)
@@ -91,6 +98,22 @@ def _put(node: _Node[V], bits: int, depth: int, key: str, value: V, number: int)
     if len(leaf) > _WAYS and depth < _DEEPEST:
         return _split(leaf, depth), known is None
     return leaf, known is None
+
+
+def _replace(node: _Node[V], keys: list[tuple[int, str]], values: Mapping[str, V]) -> _Node[V]:
+    """The node with other values of these keys, of which each comes with the bits of its hash left at this depth."""
+    if isinstance(node, tuple):
+        ways: dict[int, list[tuple[int, str]]] = {}
+        for bits, key in keys:
+            ways.setdefault(bits & 31, []).append((bits >> _BITS, key))
+        children = list(node)
+        for way, under in ways.items():
+            children[way] = _replace(node[way], under, values)
+        return tuple(children)
+    leaf = node.copy()
+    for _, key in keys:
+        leaf[key] = leaf[key][0], values[key]
+    return leaf
 
 
 def _drop(node: _Node[V], bits: int, key: str) -> _Node[V]:

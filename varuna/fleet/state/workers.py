@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from varuna.fleet.state.persistent import PersistentMap
-from varuna.fleet.state.worker import Worker, WorkerStatus
+from varuna.fleet.state.worker import Worker, WorkerStatus, changed
 
 _NOBODY: frozenset[str] = frozenset()
 _STANDINGS = tuple(WorkerStatus)
@@ -66,6 +66,14 @@ class Workers(Mapping[str, Worker]):
         if old is None:
             made._by_node = self._by_node.with_item(worker.node, (*self.on(worker.node), worker.name))
         self._count_into(made, old, worker)
+        return made
+
+    def seen(self, names: Iterable[str], seen_s: float) -> "Workers":
+        """A copy in which these workers, which must be there, were last heard at ``seen_s``."""
+        made: Workers = Workers.__new__(Workers)
+        made._by_name = self._by_name.with_values({name: changed(self._by_name[name], seen_s=seen_s) for name in names})
+        made._by_node, made._counts, made.newcomers = self._by_node, self._counts, self.newcomers
+        made.awaited, made.unfinished = self.awaited, self.unfinished
         return made
 
     def without(self, name: str) -> "Workers":

@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 
 from tests.unit.fleet.support import Driver, preempted, sends, two_stages
-from varuna.core.messages import Apply, Beat, Hello, Hold, RaiseFlag, Recorded, StopReport, Suspect, TrainingOver
+from varuna.core.messages import (
+    Apply,
+    Beat,
+    FromWorker,
+    Hello,
+    Hold,
+    RaiseFlag,
+    Recorded,
+    StopReport,
+    Suspect,
+    TrainingOver,
+)
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.page.status import describe
@@ -16,22 +27,24 @@ from varuna.fleet.state.inputs import (
     ConnectionLost,
     DrainRequested,
     FinishRequested,
-    NodeHeard,
+    Heard,
     NodeParted,
     Tick,
     WorkerSpawned,
 )
-from varuna.fleet.state.outputs import Kill, Publish
+from varuna.fleet.state.outputs import Instruction, Kill, Publish
 from varuna.fleet.state.phases import Idle, Running, Stopping
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
 from varuna.fleet.state.worker import WorkerInventory, WorkerStatus
 
 
-def on_machines(nodes: str, *, steps: tuple[int, ...] = (0, 1), **options: object) -> Driver:
+def on_machines(
+    nodes: str, *, steps: tuple[int, ...] = (0, 1), kind: type[Driver] = Driver, **options: object
+) -> Driver:
     """A run over cables, 2 stages, with a worker on each machine named: ``"aab"`` is two on a and one on b."""
     config = FleetConfig(workers=len(nodes), elastic=True, replace=False, wait_s=float("inf"), **options)  # type: ignore[arg-type]
-    driver = Driver(config, plan=two_stages)
+    driver = kind(config, plan=two_stages)
     for number, node in enumerate(nodes):
         driver.feed(WorkerSpawned(f"w{number}", node))
     driver.gather()
@@ -358,10 +371,40 @@ def test_an_agent_that_stood_still_costs_none_of_its_workers(trains: bool) -> No
         train(driver, 20, hidden=("b",))
     else:
         driver.wait(20, hidden=("b",), still=False)
-    driver.feed(NodeHeard("b"))  # its pulse comes before its workers' beats
+    driver.feed(Heard(("b",)))  # its pulse comes before its workers' beats
     driver.feed(Tick())
     train(driver, 3)
     assert not lost(driver)
+
+
+class Terse(Driver):
+    """What workers say with a beat that is as the one before is only that they live."""
+
+    left_out = 0
+
+    def say(self, worker: str, message: FromWorker) -> list[Instruction]:
+        known = self.fleet.workers.get(worker)
+        if known is None or known.beat != message:
+            return super().say(worker, message)
+        self.left_out += 1
+        return self.feed(Heard((known.node,), (worker,)))
+
+
+def test_beats_that_are_as_before_need_not_be_said_again() -> None:
+    """Two runs with the same silences; the second hears of a beat only if it is news."""
+    drivers = [on_machines("aabbcd", kind=kind) for kind in (Driver, Terse)]
+    for driver in drivers:
+        driver.wait(5, still=False)
+        train(driver, 12, hidden=("b",))
+        driver.wait(8, still=False, hidden=("c",))
+        driver.wait(40, silent=("w0",), still=False)
+        driver.feed(Heard(("e",), ("nobody",)))
+    full, terse = drivers
+    assert isinstance(terse, Terse)
+    assert terse.left_out > 100
+    assert lost(full) == {"w0"}
+    assert terse.done == full.done
+    assert terse.fleet == full.fleet
 
 
 def test_a_closed_connection_and_a_broken_link_are_a_loss_at_once() -> None:

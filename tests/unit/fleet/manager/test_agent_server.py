@@ -416,6 +416,12 @@ def test_beats_of_many_workers_come_in_one_pulse(gate: Gate) -> None:
         agent.session.send_text(Pulse(received=0, beats=beats).model_dump_json())
         agent.hear()
         wait_for(lambda: gate.pulses == [(gate.me.node, beats)], 5)
+        agent.session.send_text(Pulse(received=0, beats=dict.fromkeys(beats)).model_dump_json())
+        agent.hear()
+        wait_for(lambda: gate.pulses == [(gate.me.node, beats), (gate.me.node, beats)], 5)
+    with gate.visit() as agent:
+        agent.session.send_text(Pulse(received=0, beats=dict.fromkeys(beats)).model_dump_json())
+        assert agent.closed()[0] == BAD_MESSAGE, "on a new connection nothing was before"
 
 
 def test_only_a_pulse_that_asks_is_answered_and_what_follows_a_pulse_is_heard_after_it(gate: Gate) -> None:

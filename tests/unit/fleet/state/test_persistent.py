@@ -39,6 +39,16 @@ def test_it_is_a_dict_of_which_every_version_stays_as_it_was(changes: list[tuple
         assert all((key in version) == (key in content) for key in KEYS)
 
 
+@given(st.integers(1, 200), st.sets(st.sampled_from(KEYS)))
+def test_many_values_change_at_once_as_one_after_the_other(begin: int, keys: set[str]) -> None:
+    before = PersistentMap(dict.fromkeys(KEYS[:begin], -1))
+    values = {key: number for number, key in enumerate(keys) if key in before}
+    expected = dict.fromkeys(KEYS[:begin], -1) | values
+    made = before.with_values(values)
+    assert list(made.items()) == list(expected.items())
+    assert set(before.values()) == {-1}
+
+
 def test_keys_with_one_hash_are_told_apart() -> None:
     keys: list[Any] = [Colliding(f"{number:04}") for number in range(100)]
     made: PersistentMap[int] = PersistentMap()
@@ -46,3 +56,4 @@ def test_keys_with_one_hash_are_told_apart() -> None:
         made = made.with_item(key, number)
     assert [made[key] for key in keys] == list(range(100))
     assert len(PersistentMap(dict(made)).without(keys[3])) == 99
+    assert made.with_values({keys[3]: -3, keys[4]: -4})[keys[4]] == -4
