@@ -125,6 +125,17 @@ def segments(*before: str) -> Figures:
     return {"grow": [each["is_expandable"] for each in snapshot()], "used": used.nbytes}
 
 
+def others() -> Figures:
+    """What a worker takes for memory of others, first and when a script was on the GPU before."""
+    first = traffic_of(torch.device("cuda:0")).streams
+    used = torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda:0")
+    then = traffic_of(torch.device("cuda:0")).streams
+    assert first is not None
+    assert then is not None
+    facts = [each.memory() for each in (first, then)]
+    return {"others": [each and each.others_bytes for each in facts], "used": used.nbytes}
+
+
 def _stage(setup: Setup) -> Stage:
     sections = len(setup.model.sections)
     plan = Plan(
@@ -161,6 +172,7 @@ CASES: dict[str, Callable[..., Figures]] = {
     "offload": offload,
     "moves": moves,
     "segments": segments,
+    "others": others,
 }
 
 if __name__ == "__main__":

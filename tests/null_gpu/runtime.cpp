@@ -6,6 +6,7 @@
 //
 //   NULL_GPUS=2             devices (0: torch says that there is none, and computes on the CPU)
 //   NULL_GPU_GIB=139        memory of each
+//   NULL_GPU_OTHERS_GIB=100 of it, held by other programs
 //   NULL_GPU_EXPANDS=1      the driver has virtual memory, so torch may have expandable segments
 //   NULL_GPU_FAULT=w1:4000:214
 //                           device of the worker w1 (VARUNA_WORKER; * is any process): at its 4,000th launch, and from
@@ -34,8 +35,15 @@ namespace {
 constexpr size_t kContextBytes = 500u << 20;  // what a context takes of a device
 constexpr size_t kFewBytes = 256;              // of numbers that are read
 
+size_t gib(const char* variable, double otherwise) {
+  return (size_t)((getenv(variable) ? atof(getenv(variable)) : otherwise) * (1ull << 30));
+}
 size_t total_bytes() {
-  static const size_t bytes = (size_t)((getenv("NULL_GPU_GIB") ? atof(getenv("NULL_GPU_GIB")) : 139) * (1ull << 30));
+  static const size_t bytes = gib("NULL_GPU_GIB", 139);
+  return bytes;
+}
+size_t room_bytes() {
+  static const size_t bytes = total_bytes() - gib("NULL_GPU_OTHERS_GIB", 0) - kContextBytes;
   return bytes;
 }
 
@@ -175,7 +183,7 @@ static bool has_room(size_t bytes) {
   long none = -1;
   if (fault().is_memory && fault().has_begun()) refused_at.compare_exchange_strong(none, counts[kLaunches]);
   const bool refused = refused_at >= 0 && refused_at == counts[kLaunches];
-  return !refused && counts[kDeviceBytes] + bytes <= total_bytes() - kContextBytes;
+  return !refused && counts[kDeviceBytes] + bytes <= room_bytes();
 }
 EXPORT cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   if (auto error = health()) return error;
@@ -199,7 +207,7 @@ EXPORT cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
 }
 EXPORT cudaError_t cudaHostUnregister(void* pointer) { return forget(pointer, false); }
 EXPORT cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
-  *total = total_bytes(), *free_bytes = total_bytes() - kContextBytes - counts[kDeviceBytes];
+  *total = total_bytes(), *free_bytes = room_bytes() - counts[kDeviceBytes];
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* pointer) {

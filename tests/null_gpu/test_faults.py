@@ -52,11 +52,12 @@ def test_a_step_that_breaks_one_gpu_after_the_other_ends_the_run(tmp_path: Path)
 
 
 def test_out_of_memory_in_an_action_costs_the_step_and_no_worker(tmp_path: Path) -> None:
-    ran = run(tmp_path, "--stages", "1", FAULT_AT="8", FAULT_OF="w0", FAULT_IS="actions")
+    ran = run(tmp_path, "--stages", "1", FAULT_AT="8", FAULT_OF="w0", FAULT_IS="actions", NULL_GPU_OTHERS_GIB="100")
     assert (ran.code, ran.steps) == (0, STEPS), ran.text
     assert ran.counted("workers? lost") == 0, ran.text
     assert ran.counted("steps? redone") <= 1, ran.text  # none, if the others had done so much that it is gone on with
     assert ran.text.count("plans for Null H200 fill 10 % less from now on") == 1
+    assert "on a GPU of 139 GiB, of which other processes hold 99.5 GiB" in ran.text
 
 
 def test_out_of_memory_in_actions_again_and_again_ends_the_run(tmp_path: Path) -> None:

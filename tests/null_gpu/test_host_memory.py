@@ -1,4 +1,4 @@
-"""What a worker with a GPU takes of host memory, in bytes that torch's CUDA build pins over the null GPU."""
+"""What a worker with a GPU pins of host memory, and sees of its device's, by torch's CUDA build over the null GPU."""
 
 import pytest
 
@@ -55,3 +55,10 @@ def test_what_the_user_has_set_stays(variable: str) -> None:
     found = measured("segments", NULL_GPU_EXPANDS="1", **{variable: "max_split_size_mb:512"})
     assert not any(found["grow"])
     assert "fragment" not in found["said"]
+
+
+@pytest.mark.parametrize("gib", [0, 100])
+def test_memory_of_other_programs_is_seen_and_our_own_is_not_theirs(gib: int) -> None:
+    found = measured("others", NULL_GPU_OTHERS_GIB=str(gib))
+    context_bytes = 500 << 20  # is within what is reserved
+    assert found["others"] == [max(0, (gib << 30) + context_bytes - (1 << 30))] * 2

@@ -58,6 +58,7 @@ class DeviceFacts(Value):
 
     name: str = Field(max_length=255, description="the same for all workers that use it, and for no others")
     memory_bytes: int = Field(gt=0, description="of the whole device")
+    others_bytes: int = Field(default=0, ge=0, description="of these, held by other programs when the worker began")
 
 
 class DeviceFault(Value):
@@ -66,6 +67,7 @@ class DeviceFault(Value):
     error: str = Field(max_length=300, description="as a library or the system said it")
     device: str = Field(default="", max_length=255, description="the name in its ``DeviceFacts``; empty: unknown")
     is_memory: bool = Field(default=False, description="it has too little memory, and is whole")
+    others_bytes: int = Field(default=0, ge=0, description="of its memory, held by other processes then")
     of_machine: bool = Field(
         default=False, description="not of the device, but of a disk, a mount or the like beside it"
     )
@@ -92,15 +94,28 @@ def reserved_bytes(share_bytes: int) -> int:
     return min(_RESERVED_BYTES + share_bytes // _RESERVED_PART, share_bytes // 2)
 
 
+def others_bytes(total_bytes: int, free_bytes: int, own_bytes: int) -> int:
+    """Bytes of a device that other processes hold; what they hold of the reserve may be this one's context.
+
+    Args:
+        total_bytes: of the device.
+        free_bytes: by the driver's word.
+        own_bytes: that this process's allocator has from the driver.
+    """
+    return max(0, total_bytes - free_bytes - own_bytes - _RESERVED_BYTES)
+
+
 def worker_bytes(devices: Iterable[DeviceFacts | None]) -> int | None:
     """Bytes that every worker of a run can count on: the smallest share of a device, less the reserve.
+
+    Other programs have what the first worker on a device saw: a later one saw the first one's memory, too.
 
     Args:
         devices: of each worker; None where there is none, or nobody knows.
     """
-    known = [device for device in devices if device is not None]
-    users = Counter(device.name for device in known)
-    shares = [device.memory_bytes // users[device.name] for device in known]
+    known = sorted((device for device in devices if device is not None), key=lambda each: -each.others_bytes)
+    users, least = Counter(device.name for device in known), {device.name: device for device in known}
+    shares = [max(1, each.memory_bytes - each.others_bytes) // users[each.name] for each in least.values()]
     return min((share - reserved_bytes(share) for share in shares), default=None)
 
 

@@ -5,6 +5,7 @@ from varuna.core.devices import (
     class_in,
     device_of,
     is_zone,
+    others_bytes,
     region_of,
     region_of_zone,
     reserved_bytes,
@@ -14,8 +15,8 @@ from varuna.core.devices import (
 GIB = 2**30
 
 
-def gpu(name: str, gib: int = 80) -> DeviceFacts:
-    return DeviceFacts(name=name, memory_bytes=gib * GIB)
+def gpu(name: str, gib: int = 80, others: int = 0) -> DeviceFacts:
+    return DeviceFacts(name=name, memory_bytes=gib * GIB, others_bytes=others * GIB)
 
 
 def test_a_worker_alone_on_its_gpu_has_all_but_the_reserve() -> None:
@@ -29,6 +30,20 @@ def test_workers_of_one_gpu_share_it_and_each_keeps_a_reserve() -> None:
 
 def test_the_smallest_share_counts_for_all() -> None:
     assert worker_bytes([gpu("a"), gpu("small", 16)]) == 14 * GIB
+
+
+def test_what_other_programs_hold_is_not_shared_out() -> None:
+    assert worker_bytes([gpu("a", others=16), gpu("b")]) == 64 * GIB - GIB - 4 * GIB
+    assert worker_bytes([gpu("a", others=80)]) is not None
+
+
+def test_a_later_worker_of_a_gpu_sees_the_memory_of_the_first_which_is_not_others() -> None:
+    assert worker_bytes([gpu("a", others=48), gpu("a", others=16)]) == 32 * GIB - GIB - 2 * GIB
+
+
+def test_memory_in_use_that_is_not_our_own_is_others_but_for_a_context() -> None:
+    assert others_bytes(80 * GIB, 60 * GIB, 4 * GIB) == 15 * GIB
+    assert others_bytes(80 * GIB, 75 * GIB, 4 * GIB) == 0
 
 
 def test_a_tiny_share_is_halved_at_most() -> None:

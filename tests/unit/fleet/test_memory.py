@@ -45,6 +45,22 @@ def test_workers_of_one_gpu_are_planned_with_its_halves() -> None:
     assert driver.fleet.job == driver.job, "what a worker may fill is not part of what it trains"
 
 
+def test_a_worker_that_comes_to_a_gpu_of_the_run_takes_its_memory_for_no_stranger_s() -> None:
+    """The first one has left when the third comes: what it saw, when nobody was there, is still known."""
+    driver = driven(Asked(), 3)
+    for number, device in enumerate((BIG[0], _seen(BIG[0], 20), BIG[1])):
+        hello(driver, f"w{number}", device)
+    driver.voted(0)
+    lose(driver, "w0")
+    driver.feed(SpawnRequested(1))
+    hello(driver, "w3", _seen(BIG[0], 30))
+    assert driver.fleet.memory_bytes == worker_bytes([BIG[0]] * 2)
+
+
+def _seen(device: DeviceFacts, others: int) -> DeviceFacts:
+    return device.model_copy(update={"others_bytes": others * 2**30})
+
+
 def test_workers_on_cpus_are_planned_as_before() -> None:
     planner = Asked()
     driver = driven(planner, 2)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from varuna.core.devices import others_bytes
+
 CLASS_VARIABLE = "VARUNA_DEVICE_CLASS"
 _LONGEST_NAME = 255  # that the manager takes
 
@@ -48,6 +50,12 @@ def usable_bytes(device: torch.device, workers: int) -> int | None:
         return int(int(rows["MemAvailable"].split()[0]) * 1024 * _SHARE / workers)
     except (OSError, KeyError, ValueError):
         return None
+
+
+def held_by_others(device: torch.device | int) -> int:
+    """Bytes of a GPU that other processes hold now."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return others_bytes(total_bytes, free_bytes, torch.cuda.memory_reserved(device))
 
 
 def _cpu_name() -> str:

@@ -14,6 +14,8 @@ import torch
 
 from varuna.core.devices import DeviceFault
 from varuna.core.errors import DataError, DeviceError, VarunaError
+from varuna.core.units import format_bytes
+from varuna.engine.device.capacity import held_by_others
 
 _ACCELERATOR: type[RuntimeError] | tuple[()] = getattr(torch, "AcceleratorError", ())
 HANGS = "it hangs"
@@ -71,7 +73,8 @@ def fault_of(error: BaseException) -> DeviceFault | None:
     text = HANGS if isinstance(first, DeviceError) else line[:300]
     if kind is Kind.MACHINE:
         return DeviceFault(error=f"{type(first).__name__}: {text}"[:300], of_machine=True)
-    return DeviceFault(error=text, device=_device(), is_memory=kind is Kind.FULL)
+    is_memory = kind is Kind.FULL
+    return DeviceFault(error=text, device=_device(), is_memory=is_memory, others_bytes=_others_bytes() * is_memory)
 
 
 def in_words(fault: DeviceFault) -> str:
@@ -83,7 +86,8 @@ def in_words(fault: DeviceFault) -> str:
         )
     where = f"GPU {fault.device}" if fault.device else "The GPU"
     if fault.is_memory:
-        return f"{where} has too little memory for what this process does: lower micro_batch=, or add workers."
+        others = f" beside {format_bytes(fault.others_bytes)} of other processes" if fault.others_bytes else ""
+        return f"{where} has too little memory for what this process does{others}: lower micro_batch=, or add workers."
     return (
         f"{where} has failed, not the script, unless other GPUs fail in the same place. Look for Xid in the "
         "kernel's log (dmesg), then start the same command again. `varuna run` and agents go on without such a GPU."
@@ -123,3 +127,10 @@ def _device() -> str:
     with contextlib.suppress(Exception):
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     return ""
+
+
+def _others_bytes() -> int:
+    """What other processes hold of this thread's GPU, as far as it says."""
+    with contextlib.suppress(Exception):
+        return held_by_others(torch.cuda.current_device())
+    return 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.devices import DeviceFacts
+from varuna.engine.device.capacity import held_by_others
 from varuna.engine.device.segments import let_segments_grow
 
 Stream = Any
@@ -100,7 +101,7 @@ class CudaStreams:
         """Make ``device`` this thread's current one: seeds and whatever else names none are meant for it."""
         torch.cuda.set_device(device)
         let_segments_grow(device)
-        self._device = device
+        self._device, self._others_bytes = device, held_by_others(device)
 
     def stream(self) -> Stream:
         """Create a stream, whose kernels go before those of computations that wait: NCCL's are short, and awaited."""
@@ -166,9 +167,10 @@ class CudaStreams:
         _check(_cudart().cudaHostUnregister(address))
 
     def memory(self) -> DeviceFacts:
-        """Free and total bytes of the GPU."""
+        """Bytes of the GPU, without a call to it: it may hang."""
         found = torch.cuda.get_device_properties(self._device)
-        return DeviceFacts(name=str(found.uuid), memory_bytes=found.total_memory)
+        others = min(self._others_bytes, found.total_memory)
+        return DeviceFacts(name=str(found.uuid), memory_bytes=found.total_memory, others_bytes=others)
 
 
 _cudart: Any = torch.cuda.cudart

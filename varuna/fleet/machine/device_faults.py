@@ -119,7 +119,7 @@ def note_full(transition: Transition, name: str, fault: DeviceFault) -> None:
     fleet, worker = transition.fleet, transition.fleet.workers[name]
     before, of = fleet.short.get(worker.device_class), worker.device_class or "its class"
     times = 0 if before is None else before.times
-    figures = _figures(fleet, worker)
+    figures = _figures(fleet, worker, fault)
     if worker.is_joined and fleet.history and (before is None or before.generation < fleet.generation):
         if times == _MOST_TIMES:
             transition.end(
@@ -139,8 +139,8 @@ def note_full(transition: Transition, name: str, fault: DeviceFault) -> None:
         )
 
 
-def _figures(fleet: Fleet, worker: Worker) -> str:
-    """What a worker's stage was promised, and what its device has."""
+def _figures(fleet: Fleet, worker: Worker, fault: DeviceFault) -> str:
+    """What a worker's stage was promised, what its device has, and what other processes had of that."""
     rank = fleet.rank_of(worker.name)
     if rank is None or worker.device is None or not fleet.record.has_seat(worker.name):
         return ""
@@ -148,7 +148,8 @@ def _figures(fleet: Fleet, worker: Worker) -> str:
     replica, stage = plan.place_of(rank)
     promised = plan.pipeline_of(replica).memory_bytes
     needs = f"which was to need {format_bytes(promised[stage])}, " if promised else ""
-    return f" in stage {stage}, {needs}on a GPU of {whole}"
+    others = f", of which other processes hold {format_bytes(fault.others_bytes)}" if fault.others_bytes else ""
+    return f" in stage {stage}, {needs}on a GPU of {whole}{others}"
 
 
 def _device_of(worker: Worker, fault: DeviceFault) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
+from varuna.core.devices import DeviceFacts
 from varuna.core.messages import Apply, Finish, Hello, Hold, RaiseFlag
 from varuna.core.model import JobFacts
 from varuna.core.value import Value
@@ -56,7 +57,7 @@ def note_hello(transition: Transition, name: str, hello: Hello) -> None:
     fleet = transition.fleet
     if fleet.workers[name].standing is not WorkerStatus.STARTING:
         # a manager that has started again knows of no device
-        transition.update_worker(name, device=hello.device, device_class=hello.device_class)
+        transition.update_worker(name, device=_device_of(fleet, name, hello), device_class=hello.device_class)
         say_again(transition, name)
         return
     if fleet.job is None:
@@ -69,7 +70,7 @@ def note_hello(transition: Transition, name: str, hello: Hello) -> None:
         pid=hello.pid,
         joined_s=transition.now_s,
         holding=WorkerInventory(),
-        device=hello.device,
+        device=_device_of(fleet, name, hello),
         device_class=hello.device_class,
     )
     if not fleet.config.elastic:
@@ -80,6 +81,17 @@ def note_hello(transition: Transition, name: str, hello: Hello) -> None:
     if fleet.history:
         transition.note_change()
     transition.publish(WorkerJoined(worker=name, pid=hello.pid))
+
+
+def _device_of(fleet: Fleet, name: str, hello: Hello) -> DeviceFacts | None:
+    """A worker's device, on which others of this run may be: their memory is not that of other programs."""
+    if (device := hello.device) is None:
+        return None
+    others_bytes = device.others_bytes
+    for near in (fleet.workers[each] for each in fleet.workers.on(fleet.workers[name].node)):
+        if near.is_joined and near.device is not None and near.device.name == device.name:
+            others_bytes = min(others_bytes, near.device.others_bytes)
+    return device.model_copy(update={"others_bytes": others_bytes})
 
 
 def _has_less_memory(fleet: Fleet, before: Fleet) -> bool:

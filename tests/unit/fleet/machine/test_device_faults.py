@@ -186,6 +186,14 @@ def test_out_of_memory_loses_the_worker_and_the_next_plan_fills_less() -> None:
     assert spawned(driver)[-1] == Spawn(1)  # its GPU is whole
 
 
+def test_what_other_processes_held_is_said() -> None:
+    driver = running(5)
+    fault = DeviceFault(error="CUDA out of memory.", device="gpu1", is_memory=True, others_bytes=9 * GB)
+    driver.say("w1", Failed(summary=fault.error, traceback="T", fault=fault))
+    [said] = [event.text for event in driver.told(Notice) if "fill 10 % less" in event.text]
+    assert "on a GPU of 16 GiB, of which other processes hold 9 GiB: " in said
+
+
 def test_ranks_that_run_out_of_memory_at_once_lower_it_once() -> None:
     driver = running(6)
     for name in ("w1", "w3"):
