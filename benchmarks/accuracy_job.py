@@ -144,7 +144,7 @@ def run(spec: JobSpec, plan: Plan, steps: int) -> None:
         waited.append(taken.waited_s)
         rest.append(step_s - (taken.end_s - taken.begin_s))
         for took in taken.actions:
-            actions.setdefault(took.action.kind.value, []).append(took.seconds)
+            actions.setdefault(took.kind, []).append(took.seconds)
         if len(times) == half(steps):
             reported = session.heartbeat.reporter.drain()
     assert reported is not None

@@ -24,9 +24,9 @@ from typing import Any
 
 from benchmarks.emulated.network import NETWORKS, Network
 from varuna.calibration.format import Jitter
-from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took
-from varuna.extras.pictures.gantt import Bar, Panel, draw, simulated
-from varuna.schedule.actions import Action, Kind
+from varuna.core.times import Interval
+from varuna.engine.pipeline.timeline import StepTimes
+from varuna.extras.pictures.gantt import Panel, draw, simulated
 from varuna.schedule.policy import POLICIES, split_last
 from varuna.simulator.bounds import lower_bounds_s
 from varuna.simulator.costs import INPUT_SHARE, WEIGHT_SHARE, LinkCosts, PipelineCosts, uniform
@@ -97,12 +97,8 @@ def measured(title: str, note: str, stages: Sequence[StepTimes]) -> Panel:
     zero_s = min((took.begin_s for times in stages for took in times.actions), default=0.0)
     rows = []
     for times in stages:
-        bars = [
-            Bar(a.kind.value, a.micro_batch, begin_s - zero_s, end_s - zero_s) for a, begin_s, end_s, _ in times.actions
-        ]
-        bars += [
-            Bar(name, -1, begin_s - zero_s, end_s - zero_s) for name, begin_s, end_s in times.phases if name == "reduce"
-        ]
+        shown = (*times.actions, *(phase for phase in times.phases if phase.kind == "reduce"))
+        bars = [each.since(zero_s) for each in shown]
         rows.append(tuple(bars))
     return Panel(title, note, tuple(rows))
 
@@ -133,18 +129,12 @@ def run(policy: str, network: str, stages: int, micro_batches: int) -> list[Step
 
 def _times(values: list[Any]) -> StepTimes:
     """Inverse of ``json.dumps``."""
-    step, begin_s, end_s, *rows, phases = values
-    actions, waits = (tuple(Took(Action(a[0], Kind(a[1]), a[2]), *rest) for a, *rest in row) for row in rows)
-    return StepTimes(step, begin_s, end_s, actions, waits, tuple(StepPhase(*phase) for phase in phases))
+    step, begin_s, end_s, *rows = values
+    return StepTimes(step, begin_s, end_s, *(tuple(Interval(*each) for each in row) for row in rows))
 
 
 def _in_units(panel: Panel) -> Panel:
-    rows = (
-        tuple(
-            bar._replace(start_s=bar.start_s / UNIT_S, end_s=bar.end_s / UNIT_S) for bar in row if bar.name in "FRBIW"
-        )
-        for row in panel.rows
-    )
+    rows = (tuple(bar.since(0.0, UNIT_S) for bar in row if bar.kind in "FRBIW") for row in panel.rows)
     return replace(panel, rows=tuple(rows))
 
 

@@ -140,9 +140,7 @@ def main() -> None:
         times = list(step_times(session))
         if folder is not None:
             assert session.current is not None
-            (folder / f"{world.rank}.json").write_text(
-                json.dumps(session.current.runtime.times, default=lambda kind: kind.value)
-            )
+            (folder / f"{world.rank}.json").write_text(json.dumps(session.current.runtime.times))
         return times
 
     print("times", json.dumps(run_ranks(stages, rank)), flush=True)

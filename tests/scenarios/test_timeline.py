@@ -70,7 +70,7 @@ def check_measured(found: StepTimeline) -> None:
         sender = ranks[neighbour]
         left_s = {s.micro_batch: sender.zero_s + s.begin_s for s in sender.sent if s.kind == kind}
         assert sorted(left_s) == mine
-        came_s = {came.micro_batch: rank.zero_s + came.at_s for came in rank.came if came.kind == kind}
+        came_s = {came.micro_batch: rank.zero_s + came.end_s for came in rank.came if came.kind == kind}
         assert sorted(came_s) == mine
         assert all(left_s[micro_batch] <= came_s[micro_batch] for micro_batch in mine)
         waited_until = {wait.end_s for wait in rank.waits}

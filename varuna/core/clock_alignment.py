@@ -107,10 +107,10 @@ def _votes(ranks: Iterable[RankTimeline]) -> Iterable[_Later]:
     begun: dict[str, float] = {}
     ended: dict[str, float] = {}
     for rank in ranks:
-        for name, begin_s, end_s in rank.ends:
-            if name == "vote":
-                begun[rank.clock] = max(begun.get(rank.clock, -math.inf), rank.zero_s + begin_s)
-                ended[rank.clock] = min(ended.get(rank.clock, math.inf), rank.zero_s + end_s)
+        for end in rank.ends:
+            if end.kind == "vote":
+                begun[rank.clock] = max(begun.get(rank.clock, -math.inf), rank.zero_s + end.begin_s)
+                ended[rank.clock] = min(ended.get(rank.clock, math.inf), rank.zero_s + end.end_s)
     for first, first_s in begun.items():
         for second, second_s in ended.items():
             yield _Later(first, first_s, second, second_s)

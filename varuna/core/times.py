@@ -139,52 +139,29 @@ class StepParts(Value):
     idle_s: float = Field(description="filling, draining, uneven stages")
 
 
-class Did(NamedTuple):
-    """An action of a stage, or a wait for what that action needs."""
+class Interval(NamedTuple):
+    """When one thing of a step was done: an action, a wait for what an action needs, a message, a sum."""
 
     kind: str
-    """F, R, B, I or W"""
+    """F, R, B, I or W; reduce, share, vote, apply, gather or save after them; activation or gradient"""
     micro_batch: int
-    """counts within the replica"""
+    """counts within the replica; -1 where it is of all"""
     begin_s: float
     end_s: float
+    """of a message, when it was delivered; if it came from another rank, both are when it was here, whole"""
+    size_bytes: int = 0
+    """of a message or a sum"""
+    inside_s: float = 0.0
+    """of an action, within the stage's sections; on a GPU if that was asked for"""
 
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end_s - self.begin_s
 
-class EndPart(NamedTuple):
-    """What follows the actions of a step."""
-
-    name: str
-    """reduce, share, vote, apply, gather or save"""
-    begin_s: float
-    end_s: float
-
-
-class Sent(NamedTuple):
-    """A message to a neighbouring stage: from the moment at which the stage let go of it until it was delivered."""
-
-    kind: str
-    """activation or gradient"""
-    micro_batch: int
-    size_bytes: int
-    begin_s: float
-    end_s: float
-
-
-class Came(NamedTuple):
-    """A message from a neighbouring stage was here, whole."""
-
-    kind: str
-    """activation or gradient"""
-    micro_batch: int
-    at_s: float
-
-
-class Summed(NamedTuple):
-    """An all-reduce of one section's gradients, in the background."""
-
-    size_bytes: int
-    begin_s: float
-    end_s: float
+    def since(self, zero_s: float, unit_s: float = 1.0) -> "Interval":
+        """The same on an axis that begins at ``zero_s``, in units of ``unit_s``."""
+        return self._replace(begin_s=(self.begin_s - zero_s) / unit_s, end_s=(self.end_s - zero_s) / unit_s)
 
 
 class RankTimeline(Value):
@@ -198,12 +175,12 @@ class RankTimeline(Value):
     micro_batches: Annotated[tuple[int, ...], Field(max_length=MOST_ROWS)] = Field(
         description="numbers within the global batch, by those within the replica: after a loss, a step may be the rest"
     )
-    actions: Annotated[tuple[Did, ...], Field(max_length=MOST_ROWS)]
-    waits: Annotated[tuple[Did, ...], Field(max_length=MOST_ROWS)] = ()
-    ends: Annotated[tuple[EndPart, ...], Field(max_length=64)] = ()
-    sent: Annotated[tuple[Sent, ...], Field(max_length=MOST_ROWS)] = ()
-    came: Annotated[tuple[Came, ...], Field(max_length=MOST_ROWS)] = ()
-    sums: Annotated[tuple[Summed, ...], Field(max_length=MOST_ROWS)] = ()
+    actions: Annotated[tuple[Interval, ...], Field(max_length=MOST_ROWS)]
+    waits: Annotated[tuple[Interval, ...], Field(max_length=MOST_ROWS)] = ()
+    ends: Annotated[tuple[Interval, ...], Field(max_length=64)] = ()
+    sent: Annotated[tuple[Interval, ...], Field(max_length=MOST_ROWS)] = ()
+    came: Annotated[tuple[Interval, ...], Field(max_length=MOST_ROWS)] = ()
+    sums: Annotated[tuple[Interval, ...], Field(max_length=MOST_ROWS)] = ()
 
     @property
     def end_s(self) -> float:
@@ -215,7 +192,7 @@ class StepTimeline(Value):
     """One step of all ranks that are still there to tell."""
 
     format: Literal["varuna-timeline"] = "varuna-timeline"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     step: int
     generation: int
     plan: Plan

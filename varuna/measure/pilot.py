@@ -13,11 +13,11 @@ from varuna.calibration.samples import PilotSamples
 from varuna.calibration.statistics import mean_time
 from varuna.core.model import ModelFacts
 from varuna.core.plan import Pipeline, Plan
-from varuna.engine.pipeline.timeline import StepTimes, Took
+from varuna.core.times import Interval
+from varuna.engine.pipeline.timeline import StepTimes
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.planner.balance import balance
-from varuna.schedule.actions import Kind
 from varuna.schedule.policy import stash_limit
 
 _POLICY = "varuna"
@@ -92,9 +92,9 @@ def run_pilot(
     if world.rank >= plan.workers:
         return None
     stage = plan.place_of(world.rank).stage
-    taken: dict[Kind, list[Took]] = {}
+    taken: dict[str, list[Interval]] = {}
     for took in (took for step in steps for took in step.actions):
-        taken.setdefault(took.action.kind, []).append(took)
+        taken.setdefault(took.kind, []).append(took)
     own = [facts.sections[section] for section in plan.first.sections_of(stage)]
     return PilotSamples(
         stages=plan.stages,
@@ -102,8 +102,8 @@ def run_pilot(
         first=plan.first.sections_of(stage).start,
         stop=plan.first.sections_of(stage).stop,
         micro_batch=plan.micro_batch,
-        whole_s={kind.value: mean_time([took.seconds for took in rows]) for kind, rows in taken.items()},
-        inside_s={kind.value: mean_time([took.inside_s for took in rows]) for kind, rows in taken.items()},
+        whole_s={kind: mean_time([took.seconds for took in rows]) for kind, rows in taken.items()},
+        inside_s={kind: mean_time([took.inside_s for took in rows]) for kind, rows in taken.items()},
         step_s=tuple(between(before, after) for before, after in pairwise(steps)) if stage == 0 else (),
     )
 

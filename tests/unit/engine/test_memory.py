@@ -327,7 +327,7 @@ def test_the_stash_never_holds_more_than_the_plan_allows() -> None:
     setup.run(2, 1, steps=1)
     for limit, times in zip(plan.first.stash_limits, setup.times(), strict=True):
         assert times is not None
-        kinds = [took.action.kind for took in times.actions]
+        kinds = [Kind(took.kind) for took in times.actions]
         in_flight = [kinds[:n].count(Kind.FORWARD) - kinds[:n].count(Kind.BACKWARD) for n in range(1, len(kinds) + 1)]
         assert 1 <= max(in_flight) <= limit
         assert in_flight[-1] == 0

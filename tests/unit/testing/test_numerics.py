@@ -81,7 +81,7 @@ def test_split_backwards_and_kept_sections_do_not_change_a_bit(keep: str, split_
     assert setup.losses(3, 1, steps=2) == alone.losses(1, 1, steps=2)
     expected, found = alone.parameters(), setup.parameters()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    kinds = [set() if times is None else {took.action.kind for took in times.actions} for times in setup.times()]
+    kinds = [set() if times is None else {Kind(took.kind) for took in times.actions} for times in setup.times()]
     assert all((Kind.INPUT in seen) == (Kind.WEIGHT in seen) == bool(split_last) for seen in kinds[1:])
     # A stage whose gradient has come when its F is through needs no R: one of the two that wait for later ones does.
     assert (Kind.RECOMPUTE in kinds[0] | kinds[1]) == (keep != "all")

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from varuna.core.times import Interval
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.pulse import title
 from varuna.engine.device.streams import Event, Streams
 from varuna.engine.links.links import Courier
-from varuna.engine.pipeline.timeline import StepTimes, Took
+from varuna.engine.pipeline.timeline import StepTimes, interval_of
 from varuna.schedule.actions import Action
 
 
@@ -57,13 +58,13 @@ class HostLookahead:
     def begin(self, step: int, begin_s: float) -> None:
         """The actions begin now."""
         self._step, self._begin_s, self._now_s = step, begin_s, time.monotonic()
-        self._actions: list[Took] = []
-        self._waits: list[Took] = []
+        self._actions: list[Interval] = []
+        self._waits: list[Interval] = []
 
     def waited(self, awaited: Action) -> None:
         """The wait ends now."""
         since_s, self._now_s = self._now_s, time.monotonic()
-        self._waits.append(Took(awaited, since_s, self._now_s))
+        self._waits.append(interval_of(awaited, since_s, self._now_s))
 
     def acting(self) -> None:
         """The time of choosing an action counts with it."""
@@ -79,7 +80,7 @@ class HostLookahead:
     def acted(self, action: Action) -> None:
         """The action ends now."""
         since_s, self._now_s = self._now_s, time.monotonic()
-        self._actions.append(Took(action, since_s, self._now_s, self._inside_s))
+        self._actions.append(interval_of(action, since_s, self._now_s, self._inside_s))
 
     def finish(self) -> StepTimes:
         """The times of the step."""
@@ -175,13 +176,13 @@ class DeviceLookahead:
 
 def times_of(step: int, noted: Sequence[Noted], at_s: Callable[[Event], float], begin_s: float) -> StepTimes:
     """What a step took on the device: its actions, and how long it stood still for what an action needs."""
-    actions, waits, last_s = list[Took](), list[Took](), begin_s
+    actions, waits, last_s = list[Interval](), list[Interval](), begin_s
     for each in noted:
         began_s, ended_s = at_s(each.began), at_s(each.ended)
         if each.waited and began_s > last_s:
-            waits.append(Took(each.action, last_s, began_s))
+            waits.append(interval_of(each.action, last_s, began_s))
         inside_s = each.sections[1].seconds_since(each.sections[0]) if each.sections else 0.0
-        actions.append(Took(each.action, began_s, ended_s, inside_s))
+        actions.append(interval_of(each.action, began_s, ended_s, inside_s))
         last_s = ended_s
     return StepTimes(step, begin_s, last_s, tuple(actions), tuple(waits))
 

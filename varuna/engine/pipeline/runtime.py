@@ -10,6 +10,7 @@ from torch import Tensor
 
 from varuna.core.errors import LinkError, VarunaError
 from varuna.core.plan import Plan
+from varuna.core.times import Interval
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.spans import span
@@ -21,7 +22,7 @@ from varuna.engine.pipeline.forward_pass import TRAINING, ForwardPass
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
 from varuna.engine.pipeline.lookahead import lookahead_of
 from varuna.engine.pipeline.reduce import Reducer
-from varuna.engine.pipeline.timeline import Messages, StepPhase, StepTimes, taken
+from varuna.engine.pipeline.timeline import Messages, StepTimes, taken
 from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Left, Stage
 from varuna.engine.stage.tape import Tape
@@ -108,7 +109,7 @@ class Runtime:
         self._acting: tuple[int, Action] | None = None  # step and action, set for each, read by heartbeats
         self.times: StepTimes | None = None
         """of the newest whole step"""
-        self.phases: list[StepPhase] = []
+        self.phases: list[Interval] = []
         """of the step, after its actions"""
 
     def _open_gradient_links(self, groups: Groups) -> None:

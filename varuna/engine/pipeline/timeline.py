@@ -5,40 +5,14 @@ from collections.abc import Hashable, Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from varuna.core.times import Interval
 from varuna.engine.links.carry import Carry
 from varuna.schedule.actions import Action, Kind
 
 
-class Took(NamedTuple):
-    """One action, or one wait for what ``action`` needs; seconds of ``time.monotonic``."""
-
-    action: Action
-    """``micro_batch`` counts within the replica"""
-    begin_s: float
-    end_s: float
-    inside_s: float = 0.0
-    """of it within the stage's sections; 0 for a wait, and on a GPU unless it was asked for"""
-
-    @property
-    def seconds(self) -> float:
-        """Length of the action in seconds."""
-        return self.end_s - self.begin_s
-
-
-class StepPhase(NamedTuple):
-    """What follows the actions of a step: reduce, share, vote, apply or gather; seconds of ``time.monotonic``."""
-
-    name: str
-    begin_s: float
-    end_s: float
-
-
-class MessageCame(NamedTuple):
-    """A message was here, whole: activation or gradient of a micro-batch within the replica."""
-
-    kind: str
-    micro_batch: int
-    at_s: float
+def interval_of(action: Action, begin_s: float, end_s: float, inside_s: float = 0.0) -> Interval:
+    """When an action was done, or waited for; seconds of ``time.monotonic``."""
+    return Interval(action.kind.value, action.micro_batch, begin_s, end_s, inside_s=inside_s)
 
 
 class Messages(NamedTuple):
@@ -48,7 +22,7 @@ class Messages(NamedTuple):
     """numbers within the global batch, by those within the replica"""
     activations: Sequence[tuple[int, Carry]]
     gradients: Sequence[tuple[int, Carry]]
-    arrivals: Sequence[MessageCame] = ()
+    arrivals: Sequence[Interval] = ()
 
 
 class StepTimes(NamedTuple):
@@ -60,21 +34,21 @@ class StepTimes(NamedTuple):
     step: int
     begin_s: float
     end_s: float
-    actions: tuple[Took, ...]
-    waits: tuple[Took, ...]
-    phases: tuple[StepPhase, ...] = ()
+    actions: tuple[Interval, ...]
+    waits: tuple[Interval, ...]
+    phases: tuple[Interval, ...] = ()
     """what the training thread did after the last action, in order; once the step is applied"""
 
     def seconds_of(self, kind: Kind) -> list[float]:
         """Duration of each action of a kind, in order."""
-        return [took.seconds for took in self.actions if took.action.kind is kind]
+        return [took.seconds for took in self.actions if took.kind == kind.value]
 
     def per_micro_batch_s(self) -> tuple[float, float]:
         """Compute of one micro-batch: medians of F, and of B with its R, since outliers do not matter."""
         backward: dict[int, float] = {}
         for took in self.actions:
-            if took.action.kind is not Kind.FORWARD:
-                backward[took.action.micro_batch] = backward.get(took.action.micro_batch, 0.0) + took.seconds
+            if took.kind != Kind.FORWARD.value:
+                backward[took.micro_batch] = backward.get(took.micro_batch, 0.0) + took.seconds
         return median(self.seconds_of(Kind.FORWARD) or [0.0]), median(backward.values() or [0.0])
 
     @property
@@ -85,12 +59,12 @@ class StepTimes(NamedTuple):
     @property
     def reduced_s(self) -> float:
         """Seconds from the last action until all gradients were reduced."""
-        return next((phase.end_s - self.end_s for phase in self.phases if phase.name == "reduce"), 0.0)
+        return next((phase.end_s - self.end_s for phase in self.phases if phase.kind == "reduce"), 0.0)
 
     @property
     def vote_s(self) -> float | None:
         """Seconds of the vote; None if there was none."""
-        return next((phase.end_s - phase.begin_s for phase in self.phases if phase.name == "vote"), None)
+        return next((phase.seconds for phase in self.phases if phase.kind == "vote"), None)
 
     @property
     def waited_s(self) -> float:
@@ -98,11 +72,11 @@ class StepTimes(NamedTuple):
         return _sum(self.waits)
 
 
-def _sum(rows: Iterable[Took]) -> float:
+def _sum(rows: Iterable[Interval]) -> float:
     return sum(row.seconds for row in rows)
 
 
-def taken(arrivals: deque[tuple[Hashable, float]], step: int, mine: Sequence[int]) -> list[MessageCame]:
+def taken(arrivals: deque[tuple[Hashable, float]], step: int, mine: Sequence[int]) -> list[Interval]:
     """Remove a step's arrivals from those of a receiver, whose keys are of a kind, a step and a micro-batch.
 
     Those of the next step, which the sender may have begun, stay. ``mine`` are the step's micro-batches of this rank.
@@ -116,5 +90,5 @@ def taken(arrivals: deque[tuple[Hashable, float]], step: int, mine: Sequence[int
             break
         arrivals.popleft()
         if of == step and micro_batch in local:
-            found.append(MessageCame(kind, local[micro_batch], at_s))
+            found.append(Interval(kind, local[micro_batch], at_s, at_s))
     return found

@@ -3,14 +3,14 @@
 import platform
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from varuna.core.messages import StepShown
-from varuna.core.times import Came, Did, EndPart, RankTimeline, Sent, Summed
+from varuna.core.times import Interval, RankTimeline
 from varuna.engine.links.carry import Carry
-from varuna.engine.pipeline.timeline import Messages, StepTimes, Took
+from varuna.engine.pipeline.timeline import Messages, StepTimes
 
 STEPS_KEPT = 32
 ROWS_KEPT = 50_000
@@ -81,10 +81,14 @@ class RecentSteps:
         def since(time_s: float | None) -> float:
             return round((over_s if time_s is None else time_s) - zero_s, 6)
 
-        def did(rows: tuple[Took, ...]) -> tuple[Did, ...]:
+        def shown(rows: Iterable[Interval]) -> tuple[Interval, ...]:
             return tuple(
-                Did(row.action.kind.value, row.action.micro_batch, since(row.begin_s), since(row.end_s)) for row in rows
+                row._replace(begin_s=since(row.begin_s), end_s=since(row.end_s), inside_s=round(row.inside_s, 6))
+                for row in rows
             )
+
+        def carried(kind: str, micro_batch: int, carry: Carry) -> Interval:
+            return Interval(kind, micro_batch, since(carry.begin_s), since(carry.end_s), carry.size_bytes)
 
         travelled = (("activation", ran.messages.activations), ("gradient", ran.messages.gradients))
         return RankTimeline(
@@ -94,16 +98,12 @@ class RecentSteps:
             clock=self._clock,
             zero_s=zero_s,
             micro_batches=ran.messages.micro_batches,
-            actions=did(times.actions),
-            waits=did(times.waits),
-            ends=tuple(EndPart(name, since(begin_s), since(end_s)) for name, begin_s, end_s in times.phases),
-            sent=tuple(
-                Sent(kind, micro_batch, carry.size_bytes, since(carry.begin_s), since(carry.end_s))
-                for kind, carries in travelled
-                for micro_batch, carry in carries
-            ),
-            came=tuple(Came(kind, micro_batch, since(at_s)) for kind, micro_batch, at_s in ran.messages.arrivals),
-            sums=tuple(Summed(carry.size_bytes, since(carry.begin_s), since(carry.end_s)) for carry in ran.sums),
+            actions=shown(times.actions),
+            waits=shown(times.waits),
+            ends=shown(times.phases),
+            sent=tuple(carried(kind, *each) for kind, carries in travelled for each in carries),
+            came=shown(ran.messages.arrivals),
+            sums=tuple(carried("reduce", -1, carry) for carry in ran.sums),
         )
 
 

@@ -15,6 +15,7 @@ from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import ModelError
 from varuna.core.messages import Assignment
 from varuna.core.plan import Copies, Plan
+from varuna.core.times import Interval
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.peer_activity import watch
@@ -29,7 +30,6 @@ from varuna.engine.links.links import Courier
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.replicas import ReplicaComparison
 from varuna.engine.pipeline.runtime import Runtime
-from varuna.engine.pipeline.timeline import StepPhase
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.load_state import STATISTICS, SUMS, rest_of
 from varuna.engine.stage.stage import Stage
@@ -114,7 +114,7 @@ class Generation:
         begin_s = time.monotonic()
         with span(name, rank=self.assignment.rank, stage=self.stage.index, step=step):
             yield
-        self.runtime.phases.append(StepPhase(name, begin_s, time.monotonic()))
+        self.runtime.phases.append(Interval(name, -1, begin_s, time.monotonic()))
 
     def wait_until_whole(self) -> None:
         """Wait for optimizer state that is still to come.

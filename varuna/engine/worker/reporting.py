@@ -79,7 +79,7 @@ class Reporter:
             seconds: dict[str, list[float]] = {}
             for _, times in self._steps:
                 for took in times.actions:
-                    seconds.setdefault(took.action.kind.value, []).append(took.seconds)
+                    seconds.setdefault(took.kind, []).append(took.seconds)
             told = RankTimes(
                 steps=len(self._steps),
                 step_s=median(step_s for step_s, _ in self._steps),

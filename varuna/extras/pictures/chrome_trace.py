@@ -53,18 +53,16 @@ def _rank(timeline: StepTimeline, rank: RankTimeline, alignment: Alignment, zero
             name = f"{word}{did.kind}{did.micro_batch}"
             kind = _NAMES[did.kind] if track == _ACTIONS else "wait"
             yield _whole(pid, track, name, kind, did.begin_s + add_s, did.end_s + add_s, args)
-    for name, start_s, end_s in rank.ends:
-        yield _whole(pid, _END, name, "end", start_s + add_s, end_s + add_s, {})
+    for end in rank.ends:
+        yield _whole(pid, _END, end.kind, "end", end.begin_s + add_s, end.end_s + add_s, {})
     for sent in rank.sent:
         name, args = f"{sent.kind} {sent.micro_batch}", {"bytes": sent.size_bytes}
         key = f"{pid} {name}"
         yield from _asynchronous(pid, f"{sent.kind}s", name, key, sent.begin_s + add_s, sent.end_s + add_s, args)
         yield from _arrow(timeline, rank, sent.kind, sent.micro_batch, key, alignment, zero_s)
-    for number, (size_bytes, start_s, end_s) in enumerate(rank.sums):
-        key = f"{pid} sum {number}"
-        yield from _asynchronous(
-            pid, "all-reduces", "all-reduce", key, start_s + add_s, end_s + add_s, {"bytes": size_bytes}
-        )
+    for number, each in enumerate(rank.sums):
+        key, args = f"{pid} sum {number}", {"bytes": each.size_bytes}
+        yield from _asynchronous(pid, "all-reduces", "all-reduce", key, each.begin_s + add_s, each.end_s + add_s, args)
 
 
 def _arrow(

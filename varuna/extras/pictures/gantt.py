@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from typing import NamedTuple
 
+from varuna.core.times import Interval
 from varuna.extras.pictures.svg import element, picture, round_up
 from varuna.simulator.trace import StepTrace
 
@@ -41,16 +41,6 @@ _STYLE = """
 """
 
 
-class Bar(NamedTuple):
-    """A piece of work of a stage."""
-
-    name: str
-    """F, R, B, I, W, reduce, vote or optimizer; of a strip: activation, gradient or reduce"""
-    micro_batch: int
-    start_s: float
-    end_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One step of one pipeline."""
@@ -58,9 +48,9 @@ class Panel:
     title: str
     note: str
     """Shown after the title, in a lighter colour."""
-    rows: tuple[tuple[Bar, ...], ...]
-    """Bars by stage, each row in order of time; times count from the step's start."""
-    strips: tuple[tuple[Bar, ...], ...] = ()
+    rows: tuple[tuple[Interval, ...], ...]
+    """F, R, B, I, W, reduce, vote and optimizer of each stage in order of time, which counts from the step's start."""
+    strips: tuple[tuple[Interval, ...], ...] = ()
     """By stage, what goes on below its actions; there may be several at a time. Empty: nothing is drawn there."""
 
     @property
@@ -73,11 +63,11 @@ def simulated(title: str, note: str, trace: StepTrace) -> Panel:
     """The panel of a simulated step."""
     rows = []
     for row, reduced_s, end_s in zip(trace.rows, trace.reduced_s, trace.ends_s, strict=True):
-        bars = [Bar(action.kind.value, action.micro_batch, start_s, stop_s) for action, start_s, stop_s in row]
+        bars = [Interval(action.kind.value, action.micro_batch, start_s, stop_s) for action, start_s, stop_s in row]
         if reduced_s > end_s:
-            bars.append(Bar("reduce", -1, end_s, reduced_s))
+            bars.append(Interval("reduce", -1, end_s, reduced_s))
         if trace.costs.optimizer_s:
-            bars.append(Bar("optimizer", -1, trace.step_s - trace.costs.optimizer_s, trace.step_s))
+            bars.append(Interval("optimizer", -1, trace.step_s - trace.costs.optimizer_s, trace.step_s))
         rows.append(tuple(bars))
     return Panel(title, note, tuple(rows))
 
@@ -96,7 +86,7 @@ def draw(title: str, panels: Sequence[Panel], *, notes: Sequence[str] = (), unit
     lane = 22.0 if lanes <= 10 else 14.0 if lanes <= 24 else 10.0
     heights = [_TITLE + _lane(panel, lane) * len(panel.rows) for panel in panels]
     top = _TOP + _NOTE * len(notes)
-    used = {bar.name for panel in panels for row in (*panel.rows, *panel.strips) for bar in row}
+    used = {bar.kind for panel in panels for row in (*panel.rows, *panel.strips) for bar in row}
     dense = any(_is_dense(row) for panel in panels for row in panel.rows)
     last = "shares of the time, stacked" if dense else "numbers: micro-batches"
     if any(panel.strips for panel in panels):
@@ -154,7 +144,7 @@ def _panel(panel: Panel, top: float, lane: float, span_s: float, unit: str) -> I
     yield _text(label, bottom + 16, length, "late mid")
 
 
-def _bars(row: Sequence[Bar], y: float, height: float, x: Callable[[float], float]) -> Iterator[str]:
+def _bars(row: Sequence[Interval], y: float, height: float, x: Callable[[float], float]) -> Iterator[str]:
     """One thick broken line for each kind of work, so that many thousand bars stay small; numbers where they fit."""
     if _is_dense(row):
         yield from _shares(row, y, height, x)
@@ -164,15 +154,15 @@ def _bars(row: Sequence[Bar], y: float, height: float, x: Callable[[float], floa
     pens: dict[str, float] = {}
     numbers: list[str] = []
     for bar in row:
-        left, right = round(x(bar.start_s), 1), round(x(bar.end_s), 1)
+        left, right = round(x(bar.begin_s), 1), round(x(bar.end_s), 1)
         if right - left >= _SPACED_WIDTH:
             right -= 1
-        line = lines.setdefault(bar.name, [])
-        line.append(f"m{left - pens[bar.name]:.4g} 0" if line else f"M{left:g} {middle:g}")
+        line = lines.setdefault(bar.kind, [])
+        line.append(f"m{left - pens[bar.kind]:.4g} 0" if line else f"M{left:g} {middle:g}")
         line.append(f"h{right - left:.4g}")
-        pens[bar.name] = right
-        if right - left >= _LABEL_WIDTH and height >= 12 and bar.name in _NUMBERED:
-            kind = "number light" if bar.name == "B" else "number"
+        pens[bar.kind] = right
+        if right - left >= _LABEL_WIDTH and height >= 12 and bar.kind in _NUMBERED:
+            kind = "number light" if bar.kind == "B" else "number"
             numbers.append(_text((left + right) / 2, middle + 3.5, str(bar.micro_batch), kind))
     for name, line in lines.items():
         yield element("path", d="".join(line), fill="none", stroke=_LOOKS[name][0], stroke_width=height)
@@ -184,28 +174,28 @@ def _lane(panel: Panel, lane: float) -> float:
     return lane + _STRIP * len(_STRIPS) if panel.strips else lane
 
 
-def _strip(strip: Sequence[Bar], y: float, x: Callable[[float], float]) -> Iterator[str]:
+def _strip(strip: Sequence[Interval], y: float, x: Callable[[float], float]) -> Iterator[str]:
     """A thin line for each kind; where several are under way, they cover each other."""
     for number, name in enumerate(_STRIPS):
         middle = y + _STRIP * (number + 0.5)
-        spans = ((x(bar.start_s), x(bar.end_s)) for bar in strip if bar.name == name)
+        spans = ((x(bar.begin_s), x(bar.end_s)) for bar in strip if bar.kind == name)
         line = "".join(f"M{left:.1f} {middle:g}H{max(right, left + 1):.1f}" for left, right in spans)
         if line:
             yield element("path", d=line, fill="none", stroke=_LOOKS[name][0], stroke_width=_STRIP - 1)
 
 
-def _is_dense(row: Sequence[Bar]) -> bool:
+def _is_dense(row: Sequence[Interval]) -> bool:
     return len(row) > (_RIGHT - _LEFT) / _FINEST_WIDTH
 
 
-def _shares(row: Sequence[Bar], y: float, height: float, x: Callable[[float], float]) -> Iterator[str]:
+def _shares(row: Sequence[Interval], y: float, height: float, x: Callable[[float], float]) -> Iterator[str]:
     """Stacked shares of the time by kind of work, where bars are too narrow to see; white above is idle."""
     count = int((_RIGHT - _LEFT) / _BUCKET_WIDTH)
     shares = {name: [0.0] * count for name in _LOOKS}
     for bar in row:
-        start, end = ((x(time_s) - _LEFT) / _BUCKET_WIDTH for time_s in (bar.start_s, bar.end_s))
+        start, end = ((x(time_s) - _LEFT) / _BUCKET_WIDTH for time_s in (bar.begin_s, bar.end_s))
         for bucket in range(int(start), min(int(end) + 1, count)):
-            shares[bar.name][bucket] += min(end, bucket + 1) - max(start, bucket)
+            shares[bar.kind][bucket] += min(end, bucket + 1) - max(start, bucket)
     below = [0.0] * count
     for name, found in shares.items():
         above = [low + share for low, share in zip(below, found, strict=True)]

@@ -8,9 +8,9 @@ from statistics import median
 from varuna.core.clock_alignment import Alignment, align, in_words
 from varuna.core.errors import FleetError
 from varuna.core.plan import Plan
-from varuna.core.times import Did, RankTimeline, StepTimeline
+from varuna.core.times import Interval, RankTimeline, StepTimeline
 from varuna.core.units import counted, format_duration
-from varuna.extras.pictures.gantt import Bar, Panel, draw, simulated
+from varuna.extras.pictures.gantt import Panel, draw, simulated
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts
 from varuna.simulator.step import simulate
 from varuna.simulator.trace import StepTrace
@@ -67,10 +67,8 @@ def _sizes(plan: Plan) -> str:
 
 
 def _in_ms(panel: Panel) -> Panel:
-    def scaled(rows: tuple[tuple[Bar, ...], ...]) -> tuple[tuple[Bar, ...], ...]:
-        return tuple(
-            tuple(bar._replace(start_s=bar.start_s * 1e3, end_s=bar.end_s * 1e3) for bar in row) for row in rows
-        )
+    def scaled(rows: tuple[tuple[Interval, ...], ...]) -> tuple[tuple[Interval, ...], ...]:
+        return tuple(tuple(bar.since(0.0, 1e-3) for bar in row) for row in rows)
 
     return replace(panel, rows=scaled(panel.rows), strips=scaled(panel.strips))
 
@@ -95,28 +93,26 @@ def _since(rank: RankTimeline, alignment: Alignment, zero_s: float) -> float:
     return rank.zero_s + alignment.added_s[rank.clock] - zero_s
 
 
-def _bars(rank: RankTimeline | None, alignment: Alignment, zero_s: float) -> Iterator[Bar]:
+def _bars(rank: RankTimeline | None, alignment: Alignment, zero_s: float) -> Iterator[Interval]:
     if rank is None:
         return
     add_s = _since(rank, alignment, zero_s)
     for did in rank.actions:
-        yield Bar(did.kind, did.micro_batch, did.begin_s + add_s, did.end_s + add_s)
-    for name, start_s, end_s in rank.ends:
-        if name in _ENDS:
-            yield Bar(_ENDS[name], -1, start_s + add_s, end_s + add_s)
+        yield did.since(-add_s)
+    for end in rank.ends:
+        if end.kind in _ENDS:
+            yield end.since(-add_s)._replace(kind=_ENDS[end.kind])
 
 
-def _strips(rank: RankTimeline | None, alignment: Alignment, zero_s: float) -> Iterator[Bar]:
+def _strips(rank: RankTimeline | None, alignment: Alignment, zero_s: float) -> Iterator[Interval]:
     if rank is None:
         return
     add_s = _since(rank, alignment, zero_s)
-    for sent in rank.sent:
-        yield Bar(sent.kind, sent.micro_batch, sent.begin_s + add_s, sent.end_s + add_s)
-    for _, start_s, end_s in rank.sums:
-        yield Bar("reduce", -1, start_s + add_s, end_s + add_s)
+    for each in (*rank.sent, *rank.sums):
+        yield each.since(-add_s)
 
 
-def _sends(trace: StepTrace) -> tuple[tuple[Bar, ...], ...]:
+def _sends(trace: StepTrace) -> tuple[tuple[Interval, ...], ...]:
     """Messages of a simulated step: each leaves as its action ends, or a little earlier."""
     last, found = len(trace.rows) - 1, []
     for stage, row in enumerate(trace.rows):
@@ -133,18 +129,18 @@ def _sends(trace: StepTrace) -> tuple[tuple[Bar, ...], ...]:
     return tuple(found)
 
 
-def _message(kind: str, micro_batch: int, end_s: float, link: LinkCosts, serialisation_s: float) -> Bar:
+def _message(kind: str, micro_batch: int, end_s: float, link: LinkCosts, serialisation_s: float) -> Interval:
     begin_s = end_s - link.early_s
-    return Bar(kind, micro_batch, begin_s, begin_s + link.latency_s + serialisation_s)
+    return Interval(kind, micro_batch, begin_s, begin_s + link.latency_s + serialisation_s)
 
 
-def _busy(rows: Sequence[Sequence[Bar]]) -> str:
+def _busy(rows: Sequence[Sequence[Interval]]) -> str:
     """How much of the pipeline's time its stages computed."""
-    actions = [bar for row in rows for bar in row if bar.name in "FRBIW"]
+    actions = [bar for row in rows for bar in row if bar.kind in "FRBIW"]
     end_s = max((bar.end_s for bar in actions), default=0.0)
     if not end_s:
         return "nothing ran"
-    return f"stages compute {sum(bar.end_s - bar.start_s for bar in actions) / (end_s * len(rows)):.0%} of the time"
+    return f"stages compute {sum(bar.seconds for bar in actions) / (end_s * len(rows)):.0%} of the time"
 
 
 def simulation_of(timeline: StepTimeline) -> StepTrace:
@@ -188,7 +184,7 @@ def _costs(timeline: StepTimeline) -> PipelineCosts:
 
 def _stage(ranks: Sequence[RankTimeline], *, keeps_all: bool) -> StageCosts:
     def of(kind: str) -> float:
-        return _median_s([did.end_s - did.begin_s for rank in ranks for did in rank.actions if did.kind == kind])
+        return _median_s([did.seconds for rank in ranks for did in rank.actions if did.kind == kind])
 
     input_s, weight_s = of("I"), of("W")
     is_split = bool(input_s + weight_s)
@@ -204,7 +200,7 @@ def _stage(ranks: Sequence[RankTimeline], *, keeps_all: bool) -> StageCosts:
 
 
 def _seconds(ranks: Sequence[RankTimeline], kind: str) -> list[float]:
-    return [sent.end_s - sent.begin_s for rank in ranks for sent in rank.sent if sent.kind == kind]
+    return [sent.seconds for rank in ranks for sent in rank.sent if sent.kind == kind]
 
 
 def _median_s(values: Sequence[float]) -> float:
@@ -213,11 +209,11 @@ def _median_s(values: Sequence[float]) -> float:
 
 def _reduced_s(rank: RankTimeline) -> float:
     """From the last action to the last sum."""
-    last: Sequence[Did] = rank.actions[-1:]
-    return max((end.end_s - did.end_s for did in last for end in rank.ends if end.name == "reduce"), default=0.0)
+    last: Sequence[Interval] = rank.actions[-1:]
+    return max((end.end_s - did.end_s for did in last for end in rank.ends if end.kind == "reduce"), default=0.0)
 
 
 def _after(rank: RankTimeline, name: str) -> float:
     """From the end of a part of the step to the end of the step."""
-    ended_s = next((end.end_s for end in rank.ends if end.name == name), rank.end_s)
+    ended_s = next((end.end_s for end in rank.ends if end.kind == name), rank.end_s)
     return max(0.0, rank.end_s - ended_s)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from varuna.core.clock_alignment import Alignment, align, receiver_of
-from varuna.core.times import Came, Did, RankTimeline, StepTimeline
+from varuna.core.times import Interval, RankTimeline, StepTimeline
 
 
 class WaitSplit(NamedTuple):
@@ -63,22 +63,22 @@ def _waits(rank: RankTimeline, made_s: dict[_Key, float], add_s: float) -> tuple
     moved_s = waited_s = 0.0
     order = _Order(rank.actions, rank.came)
     for wait in rank.waits:
-        waited_s += wait.end_s - wait.begin_s
+        waited_s += wait.seconds
         came = order.needed_after(wait)
         made = None if came is None else made_s.get((rank.rank, came.kind, came.micro_batch))
         if came is not None and made is not None:
-            moved_s += max(0.0, min(wait.end_s, came.at_s) - max(wait.begin_s, made - add_s))
+            moved_s += max(0.0, min(wait.end_s, came.end_s) - max(wait.begin_s, made - add_s))
     return moved_s, waited_s
 
 
 class _Order:
     """Which message a wait was for: that of the next action which needs one."""
 
-    def __init__(self, actions: Sequence[Did], came: Sequence[Came]) -> None:
+    def __init__(self, actions: Sequence[Interval], came: Sequence[Interval]) -> None:
         self._actions, self._at = actions, 0
         self._came = {(each.kind, each.micro_batch): each for each in came}
 
-    def needed_after(self, wait: Did) -> Came | None:
+    def needed_after(self, wait: Interval) -> Interval | None:
         """Waits are asked for in order. A recomputation is begun for the backward pass that follows it."""
         while self._at < len(self._actions) and self._actions[self._at].begin_s < wait.begin_s:
             self._at += 1

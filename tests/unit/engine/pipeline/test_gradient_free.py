@@ -135,7 +135,7 @@ def test_frozen_sections_are_never_recorded_and_send_and_reduce_nothing(
     for session in setup.finished:
         assert session.current is not None
         assert session.current.runtime.times is not None
-        kinds = {took.action.kind for took in session.current.runtime.times.actions}
+        kinds = {Kind(took.kind) for took in session.current.runtime.times.actions}
         assert session.current.stage.index or Kind.RECOMPUTE not in kinds
 
 

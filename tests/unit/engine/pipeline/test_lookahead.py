@@ -14,7 +14,7 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.links.traffic import traffic_over
 from varuna.engine.pipeline.lookahead import DeviceLookahead, HostLookahead, Noted, lookahead_of, times_of
-from varuna.engine.pipeline.timeline import Took
+from varuna.engine.pipeline.timeline import interval_of
 from varuna.schedule.actions import Action, Kind
 
 F0, F1, B0 = (Action(0, Kind(kind), number) for kind, number in (("F", 0), ("F", 1), ("B", 0)))
@@ -73,7 +73,7 @@ def test_the_action_before_must_be_done_and_no_more() -> None:
     thread.join()
     streams.gates[4].open.set()
     times = pace.finish()
-    assert [took.action for took in times.actions] == [F0, F1]
+    assert [(took.kind, took.micro_batch) for took in times.actions] == [("F", 0), ("F", 1)]
     assert [took.seconds for took in times.actions] == [1.0, 1.0]
     pace.close()
 
@@ -100,8 +100,8 @@ def test_waits_are_what_the_device_stood_still_for() -> None:
         Noted(B0, Gate(9.0), Gate(12.0), waited=True),
     ]
     times = times_of(3, noted, lambda event: event.seconds_since(Gate(0.0)), 1.0)
-    assert times.actions == (Took(F0, 1.0, 5.0), Took(F1, 7.0, 9.0), Took(B0, 9.0, 12.0))
-    assert times.waits == (Took(F1, 5.0, 7.0),)
+    assert times.actions == (interval_of(F0, 1.0, 5.0), interval_of(F1, 7.0, 9.0), interval_of(B0, 9.0, 12.0))
+    assert times.waits == (interval_of(F1, 5.0, 7.0),)
     assert (times.begin_s, times.end_s) == (1.0, 12.0)
 
 
@@ -145,7 +145,7 @@ def test_a_cpu_times_what_lies_within_sections() -> None:
     for times in setup.times():
         assert times is not None
         assert all(0 < took.inside_s < took.seconds for took in times.actions)
-        assert [phase.name for phase in times.phases] == ["reduce", "vote", "apply"]
+        assert [phase.kind for phase in times.phases] == ["reduce", "vote", "apply"]
         assert times.end_s <= times.phases[0].begin_s
 
 

@@ -1,11 +1,11 @@
 import pytest
 
-from varuna.engine.pipeline.timeline import StepTimes, Took
+from varuna.engine.pipeline.timeline import StepTimes, interval_of
 from varuna.schedule.actions import Action, Kind
 
 
 def times(*actions: tuple[str, int, float]) -> StepTimes:
-    rows = tuple(Took(Action(0, Kind(kind), micro_batch), 10.0, 10.0 + s) for kind, micro_batch, s in actions)
+    rows = tuple(interval_of(Action(0, Kind(kind), micro_batch), 10.0, 10.0 + s) for kind, micro_batch, s in actions)
     return StepTimes(3, 10.0, 20.0, rows, ())
 
 

@@ -6,13 +6,14 @@ from tests.unit.engine.models import SmallLanguage
 from tests.unit.engine.ranks import Setup
 from tests.unit.schedule.validator import parse_row
 from varuna.core.messages import StepShown
+from varuna.core.times import Interval
 from varuna.engine.links.carry import Carry
-from varuna.engine.pipeline.timeline import Messages, StepTimes, Took
+from varuna.engine.pipeline.timeline import Messages, StepTimes, interval_of
 from varuna.engine.shown.recent_steps import STEPS_KEPT, RanStep, RecentSteps
 
 
 def ran(step: int, generation: int = 0) -> RanStep:
-    took = Took(parse_row("0F0")[0], 100.0, 100.5)
+    took = interval_of(parse_row("0F0")[0], 100.0, 100.5)
     times = StepTimes(step, 99.0, 101.0, (took,), ())
     return RanStep(generation, 0, times, Messages((3,), [(0, Carry(8, 100.5))], []), (Carry(9, 100.25, 100.75),))
 
@@ -39,9 +40,9 @@ def test_steps_are_told_once_they_are_over_with_seconds_from_their_own_begin() -
     recent.answer()
     [shown] = told
     assert shown.timeline is not None
-    assert shown.timeline.actions == (("F", 0, 1.0, 1.5),)
-    assert shown.timeline.sent == (("activation", 0, 8, 1.5, 2.0),)  # under way: to the end of the step
-    assert shown.timeline.sums == ((9, 1.25, 1.75),)
+    assert shown.timeline.actions == (Interval("F", 0, 1.0, 1.5),)
+    assert shown.timeline.sent == (Interval("activation", 0, 1.5, 2.0, 8),)  # under way: to the end of the step
+    assert shown.timeline.sums == (Interval("reduce", -1, 1.25, 1.75, 9),)
     assert shown.timeline.zero_s == 99.0
 
 
@@ -95,5 +96,5 @@ def test_every_rank_tells_each_action_once_in_order_and_when_its_messages_left(
             made = made or makes.get(("B", sent.micro_batch)) or makes["I", sent.micro_batch]
             assert made.begin_s < sent.begin_s <= made.end_s
             assert sent.begin_s <= sent.end_s
-        assert {end.name for end in rank.ends} >= {"reduce", "vote", "apply"}
+        assert {end.kind for end in rank.ends} >= {"reduce", "vote", "apply"}
         assert rank.sums

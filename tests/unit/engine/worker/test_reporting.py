@@ -3,16 +3,16 @@ import pytest
 from tests.unit.engine.models import SmallLanguage
 from tests.unit.engine.ranks import Setup
 from tests.unit.schedule.validator import parse_row
-from varuna.core.times import Carried, Compressed, Typical
-from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took
+from varuna.core.times import Carried, Compressed, Interval, Typical
+from varuna.engine.pipeline.timeline import StepTimes, interval_of
 from varuna.engine.worker.reporting import STEPS_KEPT, WARM_STEPS, Reporter
 
 
 def step(*seconds: float) -> StepTimes:
     ends = [sum(seconds[: i + 1]) for i in range(len(seconds))]
     row = parse_row("0F0 0F1 0B0")[: len(seconds)]
-    took = tuple(Took(action, end - s, end) for action, s, end in zip(row, seconds, ends, strict=True))
-    return StepTimes(0, 0.0, ends[-1], took, (), (StepPhase("reduce", ends[-1], ends[-1] + 0.5),))
+    took = tuple(interval_of(action, end - s, end) for action, s, end in zip(row, seconds, ends, strict=True))
+    return StepTimes(0, 0.0, ends[-1], took, (), (Interval("reduce", -1, ends[-1], ends[-1] + 0.5),))
 
 
 def test_the_first_steps_of_a_generation_are_not_told() -> None:
@@ -28,7 +28,7 @@ def test_a_report_holds_medians_since_the_last_one() -> None:
     reporter = Reporter()
     for number in range(WARM_STEPS + 3):
         voted = step(1.0, 3.0, 5.0)
-        voted = voted._replace(phases=(*voted.phases, StepPhase("vote", 0.0, 3.0 - number / 2)))
+        voted = voted._replace(phases=(*voted.phases, Interval("vote", -1, 0.0, 3.0 - number / 2)))
         reporter.take(
             voted,
             step_s=10.0 + number,

@@ -2,7 +2,8 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
-from varuna.extras.pictures.gantt import Bar, Panel, draw, simulated
+from varuna.core.times import Interval
+from varuna.extras.pictures.gantt import Panel, draw, simulated
 from varuna.simulator.costs import LinkCosts, uniform
 from varuna.simulator.step import simulate
 
@@ -28,8 +29,8 @@ def test_every_action_is_a_bar_with_its_number() -> None:
 
 
 def test_all_panels_share_one_time_axis() -> None:
-    short = Panel("short", "", ((Bar("F", 0, 0.0, 1.0),),))
-    long = Panel("long", "", ((Bar("F", 0, 0.0, 1.0), Bar("B", 0, 1.0, 4.0)),))
+    short = Panel("short", "", ((Interval("F", 0, 0.0, 1.0),),))
+    long = Panel("long", "", ((Interval("F", 0, 0.0, 1.0), Interval("B", 0, 1.0, 4.0)),))
     picture = draw("Both", [short, long])
     forwards = [line for line in lines_of(picture) if line.startswith("M76 ")]
     assert len({re.sub(r" \S+h", "h", line) for line in forwards}) == 1  # equal but for their height
@@ -47,13 +48,13 @@ def test_all_reduce_and_optimizer_end_the_step() -> None:
     costs = replace(costs, stages=tuple(replace(s, allreduce_s=3.0) for s in costs.stages), optimizer_s=1.0)
     trace = simulate(costs, micro_batches=2)
     panel = simulated("with ends", "", trace)
-    assert [bar.name for bar in panel.rows[0][-2:]] == ["reduce", "optimizer"]
+    assert [bar.kind for bar in panel.rows[0][-2:]] == ["reduce", "optimizer"]
     assert panel.end_s == trace.step_s
     assert {"all-reduce", "optimizer"} <= set(texts_of(draw("", [panel])))
 
 
 def test_titles_are_escaped() -> None:
-    assert "a &lt;b&gt; &amp; c" in draw("a <b> & c", [Panel("x", "", ((Bar("F", 0, 0.0, 1.0),),))])
+    assert "a &lt;b&gt; &amp; c" in draw("a <b> & c", [Panel("x", "", ((Interval("F", 0, 0.0, 1.0),),))])
 
 
 def test_nothing_to_draw_is_still_a_picture() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from tests.unit.extras.pictures.timelines import a_step
 from varuna.core.errors import FleetError
+from varuna.core.times import Interval
 from varuna.extras.pictures.step_picture import picture, simulation_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -17,8 +18,8 @@ def test_the_simulated_step_of_steady_ranks_is_the_measured_one() -> None:
     step = a_step((0.0, 0.0, 0.0, 0.0))
     trace = simulation_of(step)
     for rank in step.ranks[:2]:
-        row = [(action.kind.value, action.micro_batch, begin, end) for action, begin, end in trace.rows[rank.rank]]
-        assert row == [tuple(did) for did in rank.actions]
+        row = [Interval(a.kind.value, a.micro_batch, begin_s, end_s) for a, begin_s, end_s in trace.rows[rank.rank]]
+        assert row == list(rank.actions)
     assert trace.step_s == 21.0
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from varuna.core.plan import Pipeline, Plan
-from varuna.core.times import Came, Did, EndPart, RankTimeline, Sent, StepTimeline, Summed
+from varuna.core.times import Interval, RankTimeline, StepTimeline
 from varuna.simulator.costs import LinkCosts, uniform
 from varuna.simulator.step import simulate
 
@@ -26,22 +26,22 @@ def a_step(ahead_s: Sequence[float], missing: int | None = None) -> StepTimeline
         row, before_s, waits = list(trace.rows[stage]), 0.0, []
         for action, begin_s, end_s in row:
             if begin_s > before_s:
-                waits.append(Did(action.kind.value, action.micro_batch, before_s, begin_s))
+                waits.append(Interval(action.kind.value, action.micro_batch, before_s, begin_s))
             before_s = end_s
         makes = ("activation", "F") if stage == 0 else ("gradient", "B")
         sent = [
-            Sent(makes[0], action.micro_batch, 100, end_s, end_s + LATENCY_S)
+            Interval(makes[0], action.micro_batch, end_s, end_s + LATENCY_S, 100)
             for action, _, end_s in row
             if action.kind.value == makes[1]
         ]
         gets = ("activation", "F") if stage == 1 else ("gradient", "B")
         came = [
-            Came(gets[0], action.micro_batch, end_s + LATENCY_S)
+            Interval(gets[0], action.micro_batch, end_s + LATENCY_S, end_s + LATENCY_S)
             for action, _, end_s in trace.rows[1 - stage]
             if action.kind.value == gets[1]
         ]
         done_s = row[-1][2]
-        ends = EndPart("reduce", done_s, 20.0), EndPart("vote", 20.0, 20.5), EndPart("apply", 20.5, 21.0)
+        phases = (("reduce", done_s, 20.0), ("vote", 20.0, 20.5), ("apply", 20.5, 21.0))
         ranks.append(
             RankTimeline(
                 generation=1,
@@ -50,12 +50,12 @@ def a_step(ahead_s: Sequence[float], missing: int | None = None) -> StepTimeline
                 clock=f"machine {error_s}",
                 zero_s=1000.0 + error_s,
                 micro_batches=tuple(PLAN.micro_batches_of(PLAN.place_of(rank).replica)),
-                actions=tuple(Did(a.kind.value, a.micro_batch, begin_s, end_s) for a, begin_s, end_s in row),
+                actions=tuple(Interval(a.kind.value, a.micro_batch, begin_s, end_s) for a, begin_s, end_s in row),
                 waits=tuple(waits),
-                ends=ends,
+                ends=tuple(Interval(name, -1, begin_s, end_s) for name, begin_s, end_s in phases),
                 sent=tuple(sent),
                 came=tuple(came),
-                sums=(Summed(400, done_s, 20.0),),
+                sums=(Interval("reduce", -1, done_s, 20.0, 400),),
             )
         )
     gone = {} if missing is None else {missing: "worker w9: killed by SIGKILL"}

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.fleet.support import make_job, make_plan
 from varuna.core.messages import PROFILE_STEPS, ProfilePart, ProfileSteps, ShowStep, StepShown, ToWorker
-from varuna.core.times import Did, RankTimeline
+from varuna.core.times import Interval, RankTimeline
 from varuna.fleet.manager.step_desk import StepRecorder
 from varuna.fleet.page.step_sheet import DeskAnswer
 from varuna.fleet.run_folder.timelines import kept_steps, read_timeline
@@ -41,7 +41,7 @@ class Desk:
         self.desk.take(StepRecorded(step=step, generation=0, loss=1.0, plan=PLAN, examples_per_s=1.0))
 
     def tell(self, worker: str, step: int, rank: int, generation: int = 0) -> None:
-        did = (Did("F", 0, 0.0, 1.0),)
+        did = (Interval("F", 0, 0.0, 1.0),)
         shown = RankTimeline(
             generation=generation, step=step, rank=rank, clock="c", zero_s=0.0, micro_batches=(0,), actions=did
         )

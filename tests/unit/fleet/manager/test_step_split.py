@@ -1,7 +1,7 @@
 import pytest
 
 from tests.unit.extras.pictures.timelines import LATENCY_S, a_step
-from varuna.core.times import Came, Did, StepTimeline
+from varuna.core.times import Interval, StepTimeline
 from varuna.fleet.manager.step_split import split_waits
 from varuna.simulator.costs import LinkCosts, uniform
 from varuna.simulator.step import simulate
@@ -29,8 +29,8 @@ def test_a_wait_for_samples_is_idle_though_the_message_is_here() -> None:
     whole = a_step((0.0,) * 4)
     rank = whole.ranks[1]
     forward = next(did for did in rank.actions if did.kind == "F")
-    early = tuple(Came(each.kind, each.micro_batch, -5.0) for each in rank.came)  # long before the wait
-    wait = (Did("F", forward.micro_batch, 0.0, forward.begin_s),)
+    early = tuple(Interval(each.kind, each.micro_batch, -5.0, -5.0) for each in rank.came)  # long before the wait
+    wait = (Interval("F", forward.micro_batch, 0.0, forward.begin_s),)
     split = split_waits(with_rank(whole, 1, waits=wait, came=early))
     other = split_waits(with_rank(whole, 1, waits=wait))
     assert split is not None
