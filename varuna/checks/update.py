@@ -34,7 +34,7 @@ from varuna.partition.after_step import AfterStep
 from varuna.partition.model import PartitionedModel
 from varuna.partition.object_copies import independent
 from varuna.partition.optimizer_state import BESIDE
-from varuna.partition.optimizers import build_optimizer, is_torchs
+from varuna.partition.optimizers import SeveralOptimizers, build_optimizer, is_torchs
 from varuna.partition.parameter_marks import ParameterMarks, put_marks
 from varuna.partition.plain_values import from_json
 from varuna.partition.watching.user_lines import at_place
@@ -124,6 +124,33 @@ class UpdateCheck:
                 "They are not trained, and it is given the trained parameters of a stage only. Compute what follows "
                 "from trained parameters, like a teacher, in after_step=, which runs once per step, after the "
                 "optimizer, with all parameters and buffers."
+            )
+
+    def of_zero_grad(self) -> None:
+        """Check that the optimizer's ``zero_grad`` leaves no gradients: a step never has those of the one before.
+
+        Raises:
+            UsageError: it does.
+        """
+        named = [(name, nn.Parameter(value)) for name, value in self._first_values.items()]
+        put_marks(named, self.marks)
+        try:
+            with seeded(0, "update check"), installed(LocalExchange()):
+                built = build_optimizer(self.optimizer, named)
+                for name, parameter in named:
+                    parameter.grad = self.drawn(name, 1)
+                built.step()  # some clear gradients here
+                for part in built.parts if isinstance(built, SeveralOptimizers) else (built,):
+                    part.zero_grad()
+        except Exception:  # noqa: BLE001 - whatever the user's code raises; training will say it
+            return
+        held = {id(parameter) for group in built.param_groups for parameter in group["params"]}
+        odd = [name for name, value in named if id(value) in held and value.grad is not None and value.grad.any()]
+        if odd:
+            raise UsageError(
+                f"zero_grad() of the optimizer{at_place(self.optimizer)} leaves gradients of {_named(odd)}. Varuna "
+                "does not call it: each step has the gradients of its own batch alone. Keep what the next step needs "
+                "in the optimizer's state[parameter], and add it in step()."
             )
 
     def of_moves(self) -> None:

@@ -108,6 +108,7 @@ def begin(spec: JobSpec, n: int, membership: Membership, *, number: int = 0) -> 
         saver = Snapshotter(open_store(rescue), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
     publisher = None if spec.publish is None else _publisher(spec, spec.publish)
     spec.update_check.of_names()
+    spec.update_check.of_zero_grad()
     if saver is not None or membership.survives:
         spec.update_check.of_moves()
     session = open_session(

@@ -216,6 +216,34 @@ def test_before_step_may_be_told_the_step_and_keep_what_state_names() -> None:
         found.of_stages()
 
 
+def test_an_optimizer_whose_zero_grad_keeps_gradients_is_refused() -> None:
+    class Keeping(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(0.1)
+
+    with pytest.raises(
+        UsageError, match=r"zero_grad\(\) of the optimizer at .* leaves gradients of .*state\[parameter"
+    ):
+        check(optimizer=lambda named: Keeping(values(named), lr=0.1)).of_zero_grad()
+    with pytest.raises(UsageError, match="leaves gradients of"):
+        check(optimizer=lambda named: [sgd(named[:1]), Keeping(values(named[1:]), lr=0.1)]).of_zero_grad()
+    check(optimizer=lambda named: [sgd(named[:1]), sgd(named[1:])]).of_zero_grad()
+
+
+def test_an_optimizer_that_clears_gradients_in_its_step_needs_no_zero_grad() -> None:
+    class Clearing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            super().zero_grad()
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            pass
+
+    check(optimizer=lambda named: Clearing(values(named), lr=0.1)).of_zero_grad()
+
+
 def test_before_step_that_would_change_what_is_not_trained_is_refused() -> None:
     def follow(named: Any) -> None:
         known = dict(named)

@@ -205,6 +205,8 @@ class ModuleWatch:
         getter = getattr(getattr(function, "__self__", None), "__name__", "")
         sets = method == "__set__"
         what = getter if method in ("__get__", "__set__", "__delete__") else method
+        if what == "is_leaf" and _is_called_by("add_param_group") and _is_called_by("__init__"):
+            self._refuse(self._name(args, kwargs), "optimizer")
         if not sets and what in _METADATA:
             return
         if what == "copy_" and _is_called_by("_load_from_state_dict"):

@@ -51,6 +51,11 @@ _INSTEAD = {
         "and have the gradients: step.grad_norm is their norm, clip_grad_norm= clips them, and before_step= is called "
         "with the parameters of each stage and their gradients. Leave this out of the loop over trainer.steps(n)."
     ),
+    "optimizer": (
+        "with the optimizer that was passed before step 0, so another one would have no effect. Rates and other "
+        "options can be written into the groups of that one. For another kind of update from some step on, train "
+        "twice: varuna.Trainer with this optimizer behind the loop, over the model, which has the trained values then."
+    ),
     "write": (
         "so that would have no effect. To change parameters after each update, such as clamping weights, pass "
         "after_step=: it runs once per step, after the optimizer, with all parameters and buffers. For an average of "
@@ -70,6 +75,7 @@ _INSTEAD = {
 _DONE = {
     "read": "read {name}",
     "gradient": "asked for the gradient of {name}",
+    "optimizer": "built an optimizer over {name}",
     "write": "wrote to {name}",
     "write to frozen": "wrote to {name}, which no optimizer trains,",
     "requires_grad": "changed requires_grad of {name}",

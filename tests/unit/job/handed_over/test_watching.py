@@ -182,6 +182,14 @@ REFUSED: dict[str, tuple[Loop, str]] = {
     "a hook": (lambda s: s.model.head.register_forward_hook(lambda *_: None), "head.* of the model"),
     "an optimizer's attribute": (lambda s: setattr(s.optimizer, "rectify", False), "rectify of the optimizer"),
     "an optimizer's state": (lambda s: s.optimizer.state[s.model.head.weight].update(step=0), "state of the optimizer"),
+    "another optimizer": (
+        lambda s: setattr(s, "optimizer", torch.optim.Adam(s.model.parameters())),
+        "built an optimizer over body.0.weight .* behind the loop",
+    ),
+    "another optimizer with groups": (
+        lambda s: torch.optim.Adam([{"params": list(s.model.head.named_parameters()), "lr": 0.1}]),
+        "built an optimizer over head.weight",
+    ),
     "a new group": (
         lambda s: s.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
         "groups cannot be added in the loop",
@@ -223,6 +231,7 @@ ACCEPTED: dict[str, Loop] = {
     "sizes": lambda s: sum(p.numel() for p in s.model.parameters() if p.requires_grad) + len(repr(s.model)),
     "evaluation mode and back": lambda s: s.model.eval() and s.model.train(),
     "random numbers": lambda _: torch.rand(3),
+    "an optimizer of its own": lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters()),
     "a module of its own": lambda _: nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward(),
 }
 
