@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.emulated.hosts import Hosts
 from tests.scenarios.network import why_not
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group, c10d, connect_store, prefixed
 
 LATER_S = 0.03
@@ -34,7 +35,7 @@ def replica(rank: int, size: int, numbers: int, rounds: int) -> None:
     torch.set_num_threads(1)
     store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), hosts=rank == 0)
     host = os.environ["VARUNA_INTERFACE"]
-    ours = Group(store, "ours", rank, size, host)
+    ours = Group(store, "ours", rank, size, Endpoint(host))
     options = c10d.ProcessGroupGloo._Options()
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=LIMIT_S)

@@ -42,6 +42,7 @@ from benchmarks.emulated.hosts import Hosts  # noqa: E402
 from tests.scenarios.network import why_not  # noqa: E402
 from varuna.engine.base.codec import HEADER_BYTES, Codec, Form, read_header  # noqa: E402
 from varuna.engine.base.connection import bytes_of  # noqa: E402
+from varuna.engine.base.endpoint import Endpoint  # noqa: E402
 from varuna.engine.base.transport import Group, Work, connect_store  # noqa: E402
 from varuna.schedule.buffers import ACTIVATIONS_COMING  # noqa: E402
 
@@ -208,7 +209,7 @@ def end_of_line(rank: int, file: str, line: float, rounds: int, seconds: float) 
     torch.set_num_threads(1)
     store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), hosts=rank == 0)
     host = os.environ["VARUNA_INTERFACE"]
-    groups = {on: Group(store, f"line{on}", rank, 2, host, compresses=on) for on in (False, True)}
+    groups = {on: Group(store, f"line{on}", rank, 2, Endpoint(host), compresses=on) for on in (False, True)}
     kinds = torch.load(file)
     rates: dict[str, dict[bool, list[float]]] = {kind: {False: [], True: []} for kind in kinds}
     for kind, messages in kinds.items():

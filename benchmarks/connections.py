@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group, c10d, connect_store, prefixed
 
 HOST = "127.0.0.1"
@@ -31,7 +32,7 @@ def member(rank: int, size: int, port: int, rounds: int) -> None:
     """Take part; the first one prints medians."""
     torch.set_num_threads(1)
     store = connect_store(HOST, port)
-    ours = Group(store, "ours", rank, size, HOST)
+    ours = Group(store, "ours", rank, size, Endpoint(HOST))
     options = c10d.ProcessGroupGloo._Options()
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=HOST)]
     options._timeout = timedelta(seconds=60)

@@ -25,6 +25,7 @@ from benchmarks.emulated.hosts import Hosts
 from tests.scenarios.network import why_not
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.messages import Transfer
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import Group, connect_store
 from varuna.engine.copies.following import StateReceiver, StateSender
@@ -40,7 +41,7 @@ def worker(rank: int, section_bytes: int, rounds: int, *, compresses: bool) -> N
     """Take part in all transfers; the later one prints medians."""
     torch.set_num_threads(1)
     store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), hosts=rank == 0)
-    group = Group(store, "swap", rank, WORKERS, os.environ["VARUNA_INTERFACE"], compresses=compresses)
+    group = Group(store, "swap", rank, WORKERS, Endpoint(os.environ["VARUNA_INTERFACE"]), compresses=compresses)
     mine = [section for section in range(SECTIONS) if section % WORKERS == rank]
     held = {each: SectionState(each, _adam(section_bytes // 4)) for each in mine}
     swap = [Transfer(section=each, source_rank=each % 2, target_rank=1 - each % 2) for each in range(SECTIONS)]

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Cluster:
         join: str = "",
         join_file: Path | None = None,
         script: str = JOB,
+        flags: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
         """One more machine; the same name is the same state folder."""
         state = ["--state-dir", str(self.folder / name)]
@@ -60,7 +61,7 @@ class Cluster:
             where = ["--join-file", str(join_file)]
         else:
             where = [join or (self.join if not self.agents else self.verb("join-token").out.strip())]
-        return self._start(["agent", *where, "--workers", str(workers), *state, "--", script, *args], out, name)
+        return self._start(["agent", *where, "--workers", str(workers), *state, *flags, "--", script, *args], out, name)
 
     @property
     def agents(self) -> list[Path]:

@@ -15,6 +15,7 @@ from varuna.process.scripts import check_script
 
 if TYPE_CHECKING:
     from varuna.fleet.net.join_string import JoinString
+    from varuna.process.machine_port import Address
 
 _ZONE_VARIABLE = "VARUNA_ZONE"
 
@@ -41,7 +42,7 @@ def agent(
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", min=1, help="Number of workers. Default: one per GPU, else 1.")
+        int | None, typer.Option("--workers", "-n", min=0, help="Number of workers. Default: one per GPU, else 1.")
     ] = None,
     state_dir: Annotated[
         Path | None,
@@ -54,6 +55,21 @@ def agent(
             help="Private address of this machine for tensors. Default: the one that leads to the manager.",
         ),
     ] = "",
+    announce: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where other machines reach this one, if that is not --port of its own address: behind NAT.",
+        ),
+    ] = "",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help="The one port of this machine for all tensors. Default: that of --announce; without it, free ones.",
+        ),
+    ] = None,
 ) -> None:
     """Join a run with this machine; start one agent per VM.
 
@@ -67,16 +83,24 @@ def agent(
     from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
     from varuna.fleet.agent.join import serve
     from varuna.fleet.agent.manager_client import ManagerAddress
+    from varuna.fleet.net.addresses import address_towards
     from varuna.fleet.notices.spot_notices import SpotNotices
+    from varuna.process.machine_port import Address
     from varuna.process.output_pump import unread_allowed
 
     zone = zone_given()
     invitation, (script, *args) = invited(words or [], join_file)
+    announced = announced_at(announce) if announce else None
+    if announced is None and port is not None:
+        announced = Address(interface or address_towards(invitation.host) or invitation.host, port)
+    count = default_workers() if workers is None else workers
+    if not count and announced is None:
+        raise UsageError("a machine without workers has nothing to do but to relay: give it --port, or --announce")
     check_script(Path(script))
     folder = state_dir or Path(tempfile.mkdtemp(prefix="varuna-agent-"))
     home = AgentFolder(folder)
     ownership = home.own()
-    config = AgentConfig(Path(script), tuple(args), workers or default_workers(), interface)
+    config = AgentConfig(Path(script), tuple(args), count, interface, announced=announced, port=port)
 
     def run(card: AgentIdentity) -> int:
         place = ManagerAddress(invitation.host, invitation.port, card.certificate_pem, join_file)
@@ -101,6 +125,24 @@ def agent(
     if exit_code == 0 and state_dir is None:
         shutil.rmtree(folder, ignore_errors=True)
     raise typer.Exit(exit_code)
+
+
+def announced_at(text: str) -> "Address":
+    """Read what ``--announce`` says.
+
+    Raises:
+        UsageError: it is no address and port.
+    """
+    from varuna.process.machine_port import Address
+
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(
+            f"--announce {text!r} is not where others reach this machine: write HOST:PORT, such as 203.0.113.7:40123, "
+            "as your cloud or router maps it"
+        )
+    return Address(host, int(port))
 
 
 def zone_given() -> str:

@@ -68,6 +68,14 @@ class Transfer(Value):
     )
 
 
+class Relay(Value):
+    """A machine that joins connections of workers which cannot reach each other; ``word`` shows that they may ask."""
+
+    host: str = Field(max_length=255)
+    port: int = Field(ge=1, le=65535)
+    word: str = Field(pattern=r"^[0-9a-f]{16}$")
+
+
 class Assignment(Value):
     """A worker's part in a generation. Ranks from P*D on are spares: they only serve transfers.
 
@@ -104,6 +112,7 @@ class Assignment(Value):
         default=0.0, ge=0, description="of workers, as the plan was made for; 0: none was seen"
     )
     secret: str = Field(default="", description="that members know and others do not; empty: nobody asks for it")
+    relays: tuple[Relay, ...] = Field(default=(), description="for members that cannot reach each other")
 
     @property
     def is_spare(self) -> bool:

@@ -20,6 +20,7 @@ from varuna.core.membership import Membership
 from varuna.core.model import JobFacts
 from varuna.core.saved import ALONE_EVERY_S
 from varuna.engine.base.compute_process import settle
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.device.capacity import device_class
 from varuna.engine.links.traffic import traffic_of
@@ -192,7 +193,7 @@ def open_session(
         publisher=publisher,
         initial=lambda names, checks: first.parameters(names, partial(spec.checks.run, model) if checks else None),
         connect=lambda assignment: membership.store(assignment.generation),
-        interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),
+        endpoint=Endpoint(os.environ.get("VARUNA_INTERFACE", "127.0.0.1"), os.environ.get("VARUNA_MACHINE_PORT", "")),
         loop=LoopState(
             spec.state if behind is None or behind.has_loop else None,
             writes=isinstance(spec.optimizer, OptimizerLike) and spec.optimizer.in_loop,
@@ -308,6 +309,11 @@ def _patience() -> Patience:
 
 def _check_links(spec: JobSpec) -> None:
     """Refuse to train with links between GPUs on something else; looking at such a job needs none."""
+    if spec.network.links == "nccl" and "VARUNA_MACHINE_PORT" in os.environ:
+        raise UsageError(
+            'links="nccl" takes free ports of each machine, and this one has one port for all of its workers. Leave '
+            "links= out, or start the agents without --port and --announce."
+        )
     if spec.network.links == "nccl" and spec.device.type != "cuda":
         raise UsageError(
             f'links="nccl" connects GPUs, and this worker computes on {spec.device}. Leave links= out, or start it '

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from varuna.calibration.samples import RingSamples, Sized
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import Group
 from varuna.engine.base.wait_bounds import Awaited, Patience
@@ -49,8 +50,8 @@ class Peers:
 
     def __init__(self, store: Any, rank: int, size: int, host: str, pace: Repeats = _CALIBRATION) -> None:
         self.rank, self.size, self._pace = rank, size, pace
-        self._store, self._host = store, host
-        self._group = Group(store, "calibrate/world", rank, size, host) if size > 1 else None
+        self._store, self._endpoint = store, Endpoint(host)
+        self._group = Group(store, "calibrate/world", rank, size, self._endpoint) if size > 1 else None
 
     def meet(self) -> None:
         """Return once everybody is here."""
@@ -99,7 +100,7 @@ class Peers:
         """Swap messages of every size with the neighbour; seconds from the sender's clock to ours."""
         number, place = divmod(self.rank, 2)
         kind = "pair" if traffic.streams is None else "staged"
-        pair = Group(self._store, f"calibrate/{kind}{number}", place, 2, self._host)
+        pair = Group(self._store, f"calibrate/{kind}{number}", place, 2, self._endpoint)
         samples: list[Sized] = []
         for tag, size in zip(count(_TAG, 2), sizes, strict=False):
             begin_s = time.monotonic()
@@ -121,7 +122,7 @@ class Peers:
         self.meet()
         trio = None
         if self.rank < _TRIO:
-            trio = Group(self._store, "calibrate/line", self.rank, _TRIO, self._host)
+            trio = Group(self._store, "calibrate/line", self.rank, _TRIO, self._endpoint)
         samples: list[Sized] = []
         for tag, size in zip(count(_TAG, 2), sizes, strict=False):
             begin_s = time.monotonic()
@@ -144,7 +145,7 @@ class Peers:
         group = None
         if takes_part:
             name = f"calibrate/ring{ranks}x{in_flight}/{number}"
-            group = Group(self._store, name, place, ranks, self._host)
+            group = Group(self._store, name, place, ranks, self._endpoint)
         samples = []
         for size in sizes:
             values = copies.up({"sums": torch.zeros(max(1, size // 4))})["sums"]

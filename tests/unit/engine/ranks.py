@@ -21,6 +21,7 @@ from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Pipeline, Plan
 from varuna.core.precision import Precision
 from varuna.data.samples import SampleSource
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group, local_store
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.graphs.compiled import Compiler
@@ -197,7 +198,7 @@ class Setup:
             publisher=publisher,
             initial=lambda names, _checks: self.initial(rank, names),
             connect=lambda _assignment: store,
-            interface_host="127.0.0.1",
+            endpoint=Endpoint("127.0.0.1"),
             patience=self.patience,
         )
         _sessions.append((session, saver))
@@ -323,7 +324,7 @@ def connected(size: int) -> list[Group]:
     groups: dict[int, Group] = {}
 
     def connect(rank: int) -> None:
-        groups[rank] = Group(store, "test", rank, size, "127.0.0.1")
+        groups[rank] = Group(store, "test", rank, size, Endpoint("127.0.0.1"))
 
     run_all([partial(connect, rank) for rank in range(size)])
     return [groups.pop(rank) for rank in range(size)]

@@ -239,6 +239,12 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             trainer(device=wished)
 
 
+def test_nccl_is_refused_on_a_machine_with_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VARUNA_MACHINE_PORT", "somewhere")
+    with pytest.raises(UsageError, match=r'links="nccl" takes free ports .* start the agents without --port'):
+        next(trainer(network=Network(links="nccl")).steps(1))
+
+
 def test_nccl_between_cpus_is_refused_once_they_train_and_other_links_at_once() -> None:
     with pytest.raises(UsageError, match=r'links="nccl" connects GPUs, .* computes on cpu\. Leave links= out'):
         next(trainer(network=Network(links="nccl")).steps(1))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from varuna.core.times import Compressed
 from varuna.engine.base.connection import OPERATION_BOUND_S, Connection, Unreachable, Work
+from varuna.engine.base.endpoint import Endpoint, Way
 from varuna.engine.base.meeting import meet
 
 __all__ = ["OPERATION_BOUND_S", "Group", "Work"]
@@ -44,7 +45,7 @@ class Group:
         name: str,
         rank: int,
         size: int,
-        interface_host: str,
+        endpoint: Endpoint,
         *,
         ranks: Sequence[int] | None = None,
         silent_s: float | None = None,
@@ -57,7 +58,7 @@ class Group:
             name: prefix of this group's keys in the store.
             rank: this member.
             size: number of members.
-            interface_host: address of the private interface to bind to.
+            endpoint: how others reach this process.
             ranks: of the generation, which the members are; the same numbers by default.
             silent_s: how long a member may take nothing, where somebody can go on without it; None: for long.
             compresses: what is sent, where a line is waited for. Not to measure the line itself.
@@ -67,19 +68,21 @@ class Group:
         """
         known = range(size) if ranks is None else ranks
         try:
-            connected = meet(prefixed(name, store), rank, size, interface_host, FORMING_BOUND_S)
+            met = meet(prefixed(name, store), rank, size, endpoint, FORMING_BOUND_S)
         except Unreachable as error:
             raise Unreachable(str(error), known[error.peer]) from error
         self._connections = {
             other: Connection(
-                each,
+                each.connected,
                 f"{name}, rank {known[rank]} with rank {known[other]}",
                 known[other],
                 silent_s,
                 compresses=compresses,
             )
-            for other, each in connected.items()
+            for other, each in met.items()
         }
+        self.relayed = tuple(sorted(known[other] for other, each in met.items() if each.way == Way.RELAYED))
+        """Members, by their rank in the generation, to whom everything goes through another machine."""
         self._rank = rank
         self.size = size
         # Where nobody abandons it. Not at the end of a forked process, whose sockets are this one's, too.

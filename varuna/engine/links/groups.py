@@ -11,6 +11,7 @@ from typing import Any
 
 from varuna.core.times import Compressed
 from varuna.engine.base.connection import SILENT_S
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group
 from varuna.engine.links.authentication import prove
 from varuna.engine.links.gpu_links import GpuLinks
@@ -69,7 +70,7 @@ def form(
     members: int,
     grid: int,
     homes: Mapping[int, Sequence[int]],
-    interface_host: str,
+    endpoint: Endpoint,
     secret: str = "",
     compresses: bool = False,
 ) -> Groups:
@@ -82,7 +83,7 @@ def form(
         members: all members, spares included.
         grid: P*D; ranks from here on are spares.
         homes: by section of this rank: the ranks that run it, by replica.
-        interface_host: address of the private interface to bind to.
+        endpoint: how other members reach this one.
         secret: of the generation, by which members recognise each other; empty: they do not.
         compresses: what crosses a line that is waited for, where that is faster.
 
@@ -99,7 +100,7 @@ def form(
             f"g{generation}/{name}",
             rank,
             size,
-            interface_host,
+            endpoint,
             ranks=ranks,
             silent_s=SILENT_S if secret else None,
             compresses=compresses,

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -22,6 +23,7 @@ from varuna.core.errors import DamagedCheckpoint, VarunaError
 from varuna.core.messages import Assignment
 from varuna.core.sharded_optimizer import held_by, holders_of
 from varuna.core.sums import SumLocation
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.spans import span
 from varuna.engine.base.transport import FORMING_BOUND_S, Store, prefixed
 from varuna.engine.base.wait_bounds import Awaited
@@ -118,7 +120,7 @@ def form_generation(
     dtype: torch.dtype,
     device: torch.device,
     traffic: TransferPaths,
-    interface_host: str,
+    endpoint: Endpoint,
     made: list[Groups],
     at: Callable[[Awaited], None],
 ) -> GenerationResources:
@@ -144,7 +146,7 @@ def form_generation(
         members=assignment.members,
         grid=plan.workers,
         homes={section: plan.homes_of(section) for section in sections},
-        interface_host=interface_host,
+        endpoint=replace(endpoint, relays=assignment.relays),
         secret=assignment.secret,
         compresses=traffic.compresses,
     )
@@ -153,7 +155,7 @@ def form_generation(
         groups.abandon()  # whoever ended it may have looked into ``made`` before
         raise RuntimeError("the generation ended while it formed")
     if traffic.fabric is not None and traffic.streams is not None and groups.grid is not None and plan.workers > 1:
-        traffic.fabric.bind(interface_host)
+        traffic.fabric.bind(endpoint.host)
         connect(
             groups.direct,
             traffic.fabric,

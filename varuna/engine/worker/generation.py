@@ -17,6 +17,7 @@ from varuna.core.messages import Assignment
 from varuna.core.plan import Copies, Plan
 from varuna.core.times import Interval
 from varuna.data.samples import SampleSource
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.peer_activity import watch
 from varuna.engine.base.spans import span
@@ -54,8 +55,8 @@ class WorkerContext(NamedTuple):
     """first values of named parameters, for a fresh start; checks the loss's weighing if told so"""
     connect: Callable[[Assignment], Any]
     """opens the store of an assignment"""
-    interface_host: str
-    """address that the data plane binds to"""
+    endpoint: Endpoint
+    """how other ranks reach this process"""
     loop: LoopState
     """what the training loop keeps of its own"""
     left_out: FrozenParameters | None = None
@@ -204,7 +205,7 @@ def form(
             dtype=setting.job.dtype,
             device=setting.job.device,
             traffic=setting.job.traffic,
-            interface_host=setting.interface_host,
+            endpoint=setting.endpoint,
             made=made,
             at=parts.append,
         )

@@ -19,6 +19,7 @@ from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals
 from varuna.data.samples import SampleSource
 from varuna.engine.base.connection import unreachable_of
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.copies.keeping import KeptCopy
@@ -69,7 +70,7 @@ class Session:
         saver: Snapshotter | None,
         initial: Callable[[Sequence[str], bool], Mapping[str, Tensor]],
         connect: Callable[[Assignment], Any],
-        interface_host: str,
+        endpoint: Endpoint,
         loop: LoopState | None = None,
         left_out: FrozenParameters | None = None,
         patience: Patience | None = None,
@@ -90,7 +91,7 @@ class Session:
             saver: writes checkpoints, if there is a directory.
             initial: first values of named parameters, for a fresh start; checks the loss's weighing if told so.
             connect: opens the store of an assignment.
-            interface_host: address that the data plane binds to.
+            endpoint: how other ranks reach this process.
             loop: what the training loop keeps of its own.
             left_out: parameters that a morph reads from files; the others move between workers.
             patience: of waits for other ranks.
@@ -102,7 +103,7 @@ class Session:
         """
         self._loop = loop or LoopState()
         self._setting = WorkerContext(
-            job, source, weight, facts.steps, initial, connect, interface_host, self._loop, left_out
+            job, source, weight, facts.steps, initial, connect, endpoint, self._loop, left_out
         )
         self.facts, self._membership, self._saver, self._publisher = facts, membership, saver, publisher
         self._last, self._may_be_main = last, is_main

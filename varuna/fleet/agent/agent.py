@@ -22,6 +22,7 @@ from varuna.fleet.agent.join import job_identity
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.manager_client import FromUplink, ManagerAddress, ManagerClient, Refused, Trouble, Welcomed
 from varuna.fleet.agent.own_departure import OwnDeparture
+from varuna.fleet.agent.port_server import PortServer
 from varuna.fleet.agent.slots import Slot, Slots
 from varuna.fleet.agent.worker_records import WorkerRecords
 from varuna.fleet.net.client import VoidSecretError
@@ -43,6 +44,7 @@ from varuna.fleet.net.requests import first_problem
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived, WorkerExited
 from varuna.fleet.workers.launcher import Launcher
 from varuna.fleet.workers.worker_server import WorkerServer
+from varuna.process.machine_port import Address
 from varuna.process.signals import handled
 
 SIGTERM_NOTICE_S = 25.0
@@ -85,6 +87,10 @@ class AgentConfig:
     interface: str = ""
     """Address that the workers' data plane binds to; empty: the one that leads to the manager."""
     environment: dict[str, str] = field(default_factory=dict)
+    announced: Address | None = None
+    """Where machines elsewhere reach ``port``; None: others reach each worker, if at all."""
+    port: int | None = None
+    """Of this machine, for all of its workers; None: the one that is announced."""
 
 
 class Agent:
@@ -113,10 +119,17 @@ class Agent:
         self._slots = Slots(config.workers)
         self._roster = WorkerRecords(kept=4 * config.workers)
         token = secrets.token_urlsafe(24)
+        self._port = (
+            None
+            if config.announced is None
+            else PortServer(config.port or config.announced.port, config.announced, tell)
+        )
         self._server = WorkerServer(
             port=0, token=token, is_ours=lambda name: self._launcher.has_started(name), on_event=self.happened
         )
         self._local = {"VARUNA_MANAGER": self._server.worker_url, "VARUNA_TOKEN": token}
+        if self._port is not None:
+            self._local["VARUNA_MACHINE_PORT"] = self._port.path
         self._launcher = Launcher(
             [str(config.script), *config.args],
             environment=config.environment,
@@ -130,6 +143,7 @@ class Agent:
             place,
             card.identity,
             job_identity(config.script, config.args),
+            None if self._port is None else self._port.relay,
             snapshots=self._roster.snapshots,
             beats=self._roster.beats,
             host=lambda: self._host.newest,
@@ -163,6 +177,8 @@ class Agent:
         """
         begin_s = time.monotonic()
         self._server.start()
+        if self._port is not None:
+            self._port.start()
         self._host.start()
         self._uplink.start()
         try:
@@ -179,6 +195,8 @@ class Agent:
             self._host.stop()
             self._uplink.stop(_FLUSH_S if self._connected else 0.0)
             self._server.stop()
+            if self._port is not None:
+                self._port.stop()
         return self.exit_code
 
     # -- what happens --------------------------------------------------------------------------------------
@@ -262,7 +280,8 @@ class Agent:
             for worker in self._slots.workers:
                 self._launcher.kill(worker)
         elif not self._run:
-            self._tell(f"joined the run as {self._card.identity.node}; data plane on {self._interface}")
+            where = self._config.announced or self._interface
+            self._tell(f"joined the run as {self._card.identity.node}; data plane on {where}")
         else:
             self._tell(f"connected to the manager again, at {self._uplink.place}")
         self._run = self._local["VARUNA_CHART"] = welcome.run

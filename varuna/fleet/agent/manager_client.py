@@ -16,7 +16,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from varuna.core.errors import FleetError
-from varuna.core.messages import MAX_FRAME_BYTES, Beat
+from varuna.core.messages import MAX_FRAME_BYTES, Beat, Relay
 from varuna.fleet.agent.moved_manager import MovedManager
 from varuna.fleet.net.agent_session import AgentSession, ChannelFullError, Outgoing
 from varuna.fleet.net.beats import BeatMemory
@@ -120,6 +120,7 @@ class ManagerClient:
         place: where the manager is.
         identity: this agent's.
         job: what we run.
+        relay: this machine's port, if others reach it.
         snapshots: gives the snapshots of all workers; called on the loop.
         beats: new beats; called on the loop.
         host: what is known of this machine; called on the loop.
@@ -134,6 +135,7 @@ class ManagerClient:
         place: ManagerAddress,
         identity: Identity,
         job: JobIdentity,
+        relay: Relay | None = None,
         *,
         snapshots: Callable[[], tuple[WorkerSnapshot, ...]],
         beats: Callable[[], dict[str, Beat]],
@@ -144,7 +146,7 @@ class ManagerClient:
         bounds: ClientBounds | None = None,
     ) -> None:
         self._bounds = bounds or ClientBounds()
-        self.place, self._identity, self._job = place, identity, job
+        self.place, self._identity, self._job, self._relay = place, identity, job, relay
         self._snapshots, self._beats, self._host = snapshots, beats, host
         self._on_event, self._on_body, self._on_confirmed = on_event, on_body, on_confirmed
         self._moved = MovedManager(place.join_file, fingerprint(place.certificate_pem))
@@ -285,6 +287,7 @@ class ManagerClient:
             job=self._job,
             received=self._session.received,
             snapshots=self._snapshots(),
+            relay=self._relay,
         )
         async with asyncio.timeout(
             self._bounds.open_s

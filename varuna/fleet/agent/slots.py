@@ -44,7 +44,7 @@ class Slots:
     @property
     def all_done(self) -> bool:
         """Whether nothing will ever be started again."""
-        return all(slot.is_done for slot in self._slots)
+        return bool(self._slots) and all(slot.is_done for slot in self._slots)
 
     def due(self, now_s: float) -> list[Slot]:
         """Slots in which a worker should be started now."""

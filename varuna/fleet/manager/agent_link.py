@@ -1,5 +1,6 @@
 """The manager's side of one agent: its session, its workers, and how it behaves."""
 
+from varuna.core.messages import Relay
 from varuna.fleet.net.agent_session import AgentSession, Outgoing
 from varuna.fleet.net.beats import BeatMemory
 from varuna.fleet.net.host_facts import HostView
@@ -21,6 +22,8 @@ class AgentLink:
         self.heard_s = now_s
         self.host = HostView()
         self.beats = BeatMemory()
+        self.relay: Relay | None = None
+        """The machine's port, where it joins connections of machines that cannot reach each other."""
         self.ended_abruptly = False
         """Its newest connection was ended from the other side, without a goodbye."""
         self.malformed = 0

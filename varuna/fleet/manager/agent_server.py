@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
+from varuna.core.messages import Relay
 from varuna.core.node_notices import NodeNotice
 from varuna.core.version import __version__
 from varuna.fleet.manager.agent_link import AgentLink
@@ -67,6 +68,7 @@ MOST_MALFORMED = 3
 PATIENCE_S = 15.0
 """An agent that says nothing, or confirms nothing, for so long is cut; it may come back."""
 _GREET_S = 10.0
+_MOST_RELAYS = 4  # all are asked at once
 _GOODBYE_S = 2.0
 _NO_GOODBYE = (1005, 1006)  # agents say 1000 when they end a connection, also one that is silent
 
@@ -106,6 +108,7 @@ class AgentServer:
         self._manager, self._run, self._logs, self._audit, self._write = manager, run, logs, audit, write
         self._links: dict[str, AgentLink] = {}
         self._watching: asyncio.Task[None] | None = None
+        self._tries: set[asyncio.Task[None]] = set()
         self._main = ""
 
     def routes(self) -> list[BaseRoute]:
@@ -162,6 +165,13 @@ class AgentServer:
             for name, link in list(self._links.items())
             if link.session.connection is not None
         }
+
+    def relays(self) -> tuple[Relay, ...]:
+        """Machines that can join connections of others, those that do nothing else first; any thread may ask."""
+        now_s = time.monotonic()
+        links = [link for link in list(self._links.values()) if now_s - link.heard_s < PATIENCE_S]
+        found = sorted(links, key=lambda link: (bool(link.workers), link.node))
+        return tuple(link.relay for link in found if link.relay is not None)[:_MOST_RELAYS]
 
     # -- joining -----------------------------------------------------------------------------------------
 
@@ -257,6 +267,7 @@ class AgentServer:
         else:
             link.confirm(min(greet.received, link.session.sent), now_s)
         connection = link.connect(greet.received if resumed else 0)
+        link.relay = greet.relay
         link.heard_s = now_s
         connection.say(
             Welcome(
@@ -274,6 +285,9 @@ class AgentServer:
             for worker in link.workers:
                 self._logs.begin(worker)
             self._pulses.post(Reconciliation(node, snapshots))
+            if greet.relay is not None:
+                self._tries.add(task := asyncio.create_task(_try_port(node, greet.relay)))
+                task.add_done_callback(self._tries.discard)
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         return link, connection
@@ -396,6 +410,20 @@ class AgentServer:
             for link in list(self._links.values()):
                 if link.session.connection is not None and link.is_stalled(now_s, PATIENCE_S):
                     link.session.connection.end("it is silent, or does not read its messages")
+
+
+async def _try_port(node: str, port: Relay) -> None:
+    """Say so, if nobody answers at the port that a machine announces."""
+    try:
+        async with asyncio.timeout(_GREET_S):
+            _, writer = await asyncio.open_connection(port.host, port.port)
+        writer.close()
+    except (OSError, TimeoutError) as error:
+        warn(
+            f"machine {node} announces {port.host}:{port.port}, where nothing answers this manager "
+            f"({error or 'it is silent'}): is the port mapped, and open in its firewall? Other machines call it in "
+            "vain, and are called back, or relayed"
+        )
 
 
 async def _send_all(websocket: WebSocket, connection: Outgoing[DownBody]) -> None:

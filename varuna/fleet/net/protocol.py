@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
-from varuna.core.messages import Beat, FromWorker, ToWorker
+from varuna.core.messages import Beat, FromWorker, Relay, ToWorker
 from varuna.core.node_notices import NodeNotice
 from varuna.core.value import Value
 from varuna.fleet.net.beats import REMEMBERED
@@ -96,6 +96,9 @@ class Greet(Value):
     job: JobIdentity
     received: int = Field(default=0, ge=0, description="newest item that it has from that manager")
     snapshots: tuple[WorkerSnapshot, ...] = Field(default=(), max_length=1024)
+    relay: Relay | None = Field(
+        default=None, description="this machine's port, where it joins others' connections, too"
+    )
 
 
 class Pulse(Value):

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
 from varuna.core.extras import extras
-from varuna.core.messages import MAX_FRAME_BYTES, ToWorker
+from varuna.core.messages import MAX_FRAME_BYTES, Assign, ToWorker
 from varuna.fleet.manager.agent_server import AgentServer
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.manager.reconcile import node_of
@@ -117,7 +117,9 @@ class ClusterWorkers:
         raise AssertionError("an elastic run cannot start workers")
 
     def send(self, name: str, message: ToWorker) -> None:
-        """Send a message to a worker."""
+        """Send a message to a worker; with its part in a generation it learns who relays."""
+        if isinstance(message, Assign):
+            message = Assign(assignment=message.assignment.model_copy(update={"relays": self._door.relays()}))
         self._serving.call(self._door.send, node_of(name), Tell(worker=name, message=message))
 
     def kill(self, name: str, *, rests: bool = False) -> None:

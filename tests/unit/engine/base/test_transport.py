@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine.ranks import connected
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group, Work, local_store
 from varuna.testing.threads import run_all
 
@@ -49,7 +50,7 @@ def test_parts_of_others_are_asked_for_before_ones_own_are_sent() -> None:
     groups: list[_Noting] = []
 
     def work(member: int) -> None:
-        group = _Noting(store, "noting", member, 3, "127.0.0.1")
+        group = _Noting(store, "noting", member, 3, Endpoint("127.0.0.1"))
         group.calls = []
         groups.append(group)
         group.exchange(torch.zeros(6))
@@ -86,7 +87,7 @@ def test_all_waits_of_an_exchange_share_its_bound() -> None:
     groups: list[_Bounded] = []
 
     def work(member: int) -> None:
-        group = _Bounded(store, "bounded", member, 3, "127.0.0.1")
+        group = _Bounded(store, "bounded", member, 3, Endpoint("127.0.0.1"))
         group.bounds_s = []
         groups.append(group)
         group.exchange(torch.zeros(6), bound_s=20.0)

@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group, local_store
 from varuna.engine.links.authentication import prove
 from varuna.engine.links.groups import Groups, form
@@ -17,7 +18,7 @@ def meet(secrets: list[str], *, bound_s: float = 10.0, silent: int | None = None
     done = threading.Barrier(len(secrets))
 
     def join(rank: int) -> None:
-        group = Group(store, "g7/world", rank, len(secrets), "127.0.0.1")
+        group = Group(store, "g7/world", rank, len(secrets), Endpoint("127.0.0.1"))
         try:
             if rank != silent:
                 prove(group, secret=secrets[rank], name="g7/world", rank=rank, bound_s=bound_s)
@@ -52,7 +53,7 @@ def test_a_generation_whose_members_have_different_secrets_does_not_form() -> No
                     members=2,
                     grid=2,
                     homes={},
-                    interface_host="127.0.0.1",
+                    endpoint=Endpoint("127.0.0.1"),
                     secret=(SECRET, OTHER)[rank],
                 )
             )

@@ -12,6 +12,7 @@ from tests.unit.engine.models import SmallLanguage, Tokens
 from tests.unit.engine.plain import worst
 from tests.unit.engine.ranks import Setup, connected
 from varuna.core.precision import Precision
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group, Work, local_store
 from varuna.testing.threads import run_all
 
@@ -52,7 +53,7 @@ def test_half_the_bytes_of_a_ring_of_fp32_leave() -> None:
     store, left_bytes, count = local_store(), [], 40_000
 
     def work(member: int) -> None:
-        group = _Counting(store, "counting", member, 4, "127.0.0.1")
+        group = _Counting(store, "counting", member, 4, Endpoint("127.0.0.1"))
         group.all_reduce(torch.ones(count), crossing=torch.bfloat16)
         left_bytes.append(group.left_bytes)
 

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group, local_store
 from varuna.engine.links.gpu_links import GpuLinks
 from varuna.engine.links.groups import Groups, form
@@ -27,7 +28,7 @@ def form_here(store: object, rank: int, *, members: int, stages: int, replicas: 
         members=members,
         grid=grid,
         homes=homes,
-        interface_host="127.0.0.1",
+        endpoint=Endpoint("127.0.0.1"),
     )
     _formed.append(groups)
     return groups
@@ -124,7 +125,9 @@ def test_sections_that_the_same_ranks_run_are_summed_in_one_group() -> None:
 
     def work(rank: int) -> None:
         homes = {s: [each for each, run in enumerate(stages) if s in run] for s in stages[rank]}
-        groups[rank] = form(store, generation=0, rank=rank, members=6, grid=6, homes=homes, interface_host="127.0.0.1")
+        groups[rank] = form(
+            store, generation=0, rank=rank, members=6, grid=6, homes=homes, endpoint=Endpoint("127.0.0.1")
+        )
         _formed.append(groups[rank])
         for section in reversed(stages[rank]):
             value = torch.tensor([10.0**rank])

@@ -12,6 +12,7 @@ from tests.unit.engine.ranks import Setup, close_sessions
 from tests.waiting import wait_for
 from varuna.core.messages import Assignment
 from varuna.core.plan import Pipeline, Plan
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group
 from varuna.engine.links.groups import Groups
 from varuna.engine.worker.forming import form_generation
@@ -58,7 +59,7 @@ def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_
             store=distributed.HashStore(),  # type: ignore[attr-defined]
             ended=lambda: True,
             made=made,
-            interface_host="127.0.0.1",
+            endpoint=Endpoint("127.0.0.1"),
             at=lambda part: None,
             **rest,
         )

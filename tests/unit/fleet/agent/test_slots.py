@@ -77,3 +77,7 @@ def test_a_machine_that_was_well_for_long_rests_as_for_the_first_time() -> None:
         slots.ended(f"n0.{begun_s}", 1, ended_s)
     assert not slots.due(1660.0)
     assert slots.due(1661.0)
+
+
+def test_a_machine_that_only_relays_is_never_done() -> None:
+    assert not Slots(0).all_done

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.depth import by_depth
 from tests.unit.fleet.support import join, make_job
 from tests.waiting import wait_for
 from varuna import __version__
-from varuna.core.messages import Beat, Finish, Hello
+from varuna.core.messages import Beat, Finish, Hello, Relay
 from varuna.core.node_notices import PreemptionNotice
 from varuna.fleet.manager.agent_link import AgentLink
 from varuna.fleet.manager.agent_server import MOST_MALFORMED, AgentServer
@@ -558,3 +559,38 @@ def test_who_is_silent_or_confirms_nothing_is_stalled() -> None:
     assert not link.is_stalled(116, 15)
     with pytest.raises(ValueError, match="the newest one is 1"):
         link.confirm(2, 116)
+
+
+def test_a_port_that_is_announced_and_does_not_answer_is_said(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        open_port = there.getsockname()[1]
+        with gate.visit(gate.join(), relay=Relay(host="127.0.0.1", port=open_port, word="0" * 16)) as agent:
+            agent.sync()
+            there.settimeout(20)
+            there.accept()[0].close()
+    shut = Relay(host="127.0.0.1", port=open_port, word="0" * 16)
+    with gate.visit(relay=shut) as agent:
+        agent.sync()
+        said: list[str] = []
+
+        def is_said() -> bool:
+            said.append(capfd.readouterr().err)
+            return "announces" in "".join(said)
+
+        wait_for(is_said, 20)
+    [line] = [line for line in "".join(said).splitlines() if "announces" in line]
+    assert f"machine {gate.me.node} announces 127.0.0.1:{open_port}, where nothing answers this manager" in line
+
+
+def test_machines_with_a_port_relay_for_others_and_those_without_workers_before_others(gate: Gate) -> None:
+    relays = [Relay(host=f"127.0.0.{number}", port=7000, word=f"{number:016x}") for number in range(3)]
+    busy, idle = gate.join(), gate.join()
+    with gate.visit(busy, relay=relays[1]) as worker, gate.visit(gate.me) as silent:
+        for agent in (worker, silent):
+            agent.hear()
+        worker.say(Started(worker=f"{busy.node}.0"))
+        worker.sync()
+        assert gate.door.relays() == (relays[1],)
+        with gate.visit(idle, relay=relays[2]) as other:
+            other.hear()
+            assert gate.door.relays() == (relays[2], relays[1])

@@ -12,6 +12,7 @@ import torch
 
 from varuna.calibration.samples import Sized
 from varuna.core.errors import FleetError, VarunaError
+from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group, c10d
 from varuna.engine.links.nccl import interface_with
 from varuna.engine.links.traffic import TransferPaths
@@ -137,7 +138,7 @@ def _took_s(samples: Sequence[Sized], size_bytes: int) -> float:
 
 
 def _tcp_sum(store: Any, ask: LinkOrder) -> FleetSums:
-    group = Group(store, "all", ask.rank, len(ask.names), ask.address)
+    group = Group(store, "all", ask.rank, len(ask.names), Endpoint(ask.address))
     values = torch.ones(_SUM_BYTES // 4)
     group.all_reduce(torch.zeros(1))
     begin_s = time.monotonic()
