@@ -77,6 +77,8 @@ def test_what_neither_of_two_machines_can_reach_is_relayed_and_what_one_announce
     run.agent("other", *ARGS)
     run.until_step(3, BOUND_S)
     assert "relaying between workers at 10.78.2.1 and 10.78.3.1, which cannot reach each other" in run.said()
+    told = "relayed        through another machine: stage 0 to rank 1; stage 1 to rank 0"
+    wait_for(lambda: told in run.verb("status").out, BOUND_S)
     kill(lost)
     run.agent("mapped", *ARGS, flags=ANNOUNCED)
     before = run.events("generation_started")[-1].record

@@ -60,6 +60,9 @@ class RankTimes(Value):
         default=None, description="of the all-reduce of the fastest vote: latency, since a vote has hardly any bytes"
     )
     compressed: Compressed = Field(default=Compressed(), description="of all that the rank sent in these steps")
+    relayed: tuple[int, ...] = Field(
+        default=(), max_length=4096, description="ranks that it reaches through another machine only"
+    )
 
     @property
     def compute_s(self) -> float:
@@ -97,6 +100,7 @@ def merged(times: Iterable[RankTimes]) -> RankTimes:
         reductions=_carried([each.reductions for each in found if each.reductions is not None]),
         round_s=min((each.round_s for each in found if each.round_s is not None), default=None),
         compressed=reduce(Compressed.plus, (each.compressed for each in found)),
+        relayed=tuple(sorted({rank for each in found for rank in each.relayed})),
     )
 
 

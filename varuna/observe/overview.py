@@ -11,7 +11,7 @@ from varuna.core.plan import Copies
 from varuna.core.units import format_duration
 from varuna.observe.live_view import headline, numbers
 from varuna.observe.progress import risk_line
-from varuna.observe.split import compression_line, split_table
+from varuna.observe.split import compression_line, relay_line, split_table
 
 _NEWEST = 8
 """Generations that are shown."""
@@ -26,8 +26,7 @@ def overview(status: Mapping[str, Any], width: int, *, plain: bool = False) -> R
         if risk := risk_line(plan["replicas"], copies, checkpoint_dir=saved, rescues=rescues):
             parts.append(Text(risk, style="dim"))
     parts += split_table(status, width)
-    if compressed := compression_line(status):
-        parts.append(Text(compressed, style="dim"))
+    parts += [Text(line, style="dim") for line in (compression_line(status), relay_line(status)) if line]
     if status["workers"]:
         parts.append(_workers(status))
     if status["generations"]:

@@ -99,6 +99,19 @@ def compression_line(status: Mapping[str, Any]) -> str:
     return f"compressed     what stages send: {', '.join(found)}; {saved} less in a step of each pipeline"
 
 
+def relay_line(status: Mapping[str, Any]) -> str:
+    """Say which stages reach others through another machine only; empty where none does."""
+    timed = status["timed"]
+    if timed is None or timed["generation"] != status["generation"]:
+        return ""
+    found = [
+        f"stage {stage} to {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        for stage, ranks in enumerate(timed.get("relayed", []))
+        if ranks
+    ]
+    return f"relayed        through another machine: {'; '.join(found)}" if found else ""
+
+
 def _cells(split: StepSeconds, *, is_split: bool) -> list[str]:
     waited = (split.transfer_s or 0.0) + split.idle_s
     first, last = ((split.transfer_s or 0.0,), split.idle_s) if is_split else ((), waited)

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.observe.test_live_view import drawn, status_of
-from varuna.observe.split import compression_line, split_table
+from varuna.observe.split import compression_line, relay_line, split_table
 
 PREDICTED = {"compute_s": 0.8, "transfer_s": 0.08, "reduce_s": 0.04, "optimizer_s": 0.0, "idle_s": 0.08}
 
@@ -60,6 +60,13 @@ def test_a_line_says_where_messages_are_compressed_and_what_that_saves() -> None
     assert said == "compressed     what stages send: 0 (1.50 times smaller); 977 KiB less in a step of each pipeline"
     for other in (timed(), timed(stages=stages[1:]), timed(stages=stages, generation=2), None):
         assert compression_line(status_of(timed=other)) == ""
+
+
+def test_a_line_says_which_ranks_are_reached_through_another_machine() -> None:
+    status = status_of(timed={**timed(), "relayed": [(1, 3), (), (0,)]})
+    told = "relayed        through another machine: stage 0 to ranks 1, 3; stage 2 to rank 0"
+    assert relay_line(status) == told
+    assert relay_line({**status, "generation": 9}) == relay_line(status_of(timed=timed())) == ""
 
 
 def test_a_low_or_narrow_view_has_no_room_for_it() -> None:

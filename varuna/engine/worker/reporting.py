@@ -26,6 +26,7 @@ class Reporter:
         self._reductions: deque[tuple[int, float]] = deque(maxlen=TRANSFERS_KEPT)
         self._rounds_s: deque[float] = deque(maxlen=STEPS_KEPT)
         self._compressed = self._told_compressed = Compressed()
+        self._relayed: tuple[int, ...] = ()
 
     def begin(self) -> None:
         """Begin a generation: drop what was under another plan."""
@@ -48,6 +49,7 @@ class Reporter:
         reductions: Sequence[tuple[int, float]],
         voters: int,
         compressed: Compressed,
+        relayed: tuple[int, ...] = (),
     ) -> None:
         """Take the times of a step.
 
@@ -58,13 +60,14 @@ class Reporter:
             reductions: bytes and seconds of every all-reduce.
             voters: ranks whose all-reduce the vote is, in 2 (voters - 1) rounds.
             compressed: in this generation so far.
+            relayed: ranks that are reached through another machine only.
         """
         with self._lock:
             if self._skip:
                 self._skip -= 1
                 self._compressed = self._told_compressed = compressed
                 return
-            self._compressed = compressed
+            self._compressed, self._relayed = compressed, relayed
             self._steps.append((step_s, times))
             self._messages += messages
             self._reductions += reductions
@@ -90,6 +93,7 @@ class Reporter:
                 reductions=_carried(self._reductions),
                 round_s=min(self._rounds_s, default=None),
                 compressed=self._compressed.plus(self._told_compressed, -1),
+                relayed=self._relayed,
             )
             self._told_compressed = self._compressed
             self._clear()

@@ -131,6 +131,7 @@ def _report(generation: Generation, reporter: Reporter, recent: RecentSteps, beg
         reductions=[(carry.size_bytes, carry.seconds) for carry in sums],
         voters=generation.plan.workers,
         compressed=generation.groups.compressed,
+        relayed=generation.groups.world.relayed,
     )
     assignment = generation.assignment
     recent.take(RanStep(assignment.generation, assignment.rank, runtime.times, runtime.take_messages(), sums))

@@ -1,6 +1,6 @@
 """What messages, all-reduces and votes of a run tell of its network. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -22,18 +22,25 @@ _Transfers = Sequence[tuple[float, float]]
 
 
 def seen_networks(
-    calibration: Calibration, plan: Plan, stages: Sequence[RankTimes], *, is_apart: bool = False
+    calibration: Calibration,
+    plan: Plan,
+    stages: Sequence[RankTimes],
+    *,
+    is_apart: bool = False,
+    relayed: Collection[int] = (),
 ) -> dict[str, NetworkCosts]:
     """Networks on which transfers take what they took, by field of the calibration.
 
     Where it has no figures for transfers within a VM, these count as what they were planned as: across VMs. Of
-    a plan in several regions, sums go from one to another, and messages do not.
+    a plan in several regions, sums go from one to another, and messages do not. Where machines that cannot reach each
+    other are neighbours, the line across VMs is the one through the machine between them.
 
     Args:
         calibration: with what was known before.
         plan: that ran.
         stages: what its stages told; all-reduces are of the replica that waited least for others.
         is_apart: its pipelines are in several regions.
+        relayed: stages whose line to the next one goes through another machine.
     """
     vm_size = calibration.hardware.gpus_per_vm
     crossed = crossings(plan.stages, plan.replicas, vm_size)
@@ -57,9 +64,11 @@ def seen_networks(
         if known is None:
             continue
         belongs = [calibration.within_vm is None or is_within != crosses for crosses in crossed]
-        sent = [each.messages for each, of_it in zip(stages, belongs, strict=False) if of_it and each.messages]
+        sent = [k for k, of_it in enumerate(belongs) if of_it and stages[k].messages]
+        sent = [k for k in sent if k in relayed] or sent  # the slowest decides
         is_elsewhere = calibration.within_vm is not None and is_within == (plan.workers > vm_size)
-        found[name] = seen(known, sent, [] if is_apart or is_elsewhere else summed)
+        messages = [each for each in (stages[k].messages for k in sent) if each is not None]
+        found[name] = seen(known, messages, [] if is_apart or is_elsewhere else summed)
     return found | ({"across_regions": seen(across_regions(calibration), [], summed)} if is_apart else {})
 
 

@@ -1,6 +1,6 @@
 """A run corrects the calibration that it was planned on. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 
 from varuna.calibration.format import Calibration, OptimizerCosts, SectionKind
@@ -43,6 +43,7 @@ def refine(
     is_whole: bool = True,
     is_apart: bool = False,
     own: Sequence[int] | None = None,
+    relayed: Collection[int] = (),
 ) -> Calibration:
     """The calibration under which ``plan`` takes what it took.
 
@@ -58,6 +59,7 @@ def refine(
         is_whole: other pipelines than these do not make the step longer.
         is_apart: others are in another region.
         own: stages that run on the calibration's class of devices; None: all.
+        relayed: stages whose line to the next one goes through another machine.
     """
     m, here = plan.micro_batch, range(plan.stages) if own is None else own
     overheads = {
@@ -81,7 +83,7 @@ def refine(
     found = calibration.model_copy(update={"kinds": kinds, "notes": (*notes, note)})
     if own is not None:
         return found
-    networks = seen_networks(calibration, plan, stages, is_apart=is_apart)
+    networks = seen_networks(calibration, plan, stages, is_apart=is_apart, relayed=relayed)
     shared = {"optimizer": _optimizer(calibration, options, plan, stages), **networks}
     found = found.model_copy(update=shared)
     return _with_whole_steps(found, options, plan, max(each.step_s for each in stages)) if is_whole else found

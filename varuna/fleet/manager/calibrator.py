@@ -266,6 +266,7 @@ class Calibrator:
                         is_whole=plan.is_uniform,
                         is_apart=is_apart,
                         own=own,
+                        relayed=self._relayed(plan, replicas),
                     )
                     across = refined.across_regions
                     hardware = refined.hardware.model_copy(update={"device_class": name})
@@ -291,6 +292,15 @@ class Calibrator:
         for stage in range(plan.pipeline_of(alike.start).stages):
             found.append(of_stage(self._heard[plan.rank_of(replica, stage)] for replica in full))
         return found
+
+    def _relayed(self, plan: Plan, replicas: range) -> frozenset[int]:
+        """Stages whose messages to the next one go through another machine, in any of these pipelines."""
+        return frozenset(
+            stage
+            for stage in range(plan.pipeline_of(replicas.start).stages - 1)
+            for replica in replicas
+            if plan.rank_of(replica, stage + 1) in self._heard[plan.rank_of(replica, stage)].relayed
+        )
 
     def _learn(self, fleet: Fleet, job: JobFacts, plan: Plan, stages: list[RankTimes], now_s: float) -> list[Told]:
         base, known = self.calibration or nominal_calibration(job.model), self._prediction(plan)

@@ -271,6 +271,7 @@ def timed(event: GenerationTimed) -> dict[str, object]:
         "is_nominal": event.is_nominal,
         "predicted": None if event.predicted is None else event.predicted.model_dump(),
         "stages": [parts(stage) for stage in event.stages],
+        "relayed": [stage.relayed for stage in event.stages],
     }
 
 

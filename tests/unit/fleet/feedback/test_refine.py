@@ -328,3 +328,20 @@ def test_stages_on_devices_of_several_classes_tell_of_their_own() -> None:
     for name in ("A", "B"):
         assert found.of(name).compute_s(1) == pytest.approx(true.of(name).compute_s(1), rel=0.05)
     assert found.of("B").across_vms == believed.of("B").across_vms
+
+
+@pytest.mark.parametrize(("relayed", "bytes_per_s"), [((), 1.5e8), ((0,), 1e8), ((1,), 2e8)])
+def test_plans_are_priced_with_the_line_through_the_machine_that_relays(
+    relayed: tuple[int, ...], bytes_per_s: float
+) -> None:
+    """Of three stages, the first reaches the second by a line of half the speed."""
+    before = calibrated(FACTS)
+    three = plan().each(bounds=(0, 2, 4, 6), stash_limits=(8, 8, 8))
+    slow, fast, last = as_predicted(before, three)
+    told = [
+        slow.model_copy(update={"messages": Carried(5, 10**7, 0.1), "round_s": 1e-9}),
+        fast.model_copy(update={"messages": Carried(5, 10**7, 0.05)}),
+        last,
+    ]
+    after = refine(before, three, told, is_whole=False, relayed=relayed).across_vms
+    assert after.link.bytes_per_s == pytest.approx(bytes_per_s, rel=0.15)

@@ -12,7 +12,7 @@ from varuna.core.devices import ClassSize, DeviceFacts, class_in, worker_bytes
 from varuna.core.errors import UsageError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
-from varuna.core.plan import Copies, Plan
+from varuna.core.plan import Copies, Pipeline, Plan
 from varuna.core.times import Carried, RankTimes, Typical
 from varuna.fleet.manager.calibrator import LASTS_S, Calibrator, Told
 from varuna.fleet.state.config import FleetConfig
@@ -414,6 +414,34 @@ def test_what_sums_take_from_region_to_region_is_learnt_apart(tmp_path: Path) ->
     assert learned.across_regions.link.bytes_per_s < 1e6, "it has the same cables"
     assert learned.of(east).across_vms == offered.across_vms, "of that nothing was seen"
     assert read_calibration(tmp_path / RUN_FILE) == learned
+
+
+@pytest.mark.parametrize(("relayed", "bytes_per_s"), [(3, 1e8), (1, 1.5e8)])
+def test_a_pipeline_is_priced_with_its_own_line_that_is_relayed(
+    tmp_path: Path, relayed: int, bytes_per_s: float
+) -> None:
+    """Rank 2 is the first one of class b: its next stage is rank 3, and rank 1 is of another pipeline."""
+    sizes = (ClassSize(name="a", workers=2), ClassSize(name="b", workers=3))
+    job = JOB.model_copy(update={"classes": sizes})
+    deep = Pipeline(replicas=1, bounds=(0, 1, 2, 4), stash_limits=(2, 2, 2), device_class="b", pace=0.5)
+    plan = by_class(job, 5, 2)
+    plan = plan.model_copy(update={"pipelines": (plan.first, deep), "step_s": 1e6})
+    heard = Calibrator(lambda *_: plan, run_dir=tmp_path, cache=None)
+    heard.plan(job, 5, 2)
+    names = [f"w{rank}" for rank in range(plan.workers)]
+    record = GenerationRecord(generation=0, plan=plan, members=tuple(names), cause="start", first_step=0)
+    workers = Workers(
+        Worker(name=name, replacement=False, standing=WorkerStatus.JOINED, device_class=plan.class_of(rank))
+        for rank, name in enumerate(names)
+    )
+    five = replace(fleet(), history=(record,), workers=workers)
+    for rank, name in enumerate(names):
+        seconds = {2: 0.1, 3: 0.05}.get(rank)
+        sent = {} if seconds is None else {"messages": Carried(9, 10**7, seconds), "round_s": 1e-9}
+        through = {"relayed": (relayed,)} if rank == 2 else {}
+        heard.hear(five, name, beat(times(9).model_copy(update=sent | through)), 0.0)
+    assert heard.calibration is not None
+    assert heard.calibration.of("b").across_vms.link.bytes_per_s == pytest.approx(bytes_per_s, rel=0.15)
 
 
 def test_operation_counts_may_be_off_by_any_factor(tmp_path: Path) -> None:
