@@ -56,7 +56,8 @@ class ReadPlace(NamedTuple):
     @property
     def last(self) -> str:
         """The name that a statement that writes there has."""
-        return str(self.keys[-1][1]) if self.keys and self.keys[-1][1] != "cell_contents" else self.name
+        found = str(self.keys[-1][1]) if self.keys else ""
+        return self.name if found == "cell_contents" else found
 
 
 @dataclass

@@ -1,9 +1,10 @@
 """Marks of values, which differ once a value has changed, and values in words."""
 
 import sys
-from collections import deque
-from collections.abc import Collection, Mapping, Set
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from varuna.process.scripts import LIBRARIES
 
 _DEEPEST = 3
-_MOST = 256
-"""Most elements of a container that are looked at."""
-_SMALL = 16
-"""Elements of a tensor whose values are compared; a larger one is known to change by torch's count of writes."""
+_MOST, _SMALL, _FEW = 256, 16, 2
+"""Elements that are looked at, evenly spread: of plain values; of those deep inside, of anything else, of tensors and
+arrays; and of longer lists of anything else, which are data. Of tensors there is torch's count of writes, too."""
+_LEGIBLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16}
+_LEGIBLE |= {torch.float32, torch.float64, torch.complex64, torch.complex128}
 _LONGEST = 60
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -31,19 +33,25 @@ def mark(value: Any, names: Collection[str] = (), depth: int = 0) -> Any:
         names: of attributes that are read.
         depth: of containers around it.
     """
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, PLAIN):
         return value if value == value else repr(value)  # NaN is not equal to itself
     if isinstance(value, Tensor):
         return _of_tensor(value)
     if isinstance(value, np.ndarray):
-        few = value.size <= _SMALL and value.dtype != object
-        return (value.shape, value.tolist()) if few else (id(value), value.__array_interface__["data"])
+        is_flat = value.dtype != object and value.flags.c_contiguous
+        values = _spread(value.reshape(-1), _SMALL).tobytes() if is_flat else b""
+        return value.shape, value.__array_interface__["data"] if value.size > _SMALL or not is_flat else 0, values
     if depth >= _DEEPEST:
         return type(value).__name__
     if isinstance(value, Mapping):
-        return {str(k): mark(value[k], names, depth + 1) for k in list(value)[:_MOST]}, len(value)
+        return {str(k): mark(value[k], names, depth + 1) for k in islice(value, _MOST)}, len(value)
     if isinstance(value, list | tuple | deque):
-        return [mark(each, names, depth + 1) for each in list(value)[:_MOST]], len(value)
+        given = list(value) if isinstance(value, deque) else value
+        if _is_data(given):
+            return tuple(map(id, _spread(given, _FEW))), len(given)
+        most = _MOST if depth < _DEEPEST - 1 and given and isinstance(given[0], PLAIN) else _SMALL
+        return [mark(each, names, depth + 1) for each in _spread(given, most)], len(given)
     if isinstance(value, Set):
         return frozenset(map(repr, list(value)[:_MOST])), len(value)
     if isinstance(value, torch.Generator | np.random.Generator) or callable(value) or hasattr(value, "__getitem__"):
@@ -52,6 +60,21 @@ def mark(value: Any, names: Collection[str] = (), depth: int = 0) -> Any:
         return id(value)
     own = getattr(value, "__dict__", {})
     return type(value).__name__, {k: mark(v, names, depth + 1) for k, v in list(own.items()) if k in names}
+
+
+def _is_data(value: Sequence[Any]) -> bool:
+    return len(value) > _SMALL and not isinstance(value[0], PLAIN)
+
+
+def ways_into(value: Any) -> Iterator[tuple[tuple[str, Any], ...]]:
+    """Yield ways to entries to look at, of a list that is data: a sample may get more of them, as a cache does."""
+    if isinstance(value, list | tuple) and _is_data(value):
+        for number in _spread(range(len(value)), _FEW):
+            sample = value[number]
+            names = [(".", key) for key in getattr(sample, "__dict__", ())]
+            keys = sample if isinstance(sample, Mapping) else range(len(sample) if type(sample) in (list, tuple) else 0)
+            inner = names or [("[", key) for key in keys]
+            yield from ((("[", number), key) for key in inner[:_SMALL]) if inner else [(("[", number),)]
 
 
 @lru_cache(maxsize=1024)
@@ -64,9 +87,56 @@ def _is_plain_object(module: str) -> bool:
 def _of_tensor(value: Tensor) -> Any:
     if isinstance(value, FakeTensor):
         return "a tensor without values, left over from capture"
-    if value.numel() <= _SMALL and value.device.type == "cpu" and value.layout is torch.strided:
-        return tuple(value.shape), repr(value.detach().tolist())
-    return tuple(value.shape), value.data_ptr() if value.layout is torch.strided else id(value), value._version
+    with torch._C.DisableTorchFunctionSubclass():  # it may be one of a model that is watched
+        shape, pointer = tuple(value.shape), value.data_ptr() if value.layout is torch.strided else id(value)
+        values = _spread(value.detach().view(-1), _SMALL).tolist() if _is_legible(value) else None
+    told = values if values is not None and all(each == each for each in values) else repr(values)
+    is_whole = values is not None and len(values) == value.numel()
+    return (shape, told) if is_whole else (shape, pointer, value._version, told)
+
+
+def _is_legible(value: Tensor) -> bool:
+    """Return whether values can be read one by one, at once: not of a wrapper, nor of another device."""
+    is_plain = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__ and value.layout is torch.strided
+    return is_plain and value.device.type == "cpu" and value.dtype in _LEGIBLE and value.is_contiguous()
+
+
+class SomeValues:
+    """Some values of each of many tensors on the CPU: they tell writes that torch does not count, as NumPy's are."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """Look at them."""
+        found = defaultdict[torch.dtype, list[tuple[Tensor, Tensor]]](list)
+        for each in tensors:
+            if _is_legible(each):
+                middle = max(0, each.numel() - _SMALL) // 2  # values that lie together are read fastest
+                found[each.dtype].append((each, each.detach().view(-1)[middle : middle + _SMALL]))
+        self._found = list(found.values())
+        self.look()
+
+    def look(self) -> None:
+        """Remember how they are now."""
+        self.seen = self._now()
+
+    def written(self) -> list[Tensor]:
+        """Tensors that have other values than when they were looked at."""
+        now = self._now()
+        if all(map(torch.equal, now, self.seen)):
+            return []
+        odd = []
+        for found, *both in zip(self._found, now, self.seen, strict=True):
+            sizes = [values.numel() * values.element_size() for _, values in found]
+            parts = zip(found, *(torch.split(each, sizes) for each in both), strict=True)
+            odd += [each for (each, _), one, other in parts if not torch.equal(one, other)]
+        return odd
+
+    def _now(self) -> list[Tensor]:
+        return [torch.cat([values for _, values in found]).view(torch.uint8) for found in self._found]
+
+
+def _spread(value: Any, most: int) -> Any:
+    """At most so many elements, evenly spread."""
+    return value[:: -(-len(value) // most) or 1]
 
 
 def shown(value: Any) -> str:
@@ -75,6 +145,7 @@ def shown(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Tensor):
         return f"tensor({value.detach().tolist()})"
+    value = value.item() if isinstance(value, np.generic) else value
     is_told = isinstance(value, (*PLAIN, Mapping, list, tuple, deque, Set))
     text = repr(value) if is_told else f"a {type(value).__name__}"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -1,8 +1,8 @@
 """A watch on the script's own module while copies of it train: whatever touches its tensors is told so at once.
 
 Its parameters and buffers become instances of a class whose ``__torch_function__`` hears of every operation on them,
-also of ``.data`` and ``.grad``. That costs nothing in a step. Attributes and modes are compared instead, since plain
-Python values cannot tell.
+also of ``.data`` and ``.grad``. That costs nothing in a step. Attributes, modes, and a few values of each tensor are
+compared instead: plain Python values cannot tell, nor can memory that has another name.
 """
 
 import copy
@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from varuna.job.handed_over.marks import mark
+from varuna.job.handed_over.code_reads import MISSING, is_library
+from varuna.job.handed_over.marks import SomeValues, mark
+from varuna.partition.watching.own_code import VARUNA
 
 _SAID = """shape dtype device ndim layout requires_grad is_leaf is_sparse is_quantized is_meta is_cuda is_cpu
     is_mps is_xla is_nested is_vulkan is_mkldnn is_ipu is_xpu is_maia itemsize nbytes names grad_fn retains_grad
@@ -35,6 +37,7 @@ class Changed(NamedTuple):
 
     name: str
     before: Any
+    """MISSING: it is not known, or not told in few words"""
     now: Any
     last: str
     """the name that the statement that changed it has for it"""
@@ -59,11 +62,15 @@ class ModuleWatch:
         self._watched: list[tuple[Tensor, type]] = []
         self._names: dict[int, str] = {}
         self._thread: int | None = None
+        """on which the script has control"""
+        self._engine: int | None = None
+        """on which Varuna works for the script"""
         self.may_read = False
         """the module has the newest values here, so only writing is refused"""
         self._before: list[tuple[nn.Module, str, dict[str, Any], tuple[dict[str, Any], ...]]] = []
         self._tensors: list[tuple[Tensor, int, bool]] = []
         self._versions: list[int] = []
+        self._values = SomeValues(())
         self._live: list[dict[str, Any]] = []
         self._copies: list[dict[str, Any]] = []
         self._trained = module.training
@@ -92,12 +99,12 @@ class ModuleWatch:
     @contextmanager
     def engine(self) -> Iterator[None]:
         """In this block Varuna works, though the script has called it; what changes is not the script's doing."""
-        before, self._thread = self._thread, None
+        before, self._engine = self._engine, get_ident()
         is_changed = next(self.changes(), None) is not None  # before the block, and is still to be told
         try:
             yield
         finally:
-            self._thread = before
+            self._engine = before
             if self._tensors:
                 (self.look_at_tensors if is_changed else self.look)()
 
@@ -132,8 +139,11 @@ class ModuleWatch:
         """Remember how the tensors are now: Varuna has written to them."""
         with torch._C.DisableTorchFunctionSubclass():
             values = [*self._module.parameters(), *self._module.buffers()]
-            self._tensors = [(each, _pointer(each), each.requires_grad) for each in values]
+            before, self._tensors = self._tensors, [(each, _pointer(each), each.requires_grad) for each in values]
             self._versions = [each._version for each in values]
+            if [pointer for _, pointer, _ in before] != [pointer for _, pointer, _ in self._tensors]:
+                self._values = SomeValues(values)
+            self._values.look()
 
     def _containers(self, reads: Collection[str]) -> Iterator[tuple[str, str, Any, Any]]:
         """(module's attribute, its name, a container or an object's attributes, a copy): all can change in place."""
@@ -151,9 +161,11 @@ class ModuleWatch:
         """Return what differs from what was seen by ``look``, of all that the module computes with."""
         with torch._C.DisableTorchFunctionSubclass():
             versions = [each._version for each, _, _ in self._tensors]
-            if versions != self._versions or not self._watched:  # else setting requires_grad and .data was heard
+            written = {id(each) for each in self._values.written()}  # by NumPy, or what .data returned before the loop
+            if versions != self._versions or written or not self._watched:  # else requires_grad and .data were heard
                 for (value, pointer, trains), before, now in zip(self._tensors, self._versions, versions, strict=True):
-                    if now != before or value.requires_grad is not trains or _pointer(value) != pointer:
+                    is_same = now == before and value.requires_grad is trains and _pointer(value) == pointer
+                    if not is_same or id(value) in written:
                         yield from self._of_tensor(value, trains)
         if not _same(self._live, self._copies):
             yield from self._of_modules()
@@ -176,7 +188,7 @@ class ModuleWatch:
             yield Changed(f"{name}.requires_grad", trains, value.requires_grad, "requires_grad", "requires_grad")
         else:
             kind = "write" if trains else "write to frozen"
-            yield Changed(name, "as it was passed", "something else", name.rpartition(".")[2], kind)
+            yield Changed(name, MISSING, MISSING, name.rpartition(".")[2], kind)
 
     def _of_attributes(self, each: nn.Module, path: str, own: dict[str, Any]) -> Iterator[Changed]:
         reads, now = self._reads(), vars(each)
@@ -193,7 +205,8 @@ class ModuleWatch:
 
     def _kind(self, base: type) -> type:
         def heard(_: type, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if self._thread == get_ident():
+            here = get_ident()
+            if here != self._engine and (here == self._thread or _is_users_doing()):
                 self._hear(function, args, kwargs or {})
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
@@ -235,6 +248,16 @@ class ModuleWatch:
             if id(each) in self._names:
                 return self._names[id(each)]
         return "a parameter"
+
+
+def _is_users_doing() -> bool:
+    """Return whether a function of the user's has touched the tensor, itself or by a library: not Varuna's own."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith(VARUNA):
+        if not is_library(frame.f_code.co_filename) and not frame.f_code.co_filename.startswith("<"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _flat(value: Any) -> Iterator[Any]:

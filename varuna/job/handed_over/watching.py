@@ -6,9 +6,11 @@ script then does to its own objects would have no effect, or another one on each
 Where the line is. Options in the groups of a built optimizer are taken over. Refused are changes of what training
 reads: tensors, modes and attributes of a built model; attributes of a built optimizer; and what the code of loss=,
 metrics=, before_step=, collate=, the weight, the dataset and functions that build model, optimizer and scheduler loads
-from closures, globals and attributes of its object, in functions that it calls by such a name too. Everything else is
-the script's own business: a list to which it appends losses, a key of a dict or an attribute that no such code names,
-what such code stores itself (a counter, a cache), random generators, and whatever state= names for before_step=.
+from closures, globals and attributes of its object, in functions that it calls by such a name too. Of arrays and of
+long lists a few entries are compared. Everything else is the script's own business: a list to which it appends losses,
+a key of a dict or an attribute that no such code names, what such code stores itself (a counter, a cache), random
+generators, and whatever state= names for before_step=. Functions that run within a step use what they are given: they
+may not touch the tensors of the script's model either.
 """
 
 import copy
@@ -30,7 +32,7 @@ from varuna.core.errors import UsageError
 from varuna.data.told import SETTERS, with_setters
 from varuna.engine.stage.parameter_groups import Writes
 from varuna.job.handed_over.code_reads import MISSING, ReadPlace, Reads, is_library, written_at
-from varuna.job.handed_over.marks import PLAIN, mark, shown
+from varuna.job.handed_over.marks import PLAIN, mark, shown, ways_into
 from varuna.job.handed_over.module_watch import Changed, ModuleWatch
 from varuna.job.handed_over.script_options import ScriptOptions
 from varuna.partition.watching.own_code import OWN
@@ -45,11 +47,11 @@ _INSTEAD = {
     "read": (
         "until the loop over trainer.steps(n) has ended, its own values are those from before step 0. To measure, "
         "trainer.evaluate or trainer.predict; for an average of the weights, ema=; for values and gradients of each "
-        "step, before_step=; to save, trainer.export(path)."
+        "step, those that before_step= is given; to save, trainer.export(path)."
     ),
     "gradient": (
-        "and have the gradients: step.grad_norm is their norm, clip_grad_norm= clips them, and before_step= is called "
-        "with the parameters of each stage and their gradients. Leave this out of the loop over trainer.steps(n)."
+        "and have the gradients: step.grad_norm is their norm, clip_grad_norm= clips them, and before_step= is given "
+        "the parameters of each stage, which have theirs. Leave this out of the loop over trainer.steps(n)."
     ),
     "optimizer": (
         "with the optimizer that was passed before step 0, so another one would have no effect. Rates and other "
@@ -58,8 +60,8 @@ _INSTEAD = {
     ),
     "write": (
         "so that would have no effect. To change parameters after each update, such as clamping weights, pass "
-        "after_step=: it runs once per step, after the optimizer, with all parameters and buffers. For an average of "
-        "the weights, ema=."
+        "after_step=: it runs once per step, after the optimizer, and changes the parameters and buffers that it is "
+        "given, which are all. For an average of the weights, ema=."
     ),
     "write to frozen": (
         "so that would have no effect. Compute what follows from trained parameters, like a teacher, in after_step=, "
@@ -124,20 +126,24 @@ _FIXED = (bool, int, float, str, type(None), types.FunctionType, types.BuiltinFu
 class _Watched:
     """A place, with what was there when the script last had no control."""
 
-    def __init__(self, place: ReadPlace, role: Role, names: frozenset[str]) -> None:
-        self.place, self.role, self._names = place, role, names
+    def __init__(self, place: ReadPlace, role: Role, names: frozenset[str], depth: int = 0) -> None:
+        self.place, self.role, self._names, self._depth = place, role, names, depth
         self.look()
 
-    def look(self) -> None:
-        """Remember what is there now."""
-        value = self.place.value()
+    def look(self) -> bool:
+        """Remember what is there now; return whether that is something else than before."""
+        value, before = self.place.value(), self.mark
         if not (value is self._value and isinstance(value, _FIXED)):
-            self._value, self.mark = value, mark(value, self._names)
+            self._value, self.mark = value, self._mark_of(value)
+        return bool(before != self.mark)
 
     def is_changed(self) -> bool:
         """Return whether something else is there."""
         value = self.place.value()
-        return not (value is self._value and isinstance(value, _FIXED)) and mark(value, self._names) != self.mark
+        return not (value is self._value and isinstance(value, _FIXED)) and self._mark_of(value) != self.mark
+
+    def _mark_of(self, value: Any) -> Any:
+        return mark(value, self._names, self._depth)
 
     _value: Any = MISSING
     mark: Any = None
@@ -296,9 +302,10 @@ class HandedOver:
             UsageError: there is something.
         """
         for change, way_out in self._changes() if self._begun else ():
+            values = f": it was {shown(change.before)}, and is now {shown(change.now)}"
             raise UsageError(
-                f"while trainer.steps(n) was running, {who} changed {change.name}: it was {shown(change.before)}, "
-                f"and is now {shown(change.now)}{_place(change.last, where)}. {way_out}"
+                f"while trainer.steps(n) was running, {who} changed {change.name}"
+                f"{'' if change.before is MISSING else values}{_place(change.last, where)}. {way_out}"
             )
 
     def written(self, step: int) -> Writes:
@@ -314,6 +321,8 @@ class HandedOver:
     def _add(self, role: Role, function: Any) -> None:
         found = Reads()
         found.follow(function, role.name)
+        if role is DATASET and isinstance(function, list | tuple | Mapping):  # it has no code
+            self._watch(ReadPlace(function, (), "dataset"), role)
         if isinstance(function, nn.Module):
             found.modules.setdefault(id(function), (function, role.name))
         self._take(role, found, set())
@@ -331,7 +340,14 @@ class HandedOver:
         for place in found.found():
             if id(place.base) in inside | own | others or (not role.captured and self._is_kept(place)):
                 continue
-            self._watched.append(_Watched(place, role, names))
+            self._watch(place, role, names)
+
+    def _watch(self, place: ReadPlace, role: Role, names: frozenset[str] = frozenset()) -> None:
+        self._watched.append(_Watched(place, role, names))
+        for way in ways_into(place.value()):
+            name = "".join(f".{key}" if kind == "." else f"[{key!r}]" for kind, key in way)
+            inside = ReadPlace(place.base, (*place.keys, *way), f"{place.name}{name}")
+            self._watched.append(_Watched(inside, role, names, len(way)))
 
     def _is_kept(self, place: ReadPlace) -> bool:
         return any(
@@ -339,9 +355,11 @@ class HandedOver:
         )
 
     def _refresh(self) -> None:
-        """Take everything as it is now: the user's functions may have changed it in a step, a check or a capture."""
-        for each in self._watched:
-            each.look()
+        """Take everything as it is now: the user's functions may have changed it in a step, a check or a capture.
+
+        What has changed meanwhile by those that read ahead may change in the script's turn, too: it is their own.
+        """
+        self._watched = [each for each in self._watched if not (each.look() and each.role.way_out is _AHEAD)]
 
     def _look_at_optimizer(self) -> None:
         if self._optimizer is not None:
@@ -384,9 +402,17 @@ class HandedOver:
 
 
 def _said(before: Any) -> Any:
-    return (
-        before[0] if isinstance(before, tuple) and len(before) == 2 and isinstance(before[0], dict | list) else before
-    )
+    """What a mark tells people."""
+    match before:
+        case (dict() as inner, int()):
+            return inner
+        case (list() as inner, int()) if all(isinstance(each, PLAIN) for each in inner):
+            return inner
+        case (tuple(), list() as values):
+            return values
+        case tuple():
+            return MISSING
+    return before
 
 
 def _way_out_of_model(change: Changed) -> str:

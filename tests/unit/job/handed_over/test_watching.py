@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from varuna import UsageError
+from varuna.engine.stage.optimizer import call_before_step
+from varuna.job.built import fill
 from varuna.job.handed_over.watching import BEFORE_STEP, COLLATE, DATASET, LOSS, METRICS, OPTIMIZER, HandedOver, Role
 
 Loop = Callable[["Script"], Any]
@@ -44,12 +47,14 @@ class Course(Dataset[Any]):
     def __init__(self) -> None:
         self.reads, self.cache, self.note = 0, dict[int, Tensor](), ""
         self.transform = SimpleNamespace(p=0.5)
+        self.scratch = np.zeros(100)
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         self.reads += 1
+        np.copyto(self.scratch, self.reads)
         self.cache[index] = torch.ones(4) * self.level * self.transform.p
         return {"x": self.cache[index]}
 
@@ -82,6 +87,10 @@ class Script:
         beta = 0.0
         gamma.fill_(1.0)
         self.model = Net()
+        self.values, self.shifts = np.ones(20, dtype=np.float32), np.zeros(100, dtype=np.float32)
+        self.model.register_buffer("mask", torch.from_numpy(self.values))
+        self.plain_weight = self.model.head.weight.data
+        self.samples: list[dict[str, Any]] = [{"x": torch.ones(20), "label": 1} for _ in range(50)]
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         vars(self.optimizer)["rectify"] = True
         self.data = Course()
@@ -105,10 +114,11 @@ class Script:
                 parameter.grad.mul_(noise["scale"] + kept["scale"])
 
         def collate(samples: list[Any]) -> dict[str, Tensor]:
-            return {"x": torch.stack([each["x"].clamp(max=bound.bound) for each in samples])}
+            return {"x": torch.stack([each["x"].clamp(max=bound.bound) + bound.shifts[0] for each in samples])}
 
         functions: list[tuple[Role, Any]] = [(LOSS, loss), (LOSS, self.criterion), (METRICS, metrics)]
         functions += [(BEFORE_STEP, before_step), (COLLATE, collate), (DATASET, Subset(self.data, [1, 2]))]
+        functions += [(DATASET, self.samples)]
         functions += [(OPTIMIZER, lambda named: torch.optim.SGD(named, lr=bound.optimizer.defaults["lr"]))]
         made = HandedOver(functions, model=self.model, optimizer=self.optimizer, kept={"kept": self.kept})
         made.begin()
@@ -120,6 +130,7 @@ def run(loop: Loop) -> Any:
     script = Script()
     handed = script.handed()
     try:
+        script.data[0]  # as training reads them, before the script gets control
         for _ in range(2):
             with handed.script():
                 loop(script)
@@ -160,6 +171,16 @@ REFUSED: dict[str, tuple[Loop, str]] = {
     "weights in place": (no_grad(lambda s: s.model.head.weight.mul_(0.5)), "wrote to head.weight"),
     "weights by an operator": (no_grad(lambda s: s.model.head.weight.__imul__(0.5)), "wrote to head.weight"),
     "weights by a method of nn.init": (lambda s: nn.init.zeros_(s.model.head.bias), "wrote to head.bias"),
+    "weights by an alias of before the loop": (lambda s: s.plain_weight.mul_(0.5), "changed head.weight of the model"),
+    "a buffer that is a NumPy array's": (lambda s: s.values.fill(0.5), "changed mask of the model"),
+    "an array that collate reads": (
+        lambda s: s.shifts.fill(0.5),
+        r"shifts\[0\], which collate= reads.* was 0.0, and is now 0.5",
+    ),
+    "a sample of a list": (lambda s: s.samples[0].update(label=2), r"dataset\[0\]\['label'\].* was 1, and is now 2"),
+    "a tensor of a sample": (lambda s: s.samples[25]["x"].mul_(2), r"dataset\[25\]\['x'\], which dataset reads"),
+    "the order of a list of samples": (lambda s: s.samples.reverse(), r"changed dataset, which dataset reads"),
+    "a sample more": (lambda s: s.samples.append(s.samples[0]), r"changed dataset, which dataset reads"),
     "a frozen teacher": (no_grad(lambda s: s.model.teacher.weight.lerp_(torch.ones(2, 4), 0.1)), "no optimizer trains"),
     "a buffer": (lambda s: s.model.body[2].running_mean.zero_(), "running_mean.*no optimizer trains"),  # type: ignore[operator]
     "reading weights": (lambda s: s.losses.append(s.model.head.weight.norm().item()), "read head.weight.*ema="),
@@ -225,6 +246,7 @@ ACCEPTED: dict[str, Loop] = {
     "a configuration's entry that forward does not read": lambda s: setattr(s.model.config, "title", "another"),
     "a dataset's note": lambda s: setattr(s.data, "note", "epoch 2"),
     "samples": lambda s: s.data[3],
+    "a key that a sample gets": lambda s: s.samples[0].update(cached=torch.ones(4)),
     "an object's own counter": lambda s: s.schedule(),
     "what state= names, for before_step": lambda s: s.kept.update(scale=0.0),
     "calls that change nothing": idempotent,
@@ -260,6 +282,29 @@ def test_what_runs_in_every_step_may_change_its_own_values() -> None:
     with handed.script():
         script.data[6]
     handed.check(None)
+    handed.end()
+
+
+def test_functions_that_run_within_a_step_use_what_they_are_given_and_varuna_itself_may_touch_the_model() -> None:
+    script = Script()
+    handed = script.handed()
+    fill(script.model, {"head.bias": torch.zeros(2)})
+    named = list(script.model.named_parameters())
+
+    def sizes(given: Any) -> None:
+        seen.append(sum(parameter.numel() for _, parameter in named if parameter.requires_grad))
+
+    def clips(given: Any) -> None:
+        nn.utils.clip_grad_norm_([parameter for _, parameter in named], 1.0)
+
+    def clamps(given: Any) -> None:
+        script.model.head.weight.data.clamp_(-0.1, 0.1)
+
+    call_before_step(sizes, [], 0)
+    with pytest.raises(UsageError, match=r"gradient of body.0.weight.*before_step= is given.*test_watching.py"):
+        call_before_step(clips, [], 0)
+    with pytest.raises(UsageError, match=r"wrote to head.weight"):
+        call_before_step(clamps, [], 0)
     handed.end()
 
 
