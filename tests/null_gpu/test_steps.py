@@ -95,9 +95,9 @@ def measured(length: int, layers: int, width: int, **options: Any) -> Measured:
 def test_a_step_blocks_the_host_and_launches_no_more_than_this() -> None:
     """Of a Llama of 2 layers and 4 micro-batches, as measured. A change may lower these numbers, and none may rise."""
     found = measured(64, 2, 128, precision="bf16").step
-    assert found.launches <= 1291, found
-    assert found.stream_syncs + found.device_syncs <= 5, found
-    assert found.reads <= 5, found
+    assert found.launches <= 1283, found
+    assert found.stream_syncs + found.device_syncs <= 1, found
+    assert (found.reads, found.pageable_reads) <= (2, 1), found  # losses, once all actions are done, and the norms
     assert found.mallocs == 0, found
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from varuna.data.nest import nested
+from varuna.partition.cut.split import SectionGraph
 from varuna.partition.lengths import variant_of
 from varuna.partition.loss.whole_batch import SHARE
 from varuna.partition.model import PartitionedModel
@@ -31,10 +32,24 @@ def weight_of(
     if weight is not None:
         return float(weight(nested(batch)))
     model = model.graphs[variant_of(model, batch, ())]
+    return float(size) if model.counter is None else _counted(model, model.counter, batch, buffers)
+
+
+def counted_targets(model: PartitionedModel, batch: Mapping[str, Tensor]) -> float | None:
+    """The number of a batch's targets, in host memory as its samples are; None: it follows from buffers, too.
+
+    Args:
+        model: one graph, which counts targets.
+        batch: collated samples, some of which are there.
+    """
     counter = model.counter
-    if counter is None:
-        return float(size)
-    sizes = [size] if counter.needs_batch_size else []
+    return None if counter is None or counter.buffers else _counted(model, counter, batch, {})
+
+
+def _counted(
+    model: PartitionedModel, counter: SectionGraph, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> float:
+    sizes = [model.samples_in(batch)] if counter.needs_batch_size else []
     fixed = [buffers[name] for name in counter.buffers] + [model.constants[name] for name in counter.constants]
     return float(counter.module(*[batch[key] for key in counter.inputs], *sizes, *fixed)[0])
 

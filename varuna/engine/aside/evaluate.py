@@ -17,6 +17,7 @@ from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource
 from varuna.engine.links.message import Layout
 from varuna.engine.pipeline.forward_pass import EVALUATION, Arrived, ForwardPass
+from varuna.engine.stage.losses import Losses
 from varuna.engine.stage.section import flow_on
 from varuna.engine.worker.generation import Generation
 from varuna.partition.batch_weight import WeightFunction
@@ -125,7 +126,7 @@ class EvaluationRun:
         """Run all chunks; after each, the ranks meet."""
         if self._whole.used:
             self._count()
-        rows = [self._meet(first, list(map(self._sums, chunk))) for first, chunk in self.chunks()]
+        rows = [self._meet(first, self._losses(chunk)) for first, chunk in self.chunks()]
         return _summed(torch.cat(rows), self.work.model.metrics)
 
     def chunks(self) -> Iterator[tuple[int, list[int]]]:
@@ -174,17 +175,20 @@ class EvaluationRun:
         self._forward_pass.hand_on(work.number, micro_batch, flowing, arrived)
         return (), arrived
 
-    def _sums(self, micro_batch: int) -> list[float]:
-        made, arrived = self.forward(micro_batch)
-        return self._forward_pass.sums(micro_batch, made, arrived) if self.stage.is_last else []
+    def _losses(self, chunk: Sequence[int]) -> list[list[float]]:
+        losses = Losses(len(chunk), self.stage.job.traffic.sums)
+        for micro_batch in chunk:
+            made, arrived = self.forward(micro_batch)
+            if self.stage.is_last:
+                losses.add(micro_batch, self._forward_pass.sums(micro_batch, made, arrived))
+        return list(losses.numbers().values())
 
     def _meet(self, first: int, found: Sequence[Sequence[float]]) -> Tensor:
         """Sums of a chunk by replica and micro-batch, on all ranks; each has one writer, so adding is exact."""
         width = 2 + len(self.work.model.metrics)
         table = torch.zeros(self.plan.replicas, self.chunk, width, dtype=torch.float64)
         for position, values in enumerate(found):
-            if values:
-                table[self.generation.replica, position] = torch.tensor(values, dtype=torch.float64)
+            table[self.generation.replica, position] = torch.tensor(values, dtype=torch.float64)
         self.sum_all("sums", table, f"the sums of an evaluation (from micro-batch {first} on)")
         return table.view(-1, width)
 

@@ -26,7 +26,7 @@ from varuna.engine.links.trips import Trips
 from varuna.engine.pipeline.length_variants import Variants
 from varuna.engine.pipeline.message_layouts import Layouts
 from varuna.engine.pipeline.whole_batch import GlobalCounts
-from varuna.engine.stage.losses import sums_of
+from varuna.engine.stage.losses import LossSums, sums_of
 from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Stage
 from varuna.partition.batch_layout import check_inputs
@@ -303,11 +303,11 @@ class ForwardPass:
         layout = self.layouts.activation_out(step, micro_batch, there.rows)
         self.downstream.send(layout.pack(values, arrived.digests, self.copies_of(layout), there))
 
-    def sums(self, micro_batch: int, results: Sequence[Tensor], arrived: Arrived) -> list[float]:
-        """[weighted loss, weight, metric sums...] of a micro-batch, from the results of the last stage."""
+    def sums(self, micro_batch: int, results: Sequence[Tensor], arrived: Arrived) -> LossSums:
+        """What a micro-batch says about the loss, from the results of the last stage."""
         examples, batch = arrived.examples, arrived.batch
-        read = len(self._plan.samples_of(micro_batch))
-        return sums_of(self._model, self._weight, micro_batch, results, examples, batch, read, self._plan.global_batch)
+        read, model = len(self._plan.samples_of(micro_batch)), self._graphs[examples.variant]
+        return sums_of(model, self._weight, micro_batch, results, examples, batch, read, self._plan.global_batch)
 
     def close(self) -> None:
         """Drop queued work; threads end when their queues are empty or their groups abandoned."""

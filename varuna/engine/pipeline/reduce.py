@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import count
@@ -79,11 +79,12 @@ class Reducer:
     def _share_losses(self, step: int) -> None:
         """Tell the replicas the losses of this one's micro-batches: one table, each row of which has one writer."""
         work, group = self._stage.work, self._groups.sums[self._stage.sections[-1]]
-        table = torch.zeros(self._plan.micro_batches, 2 + len(self._stage.job.model.metrics), dtype=torch.float64)
-        for micro_batch, values in work.losses:
-            table[micro_batch] = torch.tensor(values, dtype=torch.float64)
+        losses = work.losses
 
         def share() -> None:
+            table = torch.zeros(self._plan.micro_batches, 2 + len(self._stage.job.model.metrics), dtype=torch.float64)
+            for micro_batch, values in losses.numbers().items():
+                table[micro_batch] = torch.tensor(values, dtype=torch.float64)
             group.all_reduce(table)
             work.learn(table.tolist())
 
@@ -297,7 +298,7 @@ def cast_vote(
     layout: VoteLayout,
     stage: Stage,
     replica: int,
-    losses: Sequence[tuple[int, Sequence[float]]],
+    losses: Mapping[int, Sequence[float]],
     flags: dict[str, float],
 ) -> Tensor:
     """This rank's part of the vote: each slot is written by one rank and zero elsewhere.
@@ -306,7 +307,7 @@ def cast_vote(
         layout: of the vote.
         stage: with reduced gradients.
         replica: only replica 0 writes the norms: all replicas have the same sums.
-        losses: (global micro-batch, [weighted loss, weight, metric sums...]), on the last stage.
+        losses: by global micro-batch [weighted loss, weight, metric sums...], on the last stage.
         flags: flags to raise, and ``lr``.
     """
     vector = torch.zeros(layout.size, dtype=torch.float64)
@@ -316,7 +317,7 @@ def cast_vote(
     for section in stage.sections:
         first = layout.added(section)
         vector[first : first + 2] = torch.tensor(stage.sums.counted(section, replica), dtype=torch.float64)
-    for micro_batch, values in losses:
+    for micro_batch, values in losses.items():
         first = layout.micro_batch(micro_batch)
         vector[first : first + len(values)] = torch.tensor(values, dtype=torch.float64)
     for name, value in flags.items():

@@ -349,9 +349,8 @@ class Runtime:
             self._stash.put(micro_batch, StashedInput(begin, dict(examples.inputs)))
         if stage.is_last:
             sums = forward_pass.sums(micro_batch, results, arrived)
-            stage.work.losses.append((micro_batch, sums))
-            adds_up = self._whole.used and examples.samples > 0
-            flight.weight = float(self._plan.global_batch) if adds_up else sums[1] * (not self._whole.used)
+            stage.work.losses.add(micro_batch, sums)
+            flight.weight = sums.factor
         else:
             with self._sending(step, micro_batch):
                 forward_pass.hand_on(step, micro_batch, out, arrived)

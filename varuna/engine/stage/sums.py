@@ -18,6 +18,7 @@ from varuna.core.plan import Plan
 from varuna.core.sums import MicroBatchLoss, SectionSum, Spans, StepAssignment, count, numbers_of, spans_of, square_sum
 from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies, Ready
 from varuna.engine.stage.gradient_bucket import Bucket
+from varuna.engine.stage.losses import Losses
 
 _LOOK_S = 0.2
 """How soon it is noticed that a step is over whose sums are waited for."""
@@ -326,13 +327,21 @@ class TiedTotals:
 class StepShare:
     """The work of one rank in one generation: its share of every step, but of the first what ``begun`` has left."""
 
-    def __init__(self, plan: Plan, replica: int, first_step: int, begun: ResumedStep | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        replica: int,
+        first_step: int,
+        begun: ResumedStep | None,
+        copies: HostCopies = CPU_COPIES,
+    ) -> None:
         self._share, self._replica, self._first_step = plan.micro_batches_of(replica), replica, first_step
         self._rest = None if begun is None else numbers_of(begun.rest.work)
         self._told: Sequence[MicroBatchLoss] = () if begun is None else begun.rest.losses
         self._shared: Sequence[Sequence[float]] = ()
-        self.losses: list[tuple[int, list[float]]] = []
-        """(global micro-batch, [weighted loss, weight, metric sums...]) that this rank votes on; last stage only"""
+        self._copies = copies
+        self.losses = Losses(0)
+        """those that this rank votes on, by global micro-batch; last stage only"""
 
     def of(self, step: int) -> Sequence[int]:
         """Micro-batches of a step that this rank's replica runs."""
@@ -340,14 +349,14 @@ class StepShare:
 
     def end(self) -> None:
         """The step is applied: nobody needs its losses."""
-        self._told, self._shared, self.losses = (), (), []
+        self._told, self._shared, self.losses = (), (), Losses(0)
 
     def begin(self, step: int) -> None:
         """Begin a step. Losses of micro-batches that do not run again are told by the first replica."""
         self._shared = ()
         if step != self._first_step:
             self._told = ()
-        self.losses = [(each.micro_batch, list(each.values)) for each in self._told if self._replica == 0]
+        self.losses = Losses(len(self.of(step)), self._copies, self._told if self._replica == 0 else ())
 
     def learn(self, losses: Sequence[Sequence[float]]) -> None:
         """All losses of the step, by micro-batch, as in ``losses``; a thread beside the training one says so."""
@@ -357,6 +366,6 @@ class StepShare:
     def known(self) -> tuple[MicroBatchLoss, ...]:
         """All losses of the step that are known here."""
         found = {each.micro_batch: each for each in self._told}
-        for number, values in (*enumerate(self._shared), *self.losses):
+        for number, values in (*enumerate(self._shared), *self.losses.numbers().items()):
             found[number] = MicroBatchLoss(micro_batch=number, values=tuple(values))
         return tuple(found[number] for number in sorted(found))

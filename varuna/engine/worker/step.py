@@ -59,7 +59,7 @@ def run_step(
         generation.reducer.finish(step)
     if not (plan.is_cut and combines):  # else its update needs other stages
         generation.copy_last(step)
-    vector = cast_vote(layout_of(stage), stage, generation.replica, stage.work.losses, dict(flags()))
+    vector = cast_vote(layout_of(stage), stage, generation.replica, stage.work.losses.numbers(), dict(flags()))
     if plan.is_cut and combines:
         with generation.phase("share", step):
             _apply_tentatively(generation, step, vector)

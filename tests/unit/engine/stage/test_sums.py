@@ -123,10 +123,10 @@ def test_the_next_generation_goes_on_and_drops_what_some_replica_has(leaves: lis
     work = StepShare(PLAN, 0, 7, ResumedStep(rest, {}))
     assert (list(work.of(7)), list(work.of(8))) == ([3, 4, 5], [0, 1, 2])
     work.begin(7)
-    assert work.losses == [(0, [1.0, 2.0])]
+    assert work.losses.numbers() == {0: [1.0, 2.0]}
     other = StepShare(PLAN, 1, 7, ResumedStep(rest, {}))
     other.begin(7)
-    assert not other.losses, "one replica tells it"
+    assert not other.losses.numbers(), "one replica tells it"
     assert other.known == rest.losses, "but all can tell it after another loss"
 
 
