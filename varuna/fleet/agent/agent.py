@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from varuna.core.errors import FleetError
+from varuna.core.errors import FleetError, UsageError
 from varuna.core.messages import Assign, Beat, Failed, FromWorker, Leaving, Offered, Sought, ToWorker, WorkSought
 from varuna.core.node_notices import NodeNotice, Preemptible, PreemptionNotice, RebalanceAdvice, ZoneNotice
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
@@ -375,8 +375,8 @@ class Agent:
         more = {**self._local, "VARUNA_INTERFACE": self._interface, "LOCAL_RANK": str(slot.index)}
         try:
             self._home.write(card)  # first: after a restart no number may be used twice
-        except OSError as error:
-            self._put_off(slot, now_s, f"{self._home.folder} is not writable ({error.strerror}). Free some space")
+        except UsageError as error:
+            self._put_off(slot, now_s, str(error))
             return
         self._card = card
         try:

@@ -3,11 +3,12 @@
 import contextlib
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from varuna.core.errors import FleetError
+from varuna.core.errors import FleetError, UsageError
 from varuna.core.value import Value
 from varuna.fleet.net.ca import alone, fingerprint, make_private, write_private
 from varuna.fleet.net.protocol import Identity
@@ -35,11 +36,25 @@ class AgentIdentity(Value):
 
 
 class AgentFolder:
-    """The folder; only its owner may read the card, since it holds the agent's secret."""
+    """The folder; only its owner may read the card, since it holds the agent's secret.
+
+    Where it cannot be written, such as on a full or a read-only disk, each method says so by a ``UsageError``.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        make_private(folder)
+        with self._writing():
+            make_private(folder)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UsageError(
+                f"{error.filename or self.folder} is not writable ({error.strerror}). Make room on its disk, or mount "
+                "it for writing; or pass another --state-dir."
+            ) from error
 
     def logs_of(self, card: AgentIdentity) -> Path:
         """Logs of this identity's workers: another run, or another identity in this one, must not be sent them.
@@ -48,7 +63,8 @@ class AgentFolder:
         """
         all_logs = self.folder / "logs"
         mine = all_logs / f"{card.identity.node}-{card.fingerprint[:8]}"
-        mine.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._writing():
+            mine.mkdir(parents=True, exist_ok=True, mode=0o700)
         others = sorted((path for path in all_logs.iterdir() if path.is_dir() and path != mine), key=_changed_s)
         for old in others[:-1]:
             shutil.rmtree(old, ignore_errors=True)
@@ -56,7 +72,7 @@ class AgentFolder:
 
     def prune(self, card: AgentIdentity, kept: int) -> None:
         """Remove all but the newest logs of this identity's workers."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UsageError):
             logs = sorted(self.logs_of(card).glob("*.log"), key=_changed_s)
             for old in logs[:-kept]:
                 old.unlink(missing_ok=True)
@@ -67,7 +83,8 @@ class AgentFolder:
         Raises:
             FleetError: another one has it.
         """
-        return own(self.folder, "agent", remedy="Stop that one, or pass another --state-dir.", goodbye_s=goodbye_s)
+        with self._writing():
+            return own(self.folder, "agent", remedy="Stop that one, or pass another --state-dir.", goodbye_s=goodbye_s)
 
     def read(self) -> AgentIdentity | None:
         """The card; None if there is none.
@@ -88,8 +105,9 @@ class AgentFolder:
 
     def write(self, card: AgentIdentity) -> None:
         """Keep the card, whole or not at all."""
-        write_private(self.folder / _FILE, card.model_dump_json().encode())
-        (self.folder / _WISH).unlink(missing_ok=True)
+        with self._writing():
+            write_private(self.folder / _FILE, card.model_dump_json().encode())
+            (self.folder / _WISH).unlink(missing_ok=True)
 
     def attempt(self, token_sha256: str, fingerprint: str) -> JoinAttempt:
         """The attempt that was begun with this token, or a new one with a secret that nobody else has seen."""
@@ -99,12 +117,14 @@ class AgentFolder:
             if (begun.token_sha256, begun.fingerprint) == (token_sha256, fingerprint):
                 return begun
         attempt = JoinAttempt(secret=secrets.token_urlsafe(32), token_sha256=token_sha256, fingerprint=fingerprint)
-        write_private(path, attempt.model_dump_json().encode())
+        with self._writing():
+            write_private(path, attempt.model_dump_json().encode())
         return attempt
 
     def forget(self) -> None:
         """Forget the identity, which is void."""
-        (self.folder / _FILE).unlink(missing_ok=True)
+        with self._writing():
+            (self.folder / _FILE).unlink(missing_ok=True)
 
 
 def _changed_s(path: Path) -> float:

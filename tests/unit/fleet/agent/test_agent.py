@@ -144,21 +144,17 @@ def test_another_identity_in_the_same_folder_sends_its_own_logs_alone(bench: Ben
     assert len(kept) == 2  # and the one before it
 
 
-def test_a_full_disk_starts_no_worker_and_ends_none(
-    bench: Bench, started: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_starts_no_worker_and_ends_none(bench: Bench, started: list[str]) -> None:
     """A number that is not written down might be used twice after a restart."""
     agent = bench.agent
     agent.happened(welcomed())
     agent.take_next()
 
-    def full(home: AgentFolder, card: AgentIdentity) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as disk:
-        disk.setattr(AgentFolder, "write", full)
-        agent.tend(0.0)
-    assert "is not writable (No space left on device)" in bench.told[-1]
+    in_its_way = bench.home.folder / "agent.json.new"
+    in_its_way.mkdir()
+    agent.tend(0.0)
+    assert "agent.json.new is not writable (Is a directory)" in bench.told[-1]
+    in_its_way.rmdir()
     agent.tend(29.0)
     assert started == []
     agent.tend(31.0)

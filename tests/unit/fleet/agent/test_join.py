@@ -96,3 +96,17 @@ def test_the_join_string_may_be_where_no_other_user_sees_it(tmp_path: Path, monk
     assert "t" * 20 not in str(raised.value)
     launcher = Launcher([], environment={}, run_dir=tmp_path, on_exit=lambda event: None, write=lambda line: None)
     assert JOIN_VARIABLE not in launcher._environment
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    """As on a read-only disk, also that of a machine which has joined before."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file is not writable \(.*--state-dir"):
+        AgentFolder(tmp_path / "file" / "state")
+    home = AgentFolder(tmp_path / "state")
+    (tmp_path / "state" / "lock").mkdir()
+    with pytest.raises(UsageError, match=r"state/lock is not writable"):
+        home.own()
+    (tmp_path / "state" / "joining.json.new").mkdir()
+    with pytest.raises(UsageError, match=r"joining.json.new is not writable"):
+        home.attempt("0" * 64, "1" * 64)
