@@ -142,7 +142,7 @@ class Trainer:
                 optimizer state and sums of gradients in fp32; fp16 scales the loss dynamically.
             compile: compile every section once per process with inductor, or with another backend of ``torch.compile``,
                 by its name. Backwards are then never split.
-            memory: ``Memory(offload_optimizer=, shard_optimizer=)``: relieve devices of the optimizer's state.
+            memory: ``Memory(offload_optimizer=, shard_optimizer=, stream_frozen=)``: relieve devices of state.
             network: ``Network(links=, reduction=, compress=)``: send from GPU to GPU, and gradients as bf16.
             unknown: none. An option that is written in another way is refused with that way.
 

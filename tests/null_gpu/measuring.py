@@ -52,6 +52,15 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Frozen(Wide):
+    """All but its head is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.layers.requires_grad_(False)
+
+
 def saves(precision: Precision) -> Figures:
     """Before the first step and after one."""
     stage = _stage(Setup(Wide, device="cuda:0", precision=precision))
@@ -102,6 +111,15 @@ def offload(precision: Precision) -> Figures:
     return {"held": held, "pinned": pinned, "taken_over": taken_over, "left": counted().pinned_bytes}
 
 
+def streams(precision: Precision) -> Figures:
+    """Frozen parameters in host memory, and what the device holds beside them."""
+    stage = _stage(Setup(Frozen, device="cuda:0", precision=precision, stream=True))
+    held = sum(value.nbytes for value in stage.parameters.values() if value.device.type == "cpu")
+    figures = {"held": held, "pinned": counted().pinned_bytes, "device": torch.cuda.memory_allocated()}
+    del stage
+    return {**figures, "left": counted().pinned_bytes}
+
+
 def moves() -> Figures:
     """State of 200 MB from a GPU to another rank."""
     held = {each: SectionState(each, {"parameters/w": torch.ones(25_000_000, device="cuda:0")}) for each in range(2)}
@@ -142,6 +160,7 @@ def _stage(setup: Setup) -> Stage:
         micro_batch=setup.micro_batch or 1,
         global_batch=setup.global_batch,
         pipelines=(Pipeline(bounds=(0, sections), stash_limits=(1,)),),
+        streams_frozen=setup.stream,
     )
     job = setup.job()
     states = initial_states(setup.model, range(sections), setup.beginning.parameters, job.buffers)

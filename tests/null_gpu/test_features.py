@@ -16,6 +16,7 @@ from tests.unit.engine.device.test_staging import away
 from tests.unit.engine.models import Tokens, adamw, dropping, tiny_gpt2, tiny_llama
 from tests.unit.engine.ranks import Setup
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
+from tests.unit.engine.stage.test_frozen_stream import Deep
 
 DEVICE = "cuda:1"
 
@@ -61,6 +62,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "average": {"ema": 0.9},
     "offload": {"memory": varuna.Memory(offload_optimizer=True)},
     "offload bf16": {"memory": varuna.Memory(offload_optimizer=True), "precision": "bf16"},
+    "streamed": {"model": Deep, "memory": varuna.Memory(stream_frozen=True)},
+    "streamed bf16": {"model": Deep, "memory": varuna.Memory(stream_frozen=True), "precision": "bf16"},
     "readers": {"num_workers": 2},
     "aot_eager": {"compile": "aot_eager"},
     "dropout": {"model": dropping},

@@ -30,6 +30,15 @@ def test_offloaded_state_is_pinned_once_and_given_back(precision: str) -> None:
     assert found["left"] == 0
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_frozen_parameters_are_pinned_once_and_given_back(precision: str) -> None:
+    """A section has a twentieth of them."""
+    found = measured("streams", precision)
+    assert found["held"] <= found["pinned"] <= MOST * found["held"]
+    assert found["device"] < found["held"] / 4
+    assert found["left"] == 0
+
+
 def test_state_leaves_a_gpu_through_little_pinned_memory_and_no_other() -> None:
     found = measured("moves")
     assert (found["pinned"], found["pageable reads"]) == (2 * 4 * 2**20, 0)

@@ -71,7 +71,8 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
         hand_over_s=_hand_over_s(measured, order, action_s or 0.0, samples_s),
         samples_s=samples_s,
         optimizer=_optimizer(measured).model_copy(update={"together": facts.updates_together}),
-        snapshot_bytes_per_s=_snapshot_bytes_per_s(measured),
+        snapshot_bytes_per_s=_copied_bytes_per_s([sample for each in measured for sample in each.snapshots]),
+        to_device_bytes_per_s=_copied_bytes_per_s([sample for each in measured for sample in each.arrivals]),
     )
 
 
@@ -296,9 +297,8 @@ def _optimizer(measured: Sequence[Measured]) -> OptimizerCosts:
     return OptimizerCosts(fixed_s=max(0.0, median(alone)) if alone else line.fixed, bytes_per_s=_rate(line))
 
 
-def _snapshot_bytes_per_s(measured: Sequence[Measured]) -> float | None:
-    snapshots = [sample for each in measured for sample in each.snapshots]
-    return _rate(fit_line(snapshots)) if snapshots else None
+def _copied_bytes_per_s(samples: Sequence[Sized]) -> float | None:
+    return _rate(fit_line(samples)) if samples else None
 
 
 def _rate(line: FittedLine) -> float | None:

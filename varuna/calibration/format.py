@@ -230,6 +230,9 @@ class Calibration(Finite):
     )
     optimizer: OptimizerCosts = OptimizerCosts()
     snapshot_bytes_per_s: Rate | None = Field(default=None, description="copying state out for a checkpoint")
+    to_device_bytes_per_s: Rate | None = Field(
+        default=None, description="copying parameters that rest in host memory to the device; left out: nominal"
+    )
     others: tuple["Calibration", ...] = Field(default=(), description="of the same model on other classes of devices")
 
     @model_validator(mode="after")
@@ -347,7 +350,7 @@ class Calibration(Finite):
     @property
     def crossing_bytes_per_s(self) -> float:
         """Rate of copies between a GPU and host memory, one direction at a time."""
-        return self.optimizer.host_bytes_per_s or _PCIE_BYTES_PER_S
+        return self.optimizer.host_bytes_per_s or self.to_device_bytes_per_s or _PCIE_BYTES_PER_S
 
     def without_halves(self) -> "Calibration":
         """This calibration for a job whose sections always run B whole."""

@@ -64,6 +64,7 @@ class Measured(Value):
     sized_for: int = Field(default=0, description="global batch for which sizes were tried")
     updates: tuple[Sized, ...] = Field(default=(), description="optimizer step, by bytes of parameters, sums, state")
     snapshots: tuple[Sized, ...] = Field(default=(), description="copying state out, by its bytes")
+    arrivals: tuple[Sized, ...] = Field(default=(), description="copying parameters to a GPU, by their bytes")
     messages: tuple[Sized, ...] = Field(default=(), description="between neighbours' host memories, both ways at once")
     line: tuple[Sized, ...] = Field(default=(), description="two messages, of two neighbours at once: bytes of both")
     staged: tuple[Sized, ...] = Field(default=(), description="as messages, from one GPU's memory to the other's")

@@ -92,6 +92,13 @@ def plan(
         bool,
         typer.Option("--shard-optimizer", help="Distribute optimizer state over replicas, like the Trainer's option."),
     ] = False,
+    stream_frozen: Annotated[
+        bool,
+        typer.Option(
+            "--stream-frozen",
+            help="Keep what is not trained in host memory, like the Trainer's option. Default: if nothing else fits.",
+        ),
+    ] = False,
     losses_per_hour: Annotated[
         float,
         typer.Option(
@@ -128,6 +135,7 @@ def plan(
             "memory_bytes": options.memory_bytes_of(memory_per_worker),
             "gpus_per_vm": gpus_per_node,
             "stages": stages,
+            "streams_frozen": stream_frozen or first.streams_frozen,
             "objective": objective,
             "losses_per_hour": losses_per_hour,
         }
@@ -245,6 +253,7 @@ def request_of(spec: "JobSpec", given: Calibration | None = None) -> PlanRequest
         micro_batch=job.micro_batch,
         tentative=job.combines,
         memory_apart=job.memory_apart,
+        streams_frozen=job.memory.stream_frozen,
         wanted=_SHOWN,
     )
 
@@ -346,6 +355,8 @@ def _show_best(console: PlainConsole, found: RankingReport) -> None:
         stay = " ".join(map(str, best.stash_on_device[:_STAGES_SHOWN]))
         more = " ..." if len(best.stash_on_device) > _STAGES_SHOWN else ""
         lines.append(f"of those in flight, inputs that stay on the GPU, by stage: {stay}{more}; others in host memory")
+    if best.streams_frozen:
+        lines.append("parameters that are not trained rest in host memory; on the GPU are those of two sections")
     if best.host_bytes:
         least, most = (format_bytes(extreme(best.host_bytes)) for extreme in (min, max))
         lines.append(f"host memory of a stage: {least} to {most}")

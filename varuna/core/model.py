@@ -18,19 +18,22 @@ LINKS: tuple[Links, ...] = get_args(Links)
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """How devices are relieved of the optimizer's state. Same numbers.
+    """How devices are relieved of state that is not always at work. Same numbers.
 
     Attributes:
         offload_optimizer: keep it, and with half precision the fp32 parameters, in host memory; at the end of a step
             they pass through the device section by section.
         shard_optimizer: distribute it, and with half precision the fp32 parameters, over the replicas of a stage. Two
             replicas hold every part, so that a lost VM costs no step.
+        stream_frozen: keep parameters that are not trained in host memory. A device has those of the section at work
+            and of the next one, which is read ahead. Plans do so by themselves where nothing else fits.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     offload_optimizer: bool = False
     shard_optimizer: bool = False
+    stream_frozen: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,9 @@ class SectionBytes(Value):
     gradient_free: bool = Field(default=False, description="nothing is trained in it, nor below it: no R, no B")
     parameter_bytes: int = Field(ge=0, description="parameters that the section uses, tied ones included")
     trainable_bytes: int = Field(ge=0, description="those of them that get gradients")
+    frozen_bytes: int | None = Field(
+        default=None, ge=0, description="those that may be streamed; left out: parameter_bytes less trainable_bytes"
+    )
     gradient_bytes: int | None = Field(
         default=None, ge=0, description="their sums, in fp32; left out: as trainable_bytes"
     )
@@ -97,6 +103,11 @@ class SectionBytes(Value):
     def summed_bytes(self) -> int:
         """Bytes of the accumulated gradients."""
         return self.trainable_bytes if self.gradient_bytes is None else self.gradient_bytes
+
+    @property
+    def streamable_bytes(self) -> int:
+        """Bytes of parameters that may rest in host memory while other sections are at work."""
+        return self.parameter_bytes - self.trainable_bytes if self.frozen_bytes is None else self.frozen_bytes
 
 
 class SectionFacts(SectionBytes):
@@ -162,7 +173,7 @@ class JobFacts(Value):
     threads: int = Field(default=1, ge=1, description="intra-op threads of a worker")
     precision: Precision = Field(default="fp32", description="of computation and of what crosses links")
     compiled: str | None = Field(default=None, description="backend of torch.compile that sections go through")
-    memory: Memory = Field(default=Memory(), description="where the optimizer's state lives")
+    memory: Memory = Field(default=Memory(), description="where state lives")
     network: Network = Field(default=Network(), description="how tensors reach other workers")
     combines: bool = Field(default=True, description="user's code in a step may combine values over stages")
     optimizer: str = Field(default="", description="options of its groups, such as lr, as JSON; empty: unknown")

@@ -173,6 +173,9 @@ class Plan(Value):
     global_batch: int = Field(ge=1, description="M, examples per step")
     pipelines: tuple[Pipeline, ...] = Field(min_length=1)
     policy: str = "varuna"
+    streams_frozen: bool = Field(
+        default=False, description="parameters that are not trained rest in host memory, until their section is next"
+    )
     copies: Copies = Field(default=Copies.NONE, description="of each stage's state or sums, in another rank's memory")
     step_s: float = Field(default=0.0, ge=0, description="predicted seconds per step, nominal hardware")
 

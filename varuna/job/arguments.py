@@ -67,6 +67,7 @@ WRITTEN_ELSEWHERE: Mapping[str, str] = {
     "lengths": "collate=varuna.Collate(..., lengths=[...])",
     "offload_optimizer": "memory=varuna.Memory(offload_optimizer=True)",
     "shard_optimizer": "memory=varuna.Memory(shard_optimizer=True)",
+    "stream_frozen": "memory=varuna.Memory(stream_frozen=True)",
     "links": "network=varuna.Network(links=...)",
     "reduction": "network=varuna.Network(reduction=...)",
 }

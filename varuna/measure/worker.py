@@ -118,6 +118,7 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
         sections=tuple(sections),
         updates=tuple(sample for each in computed for sample in each.updates),
         snapshots=tuple(sample for each in computed for sample in each.snapshots),
+        arrivals=tuple(sample for each in computed for sample in each.arrivals),
         messages=messages,
         line=line,
         staged=staged,

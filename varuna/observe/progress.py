@@ -43,6 +43,8 @@ def plan_line(row: GenerationRow) -> str:
     spares = row.workers - plan.ranks
     idle = f", {spares} of them idle" if spares else ""
     parts = f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch} (m={plan.micro_batch})"
+    if row.streams_frozen:
+        parts += ", frozen parameters in host memory"
     return f"plan   {plan} (stages x replicas) on {counted(row.workers, 'worker')}{idle}   {parts}"
 
 

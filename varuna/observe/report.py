@@ -50,6 +50,7 @@ class GenerationRow(Value):
     generation: int
     plan: PlanShape
     copies: Copies = Field(default=Copies.NONE, description="of each stage's state or sums, in another worker's memory")
+    streams_frozen: bool = Field(default=False, description="parameters that are not trained rest in host memory")
     cause: str
     workers: int = Field(description="members when it began, spares included")
     first_step: int
@@ -64,6 +65,7 @@ class GenerationRow(Value):
             generation=record.generation,
             plan=PlanShape.of(record.plan),
             copies=record.plan.copies,
+            streams_frozen=record.plan.streams_frozen,
             cause=record.cause,
             workers=len(record.members),
             first_step=record.first_step,

@@ -36,6 +36,7 @@ from varuna.partition.loss.unknown_operations import Trial, trial_of
 from varuna.partition.loss.whole_batch import Whole
 from varuna.partition.optimizer_needs import OptimizerNeeds, try_update
 from varuna.partition.optimizers import OptimizerFactory
+from varuna.partition.streamable import streamable
 from varuna.partition.watching.sources import function_digest
 
 CutChooser = Callable[[Flow, Sequence[Cost]], list[int]]
@@ -56,6 +57,8 @@ class PartitionedModel:
     dtypes: Mapping[str, torch.dtype]
     """parameter -> dtype that a run in fp32 keeps it in, where that is bf16 or fp16"""
     trainable: frozenset[str]
+    streamable: frozenset[str]
+    """parameters that may be on the device only while their section runs"""
     aliases: Mapping[str, str]
     """further name of a tied parameter or buffer -> its first name"""
     constants: Mapping[str, Tensor]
@@ -111,8 +114,7 @@ class PartitionedModel:
     @property
     def changing(self) -> frozenset[str]:
         """Parameters and buffers that steps change, and those that ``after_step`` computes with."""
-        updated = frozenset(name for section in self.sections for name in section.updated)
-        return self.trainable | updated | (frozenset() if self.following is None else self.following.involved)
+        return _changing(self.trainable, self.sections, self.following)
 
     @property
     def gradient_free(self) -> int:
@@ -222,13 +224,16 @@ def partition(
     trainable = {name: captured.shapes[name] + (2,) * (name in captured.pairs) for name in captured.trainable}
     parameters = [section.parameters for section in divided.sections]
     update = try_update(optimizer, trainable, parameters, on_cpu=on_cpu) if optimizer else None
-    facts = _facts(captured, divided, flow, cuts, update, CPU_SLOWDOWN if on_cpu else 1.0, recipe.dtype, inputs)
+    resting = streamable(divided.sections, _changing(captured.trainable, divided.sections, following))
+    slowdown = CPU_SLOWDOWN if on_cpu else 1.0
+    facts = _facts(captured, divided, flow, cuts, update, slowdown, recipe.dtype, inputs, resting)
     return PartitionedModel(
         split=divided,
         facts=facts,
         shapes=captured.shapes,
         dtypes=captured.dtypes,
         trainable=captured.trainable,
+        streamable=resting,
         aliases=captured.aliases,
         constants=captured.constants,
         metrics=captured.metrics,
@@ -299,6 +304,13 @@ def _at(node: Node) -> str:
     return f", at {where}," if where else ""
 
 
+def _changing(
+    trainable: frozenset[str], sections: Iterable[SectionGraph], following: Following | None
+) -> frozenset[str]:
+    updated = frozenset(name for section in sections for name in section.updated)
+    return trainable | updated | (frozenset() if following is None else following.involved)
+
+
 def _facts(
     captured: Capture,
     divided: Split,
@@ -308,6 +320,7 @@ def _facts(
     slowdown: float,
     dtype: torch.dtype,
     inputs: Mapping[str, InputLayout],
+    resting: frozenset[str],
 ) -> ModelFacts:
     state_bytes = dict(update.state_bytes) if update else {}
     counts = {
@@ -337,6 +350,7 @@ def _facts(
                 forward_s=sum(cost.forward_s for cost in costs) * slowdown,
                 parameter_bytes=sum(sizes[name] for name in names),
                 trainable_bytes=sum(sizes[name] for name in names & captured.trainable),
+                frozen_bytes=sum(sizes[name] for name in names & resting),
                 gradient_bytes=sum(  # the sum in fp32, and what the optimizer of half a float is shown
                     4 * counts[name] + sizes[name] * (name in own) for name in names & captured.trainable
                 ),

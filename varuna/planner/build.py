@@ -101,6 +101,7 @@ def made_plan(
             ),
         ),
         policy=request.policy,
+        streams_frozen=request.streams_frozen,
     )
 
 

@@ -128,6 +128,7 @@ def run_request(
         tentative=job.combines,
         memory_apart=job.memory_apart,
         leaves_idle=is_seen,
+        streams_frozen=job.memory.stream_frozen,
         policy=policy,
         losses_per_hour=job.losses_per_hour,
         saves=job.checkpoint_dir is not None,
@@ -165,7 +166,7 @@ def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool) -> list[
 
 def _double(plan: Plan, request: PlanRequest) -> dict[Plan, Prediction]:
     """The same depth with two replicas, if the plan has one and the workers are enough."""
-    asked = request.for_class(plan.first.device_class)
+    asked = request.model_copy(update={"streams_frozen": plan.streams_frozen}).for_class(plan.first.device_class)
     if plan.replicas > 1 or asked.classes or not asked.leaves_idle or asked.workers < 2 * plan.stages:
         return {}
     double = equal_pipelines(asked, plan.stages, 2, plan.micro_batch)

@@ -42,6 +42,7 @@ class PlanReport(Value):
     bubble: float = Field(description="share of the pipeline's time in which the average GPU does not compute")
     memory_bytes: tuple[int, ...] = Field(description="peak, by stage; of unlike pipelines, one kind after the other")
     host_bytes: tuple[int, ...] = Field(description="of state and inputs in host memory, by stage; empty: none")
+    streams_frozen: bool = Field(description="parameters that are not trained rest in host memory")
     breakdown: StepParts
     gpus_used: int
     classes: tuple["ClassReport", ...] = Field(default=(), description="of GPUs; empty where all are of one")
@@ -184,6 +185,7 @@ def _plan_report(
         bubble=parts.bubble,
         memory_bytes=tuple(size for pipeline in plan.pipelines for size in pipeline.memory_bytes),
         host_bytes=tuple(size for pipeline in plan.pipelines for size in pipeline.host_bytes),
+        streams_frozen=plan.streams_frozen,
         breakdown=StepParts(**asdict(parts)),
         gpus_used=plan.workers,
         classes=_classes(plan),

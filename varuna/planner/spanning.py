@@ -109,7 +109,7 @@ class _Spanning:
         self._micro_batches = -(-request.global_batch // micro_batch)
         parts = [request.of_class(size) for size in classes]
         self._builders = {
-            size.name: Builder(part, profile(part.calibration, micro_batch))
+            size.name: Builder(part, profile(part.calibration, micro_batch, streams_frozen=part.streams_frozen))
             for size, part in zip(classes, parts, strict=True)
         }
         self._vm_sizes = [part.vm_size for part in parts]

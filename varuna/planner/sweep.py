@@ -31,6 +31,8 @@ _MIXED = 4
 def rank_plans(request: PlanRequest, effort: Effort = EFFORT) -> Ranking:
     """Rank every depth, or the requested one, with every m worth trying, or the requested one.
 
+    Frozen parameters are streamed where nothing else fits, or where that is clearly faster at a rate that was measured.
+
     Args:
         request: with equal workers, of different speed, or of several classes.
         effort: how far walks to neighbours of short plans go.
@@ -39,8 +41,23 @@ def rank_plans(request: PlanRequest, effort: Effort = EFFORT) -> Ranking:
         UsageError: no such policy, no stages, or an m outside the global batch.
     """
     check_policy(request.policy)
+    ranking = _rank(request, effort)
+    if not request.may_stream or (ranking.plans and request.calibration.to_device_bytes_per_s is None):
+        return ranking
+    streaming = _rank(request.model_copy(update={"streams_frozen": True}), effort)
+    if not ranking.plans:
+        return streaming
+    here_s, streaming_s = (_best_score(request, each) for each in (ranking, streaming))
+    return streaming if streaming_s < CLEARLY * here_s else ranking
+
+
+def _best_score(request: PlanRequest, ranking: Ranking) -> float:
+    return min((request.score(plan.workers, plan.step_s) for plan in ranking.plans[:1]), default=float("inf"))
+
+
+def _rank(request: PlanRequest, effort: Effort) -> Ranking:
     if request.classes:
-        return by_class(request, partial(rank_plans, effort=effort.shared_by(len(request.classes))), spanning)
+        return by_class(request, partial(_rank, effort=effort.shared_by(len(request.classes))), spanning)
     depths, rejected = _depths(request)
     if not depths:
         return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)
@@ -100,7 +117,7 @@ def equal_pipelines(request: PlanRequest, stages: int, replicas: int, micro_batc
         "leaves_idle": False,
         "wanted": 1,
     }
-    ranking = rank_plans(request.model_copy(update=fixed))
+    ranking = _rank(request.model_copy(update=fixed), EFFORT)
     found = map(Simulated, ranking.plans, ranking.predictions)
     return next((each for each in found if each.plan.replicas == replicas), None)
 
@@ -116,6 +133,7 @@ def rank_depths(request: PlanRequest, depths: Sequence[int]) -> Ranking:
     ranking = rank_plans(request.model_copy(update=at_first))
     if not ranking.plans:
         return ranking
+    request = request.model_copy(update={"streams_frozen": ranking.plans[0].streams_frozen})
     mix = of_depths(depths, ranking.plans[0].micro_batch, request, partial(_at_depth, request))
     found = [] if mix is None else [mix]
     return replace(
@@ -129,7 +147,8 @@ def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...], effort: 
     possible: list[Depth] = []
     misfits: list[OutOfMemory] = []
     for m in sizes:
-        builder = builders[m] = Builder(request, profile(request.calibration, m))
+        figures = profile(request.calibration, m, streams_frozen=request.streams_frozen)
+        builder = builders[m] = Builder(request, figures)
         guesser = guessers[m] = Guesser(request, builder.profile, may_keep=builder.may_keep)
         for stages in depths:
             if guesser.fits(stages):

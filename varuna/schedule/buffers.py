@@ -18,3 +18,6 @@ MESSAGES_LEAVING = 3
 
 STASH_IN_TRANSIT = 3
 """Stash entries on the device besides those that stay: the newest, being copied out; the next; and the current one."""
+
+FROZEN_PLACES = 2
+"""Sections whose streamed parameters a device has at once: the one at work, and the one that is read ahead."""

@@ -46,6 +46,7 @@ class Computed(NamedTuple):
     sections: tuple[SectionSamples, ...]
     updates: tuple[Sized, ...]
     snapshots: tuple[Sized, ...]
+    arrivals: tuple[Sized, ...]
     is_cut_short: bool
     """the deadline ended the sweep, neither the memory nor that larger sizes were no better"""
 
@@ -107,8 +108,8 @@ def measure_window(
         return taken_s
 
     best_size(sizes, seconds)
-    updates, snapshots = _updates(window, span, beginning) if effort.updates else ((), ())
-    return Computed(tuple(samples), updates, snapshots, is_cut_short)
+    once = _of_steps(window, span, beginning) if effort.updates else ((), (), ())
+    return Computed(tuple(samples), *once, is_cut_short)
 
 
 def timed_rounds(
@@ -182,9 +183,11 @@ def _samples(passes: Sequence[Pass], span: range, size: int) -> list[SectionSamp
     ]
 
 
-def _updates(window: Window, span: range, beginning: InitialParameters) -> tuple[tuple[Sized, ...], tuple[Sized, ...]]:
-    """The optimizer step of the window and of its smallest part, to tell fixed costs from those per byte."""
-    updates, snapshots = [], []
+def _of_steps(
+    window: Window, span: range, beginning: InitialParameters
+) -> tuple[tuple[Sized, ...], tuple[Sized, ...], tuple[Sized, ...]]:
+    """The optimizer step and copies of the window and of its smallest part, to tell fixed costs from those per byte."""
+    updates, snapshots, arrivals = list[Sized](), list[Sized](), list[Sized]()
     facts = window.job.model.facts.sections
     smallest = min(span, key=lambda section: facts[section].trainable_bytes)
     parts = {range(smallest, smallest + 1): None, span: window}
@@ -195,4 +198,5 @@ def _updates(window: Window, span: range, beginning: InitialParameters) -> tuple
         part.update()  # builds the optimizer's state
         updates += [Sized(state + gradients, part.update()) for _ in range(_LEAST_ROUNDS)]
         snapshots += [Sized(state, part.snapshot()) for _ in range(_LEAST_ROUNDS)]
-    return tuple(updates), tuple(snapshots)
+        arrivals += part.arrivals(_LEAST_ROUNDS)
+    return tuple(updates), tuple(snapshots), tuple(arrivals)

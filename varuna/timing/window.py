@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from varuna.calibration.samples import Sized
 from varuna.core.plan import Pipeline, Plan
+from varuna.engine.device.host_copies import HOST
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.section import Examples, SectionRunner
 from varuna.engine.stage.stage import Left, Stage
@@ -132,6 +134,25 @@ class Window:
             for tensor in self.stage.state_of(section).tensors.values():
                 copies.down([(tensor.detach(), copies.room_for(tensor))]).wait()
         return time.perf_counter() - begin_s
+
+    def arrivals(self, rounds: int) -> list[Sized]:
+        """Bytes of the stage's parameters, and seconds to copy them from host memory to a GPU; none for a CPU.
+
+        What a CPU computes with is in host memory, or comes from a disk, which has no one rate.
+        """
+        if self.job.traffic.streams is None:
+            return []
+        copies = self.job.traffic.frozen
+        values = [value.detach() for value in self.stage.parameters.values()]
+        pairs = list(zip(values, copies.at_rest([value.to(HOST) for value in values]), strict=True))
+
+        def copied_s() -> float:
+            copies.point().wait()
+            begin_s = time.perf_counter()
+            copies.over(pairs).wait()
+            return time.perf_counter() - begin_s
+
+        return [Sized(sum(value.nbytes for value in values), copied_s()) for _ in range(rounds)]
 
     def _loss_gradient(self) -> dict[str, Tensor]:
         loss = self.job.model.sections[-1].makes[0]

@@ -42,6 +42,7 @@ def measured(**changes: object) -> Measured:
         sections=tuple(sections),
         updates=(Sized(100, 0.3), Sized(300, 0.5)),
         snapshots=(Sized(100, 0.1), Sized(300, 0.3)),
+        arrivals=(Sized(100, 0.1), Sized(300, 0.2)),
     )
     return plain.model_copy(update=changes)
 
@@ -55,6 +56,13 @@ def test_kinds_take_the_mean_of_all_rounds_and_workers_without_hiccups() -> None
     assert calibration.kinds["layer0 (1)"].forward_s == pytest.approx((1.2, 2.0)), "of 1, 1, 1.4, 1.4; 9 was a hiccup"
     assert calibration.kinds["layer0 (1)"].parameter_bytes == 20
     assert calibration.kinds["embed (0)"].input_s == (), "nothing was split"
+
+
+def test_copies_have_rates_of_their_own() -> None:
+    calibration = assemble([measured()], name="tiny")
+    assert calibration.snapshot_bytes_per_s == pytest.approx(1000)
+    assert calibration.to_device_bytes_per_s == pytest.approx(2000)
+    assert assemble([measured(arrivals=())], name="tiny").to_device_bytes_per_s is None
 
 
 def test_what_was_not_measured_is_assumed_and_said() -> None:

@@ -96,6 +96,7 @@ class Setup:
     unit: float = 1.0
     compiler: Compiler | None = None
     offload: bool = False
+    stream: bool = False
     rounds: bool = False
     device: str = "cpu"
     traffic: Callable[[], TransferPaths] | None = None
@@ -155,7 +156,7 @@ class Setup:
 
     @property
     def memory(self) -> Memory:
-        return Memory(offload_optimizer=self.offload, shard_optimizer=self.share)
+        return Memory(offload_optimizer=self.offload, shard_optimizer=self.share, stream_frozen=self.stream)
 
     def job(self) -> Job:
         device = torch.device(self.device)

@@ -100,6 +100,27 @@ def peaks(setup: Setup, plan: Plan) -> list[int]:
     return [count.peak_bytes for count in counts]
 
 
+def later_peaks(setup: Setup, plan: Plan) -> list[int]:
+    """The same of the steps after the first, by which what the workers began with is gone."""
+    setup.adjusted = lambda _: plan
+    begun = list[spans.Span]()
+    with counted_by_rank() as counts:
+
+        def hear(mark: spans.Span) -> None:
+            if mark.step == 1 and not begun:
+                begun.append(mark)
+                gc.collect()
+                for count in counts:
+                    count.restart()
+
+        undo = spans.subscribe(hear)
+        try:
+            setup.run(plan.stages, plan.replicas, steps=3)
+        finally:
+            undo()
+    return [count.peak_bytes for count in counts]
+
+
 def planned(setup: Setup, stages: int, memory_bytes: int | None = None) -> Plan:
     calibration = nominal_calibration(setup.model.facts)
     return best_plan(
@@ -174,6 +195,46 @@ def test_host_memory_holds_the_state_that_was_promised(precision: Precision) -> 
     away = stage.parameters.values() if stage.job.masters_away else ()
     state = [value for name in stage.parameters for value in stage.optimizer.state_of(name)[0].values()]
     assert plan.first.host_bytes == (sum(value.nbytes for value in (*away, *state)),)
+
+
+class Based(Heavy):
+    """Frozen, with an adapter beside each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(96, 2, bias=False) for _ in self.layers)
+        self.up = nn.ModuleList(nn.Linear(2, 96, bias=False) for _ in self.layers)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer, down, up in zip(self.layers, self.down, self.up, strict=True):
+            x = x + torch.tanh(layer(x) + up(down(x)))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stages", [1, *nightly(2)])
+def test_frozen_parameters_in_host_memory_take_the_places_of_two_sections(stages: int, precision: Precision) -> None:
+    setup = setup_of(4, build=Based, micro_batch=1, precision=precision)
+    calibration = nominal_calibration(setup.model.facts)
+    request = PlanRequest(calibration=calibration, workers=stages, stages=stages, global_batch=4, micro_batch=1)
+    here, streamed = (
+        best_plan(request.model_copy(update={"streams_frozen": streams})).each(split_last=0)
+        for streams in (False, True)
+    )
+    assert max(streamed.first.memory_bytes) < 0.8 * max(here.first.memory_bytes)
+    rested = [0] * stages  # what is in a file counts as memory here
+    found = later_peaks(setup, streamed)
+    for session in setup.finished:
+        assert session.current is not None
+        stage = session.current.stage
+        storages = [value.untyped_storage() for value in stage.parameters.values()]
+        files = {each.data_ptr(): each.nbytes() for each in storages if each.filename is not None}
+        rested[stage.index] = sum(files.values())
+    for peak, at_rest, promised in zip(found, rested, streamed.first.memory_bytes, strict=True):
+        assert at_rest
+        assert 0.8 * promised < peak - at_rest < 1.1 * promised
 
 
 class Stack(nn.Module):

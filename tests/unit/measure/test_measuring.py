@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.late import LateStream, LateStreams
+from tests.unit.engine.late import Late, LateStream, LateStreams
 from tests.unit.engine.models import SmallLanguage
 from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.calibration.samples import RingSamples, SectionSamples, Sized
@@ -81,6 +81,26 @@ def test_every_section_of_a_window_is_measured_at_every_size() -> None:
                 assert min(times) > 0
             assert len(each.input_s) == len(each.weight_s)
         assert all(seconds > 0 for _, seconds in (*found.updates, *found.snapshots))
+        assert not found.arrivals, "a CPU computes with what is in its memory"
+
+
+def test_copies_to_a_device_are_measured_of_a_window_and_of_its_smallest_section() -> None:
+    """They are waited for: otherwise parameters of the device would be what late streams leave there."""
+    setup = Setup(SmallLanguage, traffic=Late())
+    found = measure_window(
+        setup.job(),
+        range(len(setup.model.sections)),
+        (1,),
+        beginning=StandIns(setup.model.shapes, setup.beginning),
+        batch=lambda m: setup.source.micro_batch(range(m)).tensors,
+        memory_bytes=None,
+        effort=Thoroughness(0.0),
+    )
+    sizes = {sample.size_bytes for sample in found.arrivals}
+    whole = sum(section.parameter_bytes for section in setup.model.facts.sections)
+    assert len(sizes) == 2
+    assert whole - sum(tied.size_bytes for tied in setup.model.facts.tied) == max(sizes)
+    assert all(sample.seconds > 0 for sample in found.arrivals)
 
 
 def test_a_section_that_does_not_fit_is_refused_with_its_bytes() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from varuna.engine.device.streams import Event, Streams
 
 HOST = torch.device("cpu")
-_ALIGNMENT = 64  # bytes, of tensors in one piece of memory
+_ALIGNMENT = 512  # bytes, of tensors in one piece of memory: as torch's allocators give it, since kernels look at it
 
 
 class Ready(Protocol):
@@ -56,13 +56,11 @@ class HostCopies:
 
     def homes_for(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Memory for longer, in one piece, with the shapes and dtypes of ``values``."""
-        ends = list(accumulate(value.nbytes + -value.nbytes % _ALIGNMENT for value in values))
-        arena = self.arena(ends[-1] if ends else 0)
-        starts = [0, *ends][: len(values)]
-        return [
-            arena[start : start + value.nbytes].view(value.dtype).view(value.shape)
-            for start, value in zip(starts, values, strict=True)
-        ]
+        return laid_out(values, self.arena(size_together(values)))
+
+    def place(self, size_bytes: int) -> Tensor:
+        """Memory of the device for longer, as bytes, that ``over`` writes to."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
 
     def at_rest(self, values: Sequence[Tensor]) -> list[Tensor]:
         """``values``, which are in host memory, where copies can start: themselves, if they can start there."""
@@ -95,9 +93,11 @@ class HostCopies:
         """Values of host memory, for what this thread computes from now on; they may not be written any more."""
         return dict(values)
 
-    def put(self, value: Tensor, source: Tensor) -> None:
-        """Copy host memory, where copies can start, over a value of the device; returns once it is there."""
-        value.copy_(source)
+    def over(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready = DONE) -> Ready:
+        """Copy host memory, where copies can start (second), over values of the device (first), after a ``point``."""
+        for value, source in pairs:
+            value.copy_(source)
+        return DONE
 
     def at_host(self, value: Tensor, after: Ready, room: Callable[[Tensor], Tensor]) -> AbstractContextManager[Tensor]:
         """``value`` in host memory, as it is after a ``point``; what is written there is in ``value`` at the end.
@@ -172,12 +172,21 @@ class StreamCopies(HostCopies):
         self.follow(arrived)
         return dict(zip(values, fetched, strict=True))
 
-    def put(self, value: Tensor, source: Tensor) -> None:
-        """Queue the copy, and wait for it."""
+    def place(self, size_bytes: int) -> Tensor:
+        """Allocate device memory, which computations use as well."""
+        place = self._streams.take(self._up, size_bytes)
+        self._streams.keep(place, self._streams.computing())
+        return place
+
+    def over(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready = DONE) -> Ready:
+        """Queue the copies."""
         streams = self._streams
-        streams.copy(self._up, value, source)
-        streams.keep(value, self._up)
-        streams.mark(self._up).wait()
+        if after is not DONE:
+            streams.follow(self._up, _event(after))
+        for value, source in pairs:
+            streams.copy(self._up, value, source)
+            streams.keep(value, self._up)
+        return streams.mark(self._up)
 
     @contextmanager
     def at_host(self, value: Tensor, after: Ready, room: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
@@ -185,7 +194,21 @@ class StreamCopies(HostCopies):
         host = room(value)
         self.down([(value, host)], after).wait()
         yield host
-        self.put(value, host)
+        self.over([(value, host)]).wait()
+
+
+def size_together(values: Sequence[Tensor]) -> int:
+    """Bytes of one piece of memory for all of them."""
+    return sum(value.nbytes + -value.nbytes % _ALIGNMENT for value in values)
+
+
+def laid_out(values: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
+    """Views of the memory, one behind the other, with the shapes and dtypes of ``values``."""
+    starts = accumulate((value.nbytes + -value.nbytes % _ALIGNMENT for value in values), initial=0)
+    return [
+        memory[start : start + value.nbytes].view(value.dtype).view(value.shape)
+        for start, value in zip(starts, values, strict=False)
+    ]
 
 
 def _event(ready: Ready) -> Event:

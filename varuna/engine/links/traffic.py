@@ -8,6 +8,7 @@ from torch import Tensor
 
 from varuna.core.model import Links
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, StreamCopies
+from varuna.engine.device.mapped_copies import MappedCopies
 from varuna.engine.device.streams import Streams, streams_of
 from varuna.engine.links.gpu_links import GpuTransport
 from varuna.engine.links.nccl import Nccl
@@ -49,6 +50,8 @@ class TransferPaths(NamedTuple):
     """inputs that wait for their R in host memory"""
     state: HostCopies = CPU_COPIES
     """state on its way to another rank, which keeps a copy"""
+    frozen: HostCopies = MappedCopies()
+    """parameters that are not trained, on their way to the section that is next"""
     compresses: bool = True
     """what crosses a line that is waited for, where that is faster"""
 
@@ -67,6 +70,6 @@ def traffic_over(streams: Streams | None, fabric: GpuTransport | None = None) ->
     """Return the traffic over ``streams``."""
     if streams is None:
         return TransferPaths()
-    links, sums, saves, optimizer, stash, state = (StreamCopies(streams) for _ in range(6))
+    links, sums, saves, optimizer, stash, state, frozen = (StreamCopies(streams) for _ in range(7))
     direct = CPU_COPIES if fabric is None else DirectCopies(streams)
-    return TransferPaths(links, sums, streams, saves, direct, fabric, optimizer, stash, state)
+    return TransferPaths(links, sums, streams, saves, direct, fabric, optimizer, stash, state, frozen)

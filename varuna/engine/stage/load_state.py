@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.core.precision import LossScale
+from varuna.engine.device.host_copies import HOST
 from varuna.engine.stage.precision import cast, is_cast
 from varuna.partition.cut.split import SectionGraph
 
@@ -28,6 +29,7 @@ def parameters_of(
     masters_at: torch.device,
     dtypes: Mapping[str, torch.dtype],
     followed: Container[str] = (),
+    streamed: Container[str] = (),
 ) -> dict[str, nn.Parameter]:
     """One parameter per name, in the order of sections; a tied one from the lowest section that is whole, or updated.
 
@@ -42,6 +44,7 @@ def parameters_of(
         masters_at: of those that are updated here.
         dtypes: of those that a run in fp32 keeps in others.
         followed: parameters that ``after_step`` writes: they are fp32, too.
+        streamed: those that stay in host memory.
     """
     lowest: dict[str, int] = {}
 
@@ -57,6 +60,7 @@ def parameters_of(
         trained = name in trainable
         is_updated = trained and lowest[name] in held
         place, kept = (masters_at, torch.float32) if is_updated or name in followed else (device, dtype)
+        place = HOST if name in streamed else place
         value = states[lowest[name]].tensors[f"parameters/{name}"]
         if dtype is torch.float32:
             kept = dtypes.get(name, kept)

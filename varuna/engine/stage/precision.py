@@ -6,7 +6,7 @@ autocast), written anew after each optimizer step.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,22 @@ def unit_near(weight: float) -> float:
 class ComputeCopies:
     """What sections compute with, by parameter: the parameters themselves, or copies in the compute dtype."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        resting: Container[str] = (),
+    ) -> None:
+        """Make the copies, but for parameters that are ``resting`` in host memory, as they are computed with."""
         own = dtype is torch.float32  # each has the dtype that the model gives it
         found = (value.dtype for value in parameters.values() if value.is_floating_point())
         self._is_copy = not own and any(each is not dtype for each in found)
         self._copies: dict[str, Tensor] = (
             {
                 name: cast(value.detach().to(device), dtype).requires_grad_(value.requires_grad)
-                if value.dtype is not dtype
+                if value.dtype is not dtype and name not in resting
                 else value
                 for name, value in parameters.items()
             }

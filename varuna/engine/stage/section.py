@@ -4,7 +4,7 @@ Values are detached at every section boundary, also within a stage, so that a se
 wherever the stage boundaries lie.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from varuna.engine.graphs.direct_calls import direct
 from varuna.engine.graphs.gradient_kernels import without_graph
 from varuna.engine.graphs.run_once import Run, Seeded
 from varuna.engine.graphs.user_place import note_place
+from varuna.engine.stage.frozen_stream import FrozenStream, Pass
 from varuna.engine.stage.tape import Tape, crossing
 from varuna.partition.cut.split import Crossing, SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights
@@ -37,6 +38,8 @@ class Tensors:
     """parameters; a tied one is an alias with a gradient of its own"""
     fixed: tuple[Tensor, ...]
     """buffers, then constants"""
+    stream: FrozenStream | None = None
+    """of those leaves that are not on the device all the time"""
 
 
 class Examples(NamedTuple):
@@ -87,6 +90,7 @@ class SectionRunner:
         self.section = section
         self._note, self._guard = note, guard
         self._tensors = tensors
+        self._stream = tensors.stream if tensors.stream is not None and section.index in tensors.stream else None
         self._halved = halved if compiled is None else None  # a compiled section's backward is one whole
         self.is_compiled = compiled is not None
         self._grad_taken = tuple(crossings[name].differentiable for name in section.takes)
@@ -111,7 +115,7 @@ class SectionRunner:
         """
         seeded = partial(self._seeded, step, micro_batch)
         with torch.no_grad():
-            arguments = self._arguments(self._taken(values), examples)
+            arguments = self._arguments(self._taken(values), examples, "F")
             run = self._run(arguments, examples, seeded) if self._compiled else self._without_graph(arguments)
             with seeded():
                 made = self._noted(self._called(run, arguments), micro_batch)
@@ -138,7 +142,7 @@ class SectionRunner:
             joined: those that it takes with their graph.
         """
         taken = self._taken({**values, **joined}, joined) if joined else self._taken(values)
-        arguments = self._arguments(taken, examples)
+        arguments = self._arguments(taken, examples, "R")
         seeded = partial(self._seeded, step, micro_batch)
         run, pending = self._run(arguments, examples, seeded), None
         if split and self._halved is not None and not examples.sizes:  # a proof for each size would cost too much
@@ -147,7 +151,8 @@ class SectionRunner:
             if (halved := self._halves[examples.size]) is not None:
                 pending = PendingWeights()
                 run, arguments = halved, [pending, *arguments]
-        with _QUIET if torch.is_grad_enabled() else torch.enable_grad(), seeded():
+        saving = _QUIET if self._stream is None else self._stream.saving(self.section.index)
+        with _QUIET if torch.is_grad_enabled() else torch.enable_grad(), saving, seeded():
             made = self._noted(self._called(run, arguments), micro_batch)
         leaves = dict(zip(self.section.takes, taken, strict=True))
         if joined:
@@ -196,11 +201,15 @@ class SectionRunner:
             self._guard(section, micro_batch, results[end:])
         return results[:count]
 
-    def _arguments(self, taken: list[Tensor], examples: Examples) -> list[Any]:
+    def _arguments(self, taken: list[Tensor], examples: Examples, way: Pass) -> list[Any]:
         section = self.section
         inputs = [examples.inputs[key].contiguous() for key in section.inputs]
         size = [examples.size] if section.needs_batch_size else []
-        return [*taken, *inputs, *size, *self._tensors.leaves, *self._tensors.fixed]
+        leaves: Iterable[Tensor] = self._tensors.leaves
+        if self._stream is not None:
+            here = self._stream.at_work(section.index, way)
+            leaves = (here.get(name, leaf) for name, leaf in zip(section.parameters, leaves, strict=True))
+        return [*taken, *inputs, *size, *leaves, *self._tensors.fixed]
 
     def _seeded(self, step: int, micro_batch: int) -> AbstractContextManager[object]:
         """Randomness keyed by (seed, step, global micro-batch, section): the same in F, R and any plan."""

@@ -18,6 +18,7 @@ from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage import following, load_state
 from varuna.engine.stage.buffer_statistics import Statistics
 from varuna.engine.stage.cross_stage import Exchange, LateExchange, LocalExchange, StageExchange, installed
+from varuna.engine.stage.frozen_stream import stream_of, streamed_by
 from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
 from varuna.engine.stage.guards import BranchResults
 from varuna.engine.stage.job import Job
@@ -77,6 +78,7 @@ class Stage:
         self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
         """number of first sections with nothing to train in them or below them: F only, never R or B"""
         graphs = [job.model.sections[section] for section in self.sections]
+        streamed = streamed_by(plan, job.model, self.sections)
         self.parameters = load_state.parameters_of(
             graphs,
             states,
@@ -88,7 +90,9 @@ class Stage:
             masters_at=HOST if job.masters_away else job.device,
             dtypes=job.model.dtypes,
             followed=() if job.model.following is None else job.model.following.written,
+            streamed=streamed,
         )
+        self.stream = stream_of(graphs, self.parameters, streamed, job.traffic.frozen)
         put_marks(self.parameters.items(), job.marks)
         self.buffers = load_state.buffers_of(graphs, states, job.dtype, job.device)
         self.statistics = Statistics(graphs, plan, job.traffic.sums, begun)
@@ -96,7 +100,7 @@ class Stage:
         flats = {} if begun is None else begun.flats
         self._gradients: dict[str, Tensor] = {}  # as the optimizer gets them
         held, tied = dict[int, dict[str, Tensor]](), {parameter.name for parameter in job.model.facts.tied}
-        self._compute = ComputeCopies(self.parameters, job.dtype, job.device)
+        self._compute = ComputeCopies(self.parameters, job.dtype, job.device, resting=streamed)
         for graph in graphs:
             leaves = {
                 name: self._compute[name].detach().requires_grad_() if name in tied else self._compute[name]
@@ -169,7 +173,7 @@ class Stage:
         known = {**buffers, **self.buffers}
         fixed = [known[name] for name in graph.buffers]
         fixed += [model.constants[name].to(job.device) for name in graph.constants]
-        tensors = Tensors(tuple(held[name] for name in graph.parameters), tuple(fixed))
+        tensors = Tensors(tuple(held[name] for name in graph.parameters), tuple(fixed), self.stream)
         crossings = {c.name: c for into in model.split.crossings for c in into}
         return SectionRunner(
             graph,

@@ -224,7 +224,7 @@ class Sums:
             RuntimeError: they are sealed.
         """
         with self.changing():
-            self._copies.put(self._buckets[section].flat, total)
+            self._copies.over([(self._buckets[section].flat, total)]).wait()
             self._reduced.add(section)
 
     @contextmanager

@@ -151,7 +151,11 @@ def _of_plan(request: PlanRequest, split_last: int | None, seed: int) -> Simulat
     micro_batches = len(plan.micro_batches_of(0))
     _check_size(plan.stages, micro_batches)
     trace = simulator.simulate(
-        pipeline_costs(profile(request.calibration, plan.micro_batch), plan, gpus_per_vm=request.vm_size),
+        pipeline_costs(
+            profile(request.calibration, plan.micro_batch, streams_frozen=plan.streams_frozen),
+            plan,
+            gpus_per_vm=request.vm_size,
+        ),
         micro_batches=micro_batches,
         policy=plan.policy,
         stash_limits=plan.first.stash_limits,

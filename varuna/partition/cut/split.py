@@ -216,6 +216,7 @@ class _Builder:
         for kind in self.arguments:
             for node in self.arguments[kind]:
                 self.copies[node] = self.graph.placeholder(node.name)
+                self.copies[node].meta.update({"val": node.meta["val"]} if "val" in node.meta else {})
             if kind == "inputs" and wants_batch_size:
                 self.batch_size = self.graph.placeholder(BATCH_SIZE)
 

@@ -42,6 +42,9 @@ class PlanRequest(Value):
         description="devices have memory of their own: copies of what other workers have lie in that of hosts, and "
         "inputs may wait there for R",
     )
+    streams_frozen: bool = Field(
+        default=False, description="parameters that are not trained rest in host memory; else where nothing else fits"
+    )
     policy: str = Field(default="adaptive", description="schedule policy of the plans")
     objective: Objective = Field(default="time", description="fastest step, or most examples per dollar")
     losses_per_hour: float = Field(
@@ -113,6 +116,13 @@ class PlanRequest(Value):
         """Host memory of a worker: its share of the VM's; None: unlimited."""
         whole = self.calibration.hardware.host_memory_bytes
         return None if whole is None else whole // self.vm_size
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether frozen parameters could rest in host memory, and do not yet."""
+        if self.streams_frozen or (self.limit_bytes is None and not self.classes):
+            return False
+        return any(kind.streamable_bytes for kind in self.calibration.kinds.values())
 
     @property
     def vm_size(self) -> int:

@@ -10,6 +10,7 @@ from varuna.planner.pricing.network import crossings, exchange_s, link_of, reduc
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.sharded_optimizer import sharding_of
 from varuna.planner.pricing.stage_size import Size, crossing_time_s
+from varuna.planner.pricing.streamed import pass_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts
 
 
@@ -137,6 +138,12 @@ class Pricer:
         forward_s = (forward[first_kept] - forward[start]) + (record[stop] - record[first_kept]) + around.forward_s
         recompute_s = self._recompute[first_kept] - self._recompute[start] + around.plain_s
         backward_s = self._backward[stop] - self._backward[start] + around.backward_s
+        input_s = self._input[stop] - self._input[start] + around.backward_s
+        record_s = record[stop] - record[start] + around.forward_s
+        came_s = pass_s(profile, start, stop)  # frozen parameters are read ahead; where they come later, sections wait
+        forward_s, recompute_s, backward_s, input_s, record_s = (
+            max(seconds, came_s) for seconds in (forward_s, recompute_s, backward_s, input_s, record_s)
+        )
         if size.moved:  # copies hide behind computation; where they take longer, R waits for its input
             crossing_s = crossing_time_s(profile, range(start, stop), moved=size.moved, depth=size.depth)
             recompute_s += max(0.0, crossing_s - forward_s - recompute_s - backward_s)
@@ -144,9 +151,9 @@ class Pricer:
             forward_s=forward_s,
             recompute_s=recompute_s,
             backward_s=backward_s,
-            input_s=self._input[stop] - self._input[start] + around.backward_s,
+            input_s=input_s,
             weight_s=self._weight[stop] - self._weight[start] + around.plain_s,
-            record_s=record[stop] - record[start] + around.forward_s,
+            record_s=record_s,
             allreduce_s=self._exposed_reduce_s(start, stop, setting) if setting.rings_s else 0.0,
             line_share=setting.ring_share,
             keeps_all=first_kept == start,

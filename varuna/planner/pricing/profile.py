@@ -82,6 +82,9 @@ class Profile:
     statistics_bytes: SpanSums
     """Of each micro-batch, for buffers: kept until the step is applied."""
     parameter_bytes: SpanSums
+    streamed_bytes: SpanSums
+    """Parameters that rest in host memory, if any do."""
+    most_streamed_bytes: Peaks
     gradient_bytes: SpanSums
     most_gradient_bytes: Peaks
     reduced_bytes: SpanSums
@@ -93,9 +96,9 @@ class Profile:
     work_s: SpanSums
     """Seconds of F and B together."""
     resident_bytes: SpanSums
-    """Parameters, gradients and optimizer state on the GPU."""
+    """Parameters, gradients and optimizer state on the GPU, but for what is streamed."""
     own_bytes: SpanSums
-    """The same without gradients: what a tentative step copies on the GPU."""
+    """The same without gradients and frozen parameters: what a tentative step copies on the GPU."""
     update_bytes: SpanSums
     """Needed while the optimizer updates the section's parameters, beside what is streamed of offloaded state."""
     most_update_bytes: Peaks
@@ -115,8 +118,8 @@ class Profile:
         return len(self.boundary_bytes)
 
 
-def profile(calibration: Calibration, micro_batch: int) -> Profile:
-    """Evaluate each kind once and lay the figures out by section."""
+def profile(calibration: Calibration, micro_batch: int, *, streams_frozen: bool = False) -> Profile:
+    """Evaluate each kind once and lay the figures out by section; frozen parameters may rest in host memory."""
     m, kinds, names = micro_batch, calibration.kinds, calibration.kind_names
 
     def lay(figure: Callable[[SectionKind], float]) -> list[float]:
@@ -130,6 +133,15 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
 
     def optimizer_bytes(kind: SectionKind) -> int:
         return 0 if on_host else kind.optimizer_bytes
+
+    def streamed_bytes(kind: SectionKind) -> int:
+        return kind.streamable_bytes if streams_frozen else 0
+
+    def resident_bytes(kind: SectionKind) -> int:
+        return kind.parameter_bytes - streamed_bytes(kind) + kind.summed_bytes + optimizer_bytes(kind)
+
+    def own_bytes(kind: SectionKind) -> int:
+        return 0 if on_host else kind.parameter_bytes - kind.streamable_bytes + kind.optimizer_bytes
 
     def update_bytes(kind: SectionKind) -> int:
         return 0 if on_host else kind.update_bytes
@@ -169,14 +181,16 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         queued_bytes=queued_bytes,
         statistics_bytes=SpanSums.of(lay(lambda kind: kind.statistics_bytes)),
         parameter_bytes=SpanSums.of(lay(lambda kind: kind.parameter_bytes)),
+        streamed_bytes=SpanSums.of(lay(streamed_bytes)),
+        most_streamed_bytes=Peaks.of(lay(streamed_bytes)),
         gradient_bytes=SpanSums.of(lay(lambda kind: kind.summed_bytes)),
         most_gradient_bytes=Peaks.of(lay(lambda kind: kind.summed_bytes)),
         reduced_bytes=SpanSums.of(lay(_reduced_bytes)),
         optimizer_bytes=SpanSums.of(lay(optimizer_bytes)),
         state_bytes=SpanSums.of(lay(lambda kind: kind.parameter_bytes + kind.optimizer_bytes)),
         work_s=SpanSums.of(lay(lambda kind: kind.at(kind.forward_s, m) + trained(kind, kind.backward_s))),
-        resident_bytes=SpanSums.of(lay(lambda kind: kind.parameter_bytes + kind.summed_bytes + optimizer_bytes(kind))),
-        own_bytes=SpanSums.of(lay(lambda kind: 0 if on_host else kind.parameter_bytes + kind.optimizer_bytes)),
+        resident_bytes=SpanSums.of(lay(resident_bytes)),
+        own_bytes=SpanSums.of(lay(own_bytes)),
         update_bytes=SpanSums.of(lay(update_bytes)),
         most_update_bytes=Peaks.of(lay(update_bytes)),
         host_bytes=SpanSums.of(lay(lambda kind: kind.optimizer_bytes if on_host else 0)),

@@ -23,8 +23,9 @@ def spanning_costs(plan: Plan, known_of: Callable[[str], Calibration], *, gpus_p
 
     def alone(name: str, own: Sequence[int] | None = None) -> PipelineCosts:
         known = known_of(name)
+        figures = profile(known, plan.micro_batch, streams_frozen=plan.streams_frozen)
         vm_size = gpus_per_vm or known.hardware.gpus_per_vm
-        return pipeline_costs(profile(known, plan.micro_batch), plan, gpus_per_vm=vm_size, own=own)
+        return pipeline_costs(figures, plan, gpus_per_vm=vm_size, own=own)
 
     if not plan.first.stage_classes:
         return alone(plan.first.device_class)

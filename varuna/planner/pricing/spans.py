@@ -9,6 +9,7 @@ from typing import NamedTuple
 from varuna.planner.pricing.pinned import pinned_bytes
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.sharded_optimizer import UNSHARDED, Sharding, sharding_of
+from varuna.planner.pricing.streamed import are_streamed, on_device_bytes
 from varuna.schedule.buffers import ACTIVATIONS_COMING, GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD
 
 
@@ -136,7 +137,7 @@ class Spans:
         if stop - start > self._tied_span:
             state -= sum(self.counted_twice(start, stop))
         state += self.copied_sums(start, stop) + self.statistics(start, stop) - self.lent(start, stop)
-        state += self.staged(start, stop)
+        state += self.staged(start, stop) + on_device_bytes(self.profile, start, stop)
         free = limit - state
         if state + self.update(start, stop, copies) > limit or self.host_bytes(start, stop, copies) > host_limit:
             return _NONE
@@ -335,8 +336,13 @@ class Spans:
         return int(min(self._streamed_bytes, self.profile.state_bytes.over(range(start, stop))))
 
     def host_bytes(self, start: int, stop: int, copies: bool) -> int:
-        """What lasts of a stage in host memory beside a device: offloaded state, its copy, and what is pinned."""
+        """What lasts of a stage in host memory beside a device: offloaded state, its copy, and what is pinned.
+
+        Without a device, parameters that are streamed rest in a file.
+        """
         pinned = pinned_bytes(self.profile, range(start, stop), self._saving) if self._saving else 0
+        if self._saving and are_streamed(self.profile, start, stop):
+            pinned += int(self.profile.streamed_bytes.over(range(start, stop)))
         return self._offloaded(start, stop, copies) + pinned
 
     def _offloaded(self, start: int, stop: int, copies: bool) -> int:
@@ -382,7 +388,8 @@ class Spans:
         profile = self.profile
         for tied in self._tied:
             for index in [section for section in tied.sections if start <= section < stop][1:]:
-                parameters += tied.size_bytes
+                if profile.streamed_bytes.values[index] < tied.size_bytes:  # else each section has its own in a place
+                    parameters += tied.size_bytes
                 if (
                     profile.trainable_bytes[index] and not self.sharding(start, stop).absent_state
                 ):  # its share of the section's optimizer state

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.spans import Spans
+from varuna.planner.pricing.streamed import on_device_bytes, pass_s
 from varuna.schedule.buffers import STASH_IN_TRANSIT
 
 
@@ -38,6 +39,7 @@ class StageBytes:
     """The parts of a stage's memory at its peak, in bytes."""
 
     parameters: int
+    """With places for those that are streamed."""
     gradients: int
     """One accumulator per section, also for tied parameters: a morph may part the sections.
 
@@ -73,8 +75,8 @@ class StageBytes:
     staged: int = 0
     """Offloaded state on its way through a GPU: memory that torch keeps for the stream of its copies."""
     host: int = 0
-    """Offloaded optimizer state, its copy, what is pinned, and inputs that wait there: in host memory, no part of
-    ``total``.
+    """Offloaded optimizer state, its copy, frozen parameters, what is pinned, and inputs that wait there: in host
+    memory, no part of ``total``.
     """
 
     @property
@@ -145,11 +147,14 @@ class Sizer:
             depth, first_kept, moved = self._fit(stage, start, stop, self._wanted[stage])
             if not depth:
                 return float("inf")
-        work = self._work
-        whole_s = work[stop] - work[start]
+        work, forward = self._work, self._profile.forward_s.before
+        whole_s, came_s = work[stop] - work[start], pass_s(self._profile, start, stop)
+        if came_s:  # parameters come once more for each pass
+            forward_s = forward[stop] - forward[start]
+            whole_s = max(forward_s, came_s) + max(whole_s - forward_s, came_s)
         if not self._recomputes[stage]:
             return whole_s
-        whole_s += self._recompute[first_kept] - self._recompute[start]
+        whole_s += max(self._recompute[first_kept] - self._recompute[start], came_s)
         return max(whole_s, self._crossing_s(start, stop, moved, depth)) if moved else whole_s
 
     def _crossing_s(self, start: int, stop: int, moved: int, depth: int) -> float:
@@ -257,7 +262,8 @@ class Sizer:
         """
         profile, spans, span = self._profile, self._spans, range(start, stop)
         twice_parameters, twice_optimizer = spans.counted_twice(start, stop)
-        parameters = int(profile.parameter_bytes.over(span)) - twice_parameters
+        parameters = int(profile.parameter_bytes.over(span) - profile.streamed_bytes.over(span)) - twice_parameters
+        parameters += on_device_bytes(profile, start, stop)
         optimizer = int(profile.optimizer_bytes.over(span)) - twice_optimizer - spans.lent(start, stop)
         kept = int(profile.activation_bytes.over(range(stop - size.kept, stop)))
         held = int(spans.held(start, stop - size.kept, stop))

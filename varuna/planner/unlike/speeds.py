@@ -17,7 +17,7 @@ from varuna.planner.pricing.profile import profile
 
 def with_speeds(plan: Plan, request: PlanRequest) -> Simulated:
     """The plan with as many replicas as make it best, each with its speed."""
-    figures = profile(request.calibration, plan.micro_batch)
+    figures = profile(request.calibration, plan.micro_batch, streams_frozen=plan.streams_frozen)
     tried = [
         simulated(pipeline_costs(figures, each, gpus_per_vm=request.vm_size), each) for each in _tries(plan, request)
     ]
