@@ -1,4 +1,4 @@
-"""Writes examples/calibrations/: models of the paper, and Llama-3 405B, on the machines of ``machines.py``.
+"""Writes examples/calibrations/: models of the paper, Llama-3 405B, and adapters, on the machines of ``machines.py``.
 
 python -m benchmarks.paper.calibrations
 """
@@ -6,7 +6,7 @@ python -m benchmarks.paper.calibrations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.paper.machines import H100, V100, Machine
+from benchmarks.paper.machines import H100, RTX_4090, V100, Machine
 from varuna.calibration.file import write_calibration
 from varuna.calibration.format import Calibration, ModelIdentity, OptimizerCosts, SectionKind, SectionRun
 from varuna.core.model import TiedParameter
@@ -30,16 +30,27 @@ class Transformer:
     """three matrices of it, not two"""
     key_value_share: float = 1.0
     """heads of keys and values against heads of queries"""
+    queries: int = 0
+    """width of all heads of queries; 0: hidden"""
+    experts: int = 1
+    active_experts: int = 1
+    mlp_activations: int = 21
+    """bytes per token and unit of the hidden width"""
+    adapter_rank: int = 0
+    """of adapters of attention's matrices, which alone are trained; 0: all is trained"""
     tied: bool = True
 
     @property
     def attention_parameters(self) -> int:
-        return int(self.hidden**2 * (2 + 2 * self.key_value_share)) + 6 * self.hidden
+        return int(self.hidden * self._queries * (2 + 2 * self.key_value_share)) + 6 * self.hidden
+
+    @property
+    def adapter_parameters(self) -> int:
+        return int(self.adapter_rank * (4 * self.hidden + 2 * self._queries * (1 + self.key_value_share)))
 
     @property
     def mlp_parameters(self) -> int:
-        inner = self.feed_forward or 4 * self.hidden
-        return (3 if self.gated else 2) * self.hidden * inner + 7 * self.hidden
+        return self._mlp_parameters(self.experts)
 
     @property
     def embedding_parameters(self) -> int:
@@ -61,11 +72,20 @@ class Transformer:
 
     @property
     def mlp_flops(self) -> float:
-        return 2.0 * self.sequence * self.mlp_parameters
+        return 2.0 * self.sequence * self._mlp_parameters(self.active_experts)
 
     @property
     def head_flops(self) -> float:
         return 2.0 * self.sequence * self.embedding_parameters
+
+    @property
+    def _queries(self) -> int:
+        return self.queries or self.hidden
+
+    def _mlp_parameters(self, experts: int) -> int:
+        inner = self.feed_forward or 4 * self.hidden
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return experts * (3 if self.gated else 2) * self.hidden * inner + router + 7 * self.hidden
 
 
 GPT2 = {
@@ -83,6 +103,32 @@ LLAMA3_405B = Transformer(
     feed_forward=53248,
     gated=True,
     key_value_share=1 / 16,
+    tied=False,
+)
+LLAMA3_70B_LORA = Transformer(
+    name="llama3.1-70b, LoRA",
+    layers=80,
+    hidden=8192,
+    vocabulary=128256,
+    feed_forward=28672,
+    gated=True,
+    key_value_share=1 / 8,
+    adapter_rank=16,
+    tied=False,
+)
+QWEN3_235B_LORA = Transformer(
+    name="qwen3-235b-a22b, LoRA",
+    layers=94,
+    hidden=4096,
+    vocabulary=151936,
+    feed_forward=1536,
+    gated=True,
+    key_value_share=1 / 16,
+    queries=8192,
+    experts=128,
+    active_experts=8,
+    mlp_activations=50,
+    adapter_rank=16,
     tied=False,
 )
 BERT_LARGE = Transformer(name="bert-large", layers=24, hidden=1024, sequence=512, vocabulary=30522)
@@ -109,7 +155,12 @@ def calibrate(
         "parameters": model.attention_parameters,
         "activations": 13 * unit,
     }
-    mlp = {"flops": model.mlp_flops, "fixed_s": half, "parameters": model.mlp_parameters, "activations": 21 * unit}
+    mlp = {
+        "flops": model.mlp_flops,
+        "fixed_s": half,
+        "parameters": model.mlp_parameters,
+        "activations": model.mlp_activations * unit,
+    }
     layer = {key: attention[key] + mlp[key] for key in attention}
     middle = [("layer", layer)] if whole_layers else [("attention", attention), ("mlp", mlp)]
     kinds = {
@@ -153,6 +204,7 @@ def calibrate(
         action_s=machine.action_s,
         optimizer=optimizer or machine.optimizer,
         snapshot_bytes_per_s=machine.snapshot_bytes_per_s,
+        to_device_bytes_per_s=machine.to_device_bytes_per_s,
     )
 
 
@@ -183,6 +235,30 @@ def _kind(
     )
 
 
+def adapted(whole: Calibration, model: Transformer) -> Calibration:
+    """The calibration of a model of which only adapters of attention's matrices are trained, in fp32, by Adam.
+
+    B is as long as F: it makes gradients of inputs, not of weights.
+    """
+    own_bytes = {"attention": 4 * model.adapter_parameters}
+    kinds = {
+        name: kind.model_copy(
+            update={
+                "gradient_free": name == "embedding",
+                "backward_s": kind.forward_s,
+                "input_s": (),
+                "weight_s": (),
+                "parameter_bytes": kind.parameter_bytes + own_bytes.get(name, 0),
+                "trainable_bytes": own_bytes.get(name, 0),
+                "optimizer_bytes": 2 * own_bytes.get(name, 0),
+            }
+        )
+        for name, kind in whole.kinds.items()
+    }
+    identity = whole.model.model_copy(update={"precision": "bf16, adapters in fp32"})
+    return whole.model_copy(update={"kinds": kinds, "model": identity})
+
+
 def _round(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
@@ -205,6 +281,8 @@ def shipped() -> dict[str, Calibration]:
     found |= {f"gpt2-{size}-h100": calibrate(GPT2[size], H100) for size in ("2.5b", "8.3b", "20b", "200b")}
     largest = calibrate(LLAMA3_405B, H100, optimizer=ON_HOST_H100)
     found["llama3-405b-h100"] = largest.model_copy(update={"notes": (*largest.notes, _NOTE_H100)})
+    for name, model in (("llama3.1-70b", LLAMA3_70B_LORA), ("qwen3-235b-a22b", QWEN3_235B_LORA)):
+        found[f"{name}-lora-4090"] = adapted(calibrate(model, RTX_4090), model)
     return found
 
 

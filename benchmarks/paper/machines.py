@@ -23,6 +23,7 @@ class Machine:
     action_s: float = 0.0005
     optimizer: OptimizerCosts
     snapshot_bytes_per_s: float
+    to_device_bytes_per_s: float | None = None
     notes: tuple[str, ...]
 
 
@@ -166,5 +167,36 @@ H100 = Machine(
         "Activations: 34 s h bytes per layer and example (Korthikanti et al. 2022), attention matrices not stored; "
         "head: logits in bf16 and fp32. State: 16 bytes per parameter (2 + 2 gradient + 12 optimizer).",
         "Optimizer at 1.2 TB/s of 3.35 TB/s HBM; snapshots at 25 GB/s over PCIe 5.0. Price 2.5 $/h: assumption.",
+    ),
+)
+
+# 24,564 MiB; the cards of one machine cannot write to each other's memory, so messages pass through its host's.
+RTX_4090 = Machine(
+    hardware=Hardware(
+        name="RTX 4090 24GB, 8 in a machine",
+        memory_bytes=25_757_000_000,
+        reserved_bytes=1_000_000_000,
+        gpus_per_vm=8,
+        price_per_hour=0.35,
+    ),
+    flops_per_s=70e12,
+    layer_s=0.0003,
+    within_vm=NetworkCosts(
+        link=Link(latency_s=0.0001, bytes_per_s=8e9), rings=(Ring(latency_s=0.0001, bytes_per_s=5e9),)
+    ),
+    across_vms=NetworkCosts(
+        link=Link(latency_s=0.0003, bytes_per_s=1.1e9, jitter=Jitter(mean_s=0.002)),
+        rings=(Ring(latency_s=0.0003, bytes_per_s=0.47e9),),
+    ),
+    optimizer=OptimizerCosts(fixed_s=0.1, bytes_per_s=0.4e12),
+    snapshot_bytes_per_s=12e9,
+    to_device_bytes_per_s=20e9,
+    notes=(
+        "Written by benchmarks/paper/calibrations.py from constants; nothing in this file was measured by us.",
+        "Compute 70 TFLOP/s in bf16: 42 % of 165 (sums in fp32). Fixed 0.3 ms per layer. Sequences of 1,024 tokens.",
+        "Host memory to a card 20 GB/s of 32 (PCIe 4.0 x16), also while the other cards of the machine copy; between "
+        "cards 8 GB/s, through host memory; between machines 10 Gb/s Ethernet. Price 0.35 $/h. All assumptions.",
+        "Adapters of rank 16 beside attention's matrices, in fp32 with Adam; all else is frozen, in bf16. R = B = F.",
+        "Activations: 34 s h bytes per layer and example, of experts 63 s h; head: logits in bf16 and fp32.",
     ),
 )

@@ -34,6 +34,8 @@ def test_a_shipped_calibration_is_small_says_where_it_comes_from_and_is_written_
         ("gpt2-200b-v100", 200),
         ("gpt2-200b-h100", 200),
         ("llama3-405b-h100", 405),
+        ("llama3.1-70b-lora-4090", 70.6),
+        ("qwen3-235b-a22b-lora-4090", 235),
     ],
 )
 def test_a_model_has_the_parameters_of_its_name(name: str, billions: float) -> None:
