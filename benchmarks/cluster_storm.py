@@ -1,4 +1,4 @@
-"""A seeded storm over a cluster: cables, freezes, kills, machines that are wrong, full disks, floods, slow lines.
+"""A seeded storm over a cluster: cables, freezes, kills, wrong machines, full and read-only disks, lies, slow lines.
 
     python -m benchmarks.cluster_storm [--seconds 300] [--seed 0]
 
@@ -6,8 +6,8 @@
 an object store live in network namespaces of their own; real `varuna manager` and `varuna agent` processes train
 benchmarks/elastic_job.py. One fault at a time lasts up to 12 s; afterwards 5 new steps must be recorded within a bound.
 In the end every loss is compared with that of one undisturbed process, the sample ledger is audited, `varuna doctor`
-looks at the run, and no process may be left. Exit code 1 if anything is wrong. Needs root, ip, tc and unshare; without
-nft no packets are lost at random.
+looks at the run, no process may be left, and no manager or agent may have met an internal error. Exit code 1 if
+not. Needs root, ip, tc and unshare; without nft no packets are lost at random.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,8 @@ BOUND_S = 150.0
 """From the end of a fault to 5 new steps."""
 LONGEST_S = 12.0
 _DISK_BYTES = 64 << 20
+_FAULT = re.compile(r'internal error|^ *File ".*/varuna/(?:fleet|cli)/')
+"""What a manager or an agent says of a fault of its own; tracebacks of workers have no such lines."""
 _VARUNA = (sys.executable, "-m", "varuna.cli.main")
 
 
@@ -58,15 +61,17 @@ class Storm:
         self.faults: list[str] = []
         self._read = threading.Event()
         self._read.set()
-        (folder / "disk").mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", folder / "disk"], check=True)
+        self.disks = {"manager": folder / "disk", **{name: folder / name for name in MACHINES}}
+        for disk in self.disks.values():
+            disk.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", disk], check=True)
 
     # -- processes -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Everything, up to the first steps."""
         address = self.network.addresses["store"]
-        serve = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", str(S3_PORT)]
+        serve = [sys.executable, "-m", "benchmarks.lying_bucket", str(S3_PORT), str(self._faults_of("store"))]
         self._start("store", "store", serve)
         self._environment = {
             "AWS_ENDPOINT_URL": f"http://{address}:{S3_PORT}",
@@ -85,12 +90,15 @@ class Storm:
 
     def start_manager(self) -> None:
         """Also again, in the same folder."""
+        self._begin_manager()
+        self._until((self.run_dir / "access.json").exists)
+        self._until(lambda: self._inside("manager", [*_VARUNA, "status", "--run", str(self.run_dir), "--json"]))
+
+    def _begin_manager(self) -> None:
         where = ["--host", "0.0.0.0", "--port", str(MANAGER_PORT), "--advertise", self.network.addresses["manager"]]
         shape = ["--workers", "4", "--stages", "2", "--run-dir", str(self.run_dir), "--json-log", str(self.log)]
         process = self._start("manager", "manager", [*_VARUNA, "manager", *where, *shape], reads=True)
         threading.Thread(target=self._drain, args=(process,), daemon=True).start()
-        self._until((self.run_dir / "access.json").exists)
-        self._until(lambda: self._inside("manager", [*_VARUNA, "status", "--run", str(self.run_dir), "--json"]))
 
     def start_agent(self, name: str, token: str = "varuna://kept") -> None:
         """Also again: its folder knows who it is."""
@@ -171,7 +179,8 @@ class Storm:
         acts = [
             self.cable, self.two_cables, self.frozen, self.worker_frozen, self.worker_killed, self.machine_killed,
             self.manager_killed, self.log_cut, self.disk_full, self.unread, self.wrong_machine,
-            self.wrong_newcomer, self.silent_pair, self.slow_line, self.flood,
+            self.wrong_newcomer, self.silent_pair, self.slow_line, self.flood, self.workers_killed, self.lying_bucket,
+            self.disk_read_only,
         ]  # fmt: skip
         acts += [] if why_not("nft") else [self.lossy]
         end_s = time.monotonic() + seconds
@@ -236,6 +245,15 @@ class Storm:
         yield str(pid)
 
     @contextlib.contextmanager
+    def workers_killed(self) -> Iterator[str]:
+        """All at once, so that what the bucket has is read."""
+        pids = self._workers()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        yield " ".join(map(str, pids))
+
+    @contextlib.contextmanager
     def machine_killed(self) -> Iterator[str]:
         """An agent and its worker; the machine comes back."""
         name = self.choose.choice(MACHINES)
@@ -260,12 +278,13 @@ class Storm:
 
     @contextlib.contextmanager
     def disk_full(self) -> Iterator[str]:
-        """Under the journal and the logs."""
-        ballast = self.folder / "disk" / "ballast"
+        """Under the journal and the logs, or under what an agent knows."""
+        host = self.choose.choice(sorted(self.disks))
+        ballast = self.disks[host] / "ballast"
         with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
             while file.write(bytes(1 << 16)):
                 pass
-        yield ""
+        yield host
         ballast.unlink()
 
     @contextlib.contextmanager
@@ -274,6 +293,31 @@ class Storm:
         host, kind = self.choose.choice(MACHINES), self.choose.choice(("disk", "driver"))
         with self._told(host, kind):
             yield f"{kind} of {host}"
+
+    @contextlib.contextmanager
+    def lying_bucket(self) -> Iterator[str]:
+        """It loses what it says that it has, or gives back something else, or is busy; at times it is read, too."""
+        kind, is_read = self.choose.choice(("forgets", "changes", "busy")), self.choose.random() < 0.5
+        with self._told("store", kind), self.workers_killed() if is_read else contextlib.nullcontext():
+            yield f"{kind}, all workers killed" if is_read else kind
+
+    @contextlib.contextmanager
+    def disk_read_only(self) -> Iterator[str]:
+        """A manager or an agent comes back, and its disk takes no writes, as after an error of its file system."""
+        host = self.choose.choice(sorted(self.disks))
+        name = "manager" if host == "manager" else f"agent {host}"
+        self._kill(name)
+        self._until(lambda: self._remount(host, "ro"))
+        (self._begin_manager if host == "manager" else partial(self.start_agent, host))()
+        yield host
+        self._kill(name)
+        self._until(lambda: self._remount(host, "rw"))
+        (self.start_manager if host == "manager" else partial(self.start_agent, host))()
+
+    def _remount(self, host: str, how: str) -> bool:
+        """Whether its disk is so now: not while a process that is being killed still has files open."""
+        done = subprocess.run(["mount", "-o", f"remount,{how}", self.disks[host]], capture_output=True)
+        return done.returncode == 0
 
     @contextlib.contextmanager
     def flood(self) -> Iterator[str]:
@@ -340,10 +384,17 @@ class Storm:
 
     def _worker(self) -> int:
         """Some process of the job."""
-        found = [
-            pid for pid in processes_with(str(JOB)) if b"\0agent\0" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        return self.choose.choice(sorted(found))
+        return self.choose.choice(self._workers())
+
+    def _workers(self) -> list[int]:
+        found, mark = list[int](), f"STORM_FAULTS={self.folder}/".encode()  # not those of another storm
+        for pid in processes_with(str(JOB)):
+            with contextlib.suppress(OSError):
+                process = Path(f"/proc/{pid}")
+                is_agent = b"\0agent\0" in (process / "cmdline").read_bytes()
+                if not is_agent and mark in (process / "environ").read_bytes():
+                    found.append(pid)
+        return sorted(found)
 
     def _kill(self, name: str) -> None:
         process = self.processes[name]
@@ -359,6 +410,9 @@ class Storm:
         said = subprocess.run(full, env=self._env("manager"), capture_output=True, text=True, timeout=60).stdout
         doctor = json.loads(said)
         self.faults += [f"doctor: {f['subject']}: {f['text']}" for f in doctor["findings"] if f["level"] == "fault"]
+        for path in sorted(self.folder.glob("*.err")):
+            lines = path.read_text(errors="replace").splitlines()
+            self.faults += [f"{path.stem} said: {line[:300]}" for line in lines if _FAULT.search(line)]
         self.command("stop")
         try:
             code = self.processes["manager"].wait(BOUND_S)
@@ -376,7 +430,8 @@ class Storm:
                     process.wait(0 if name == "store" else 30)  # agents end with the run
             self._kill(name)
         self.network.close()
-        subprocess.run(["umount", "--lazy", self.folder / "disk"], check=False)
+        for disk in self.disks.values():
+            subprocess.run(["umount", "--lazy", disk], check=False)
 
 
 def main() -> None:
@@ -398,7 +453,7 @@ def main() -> None:
         storm.finish()
         ledger = audit(read_events(storm.run_dir))
         rows = {row["step"]: row["loss"] for row in json_log(storm.log)}
-        remaining = [] if storm.faults else _left_over(f"{storm.folder}/")
+        remaining = [] if storm.faults else _left_over(f"{storm.folder}/", storm.processes["store"].pid)
     expected = undisturbed(len(rows))
     worst = max(
         (abs(rows[step] - expected[step]) / abs(expected[step]) for step in expected if step in rows), default=1.0
@@ -425,11 +480,11 @@ def main() -> None:
     raise SystemExit(1 if faults else 0)
 
 
-def _left_over(mark: str) -> list[int]:
+def _left_over(mark: str, store: int) -> list[int]:
     """After agents had time to end."""
     deadline_s = time.monotonic() + 30
     while time.monotonic() < deadline_s:
-        found = [pid for pid in processes_with(mark) if b"moto" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        found = [pid for pid in processes_with(mark) if pid != store]
         if not found:
             return []
         time.sleep(0.5)
