@@ -110,3 +110,15 @@ def test_a_worker_with_another_model_is_still_found_out() -> None:
 
     with pytest.raises(VarunaError, match=r"was refused: its job\.model\.digest is"):
         run(script, workers=2, stages=1)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_worker_with_other_samples_than_the_run_is_refused_though_it_has_as_many(stages: int) -> None:
+    datasets = [Tokens(), Tokens(padded=True)]
+
+    def script() -> None:
+        for _ in Trainer(SmallLanguage, datasets.pop(), adamw, 8, micro_batch=2).steps(1):
+            pass
+
+    with pytest.raises(VarunaError, match="was refused: its dataset has other samples than the run's"):
+        run(script, workers=2, stages=stages)

@@ -136,6 +136,10 @@ def _difference(hello: Hello, job: JobFacts, version: str) -> Objection | None:
             "earlier training of the script must be the same on a worker that comes later: keep those results in "
             "what state= names, or ask trainer.evaluate after the loop"
         )
+    if field == "job.first_samples":
+        return Objection("its dataset has other samples than the run's: give all machines the same data")
+    if field == "job.torch":
+        return Objection(f"it has torch {theirs}, but the run {ours}: other versions round differently")
     return Objection(f"its {field} is {theirs!r}, but the run's is {ours!r}")
 
 
