@@ -35,8 +35,8 @@ def note_fault(transition: Transition, name: str, fault: DeviceFault) -> None:
 def note_error(transition: Transition, name: str, text: str, *, exit_code: int, detail: str) -> None:
     """Note that a worker ended by an error of its own code, which another machine may not meet.
 
-    Before the first step, where all workers are on one machine, and where the same step has failed before, in another
-    generation or on another machine, the run ends.
+    The run ends before its first step, where all workers are on one machine, and where the same step has failed before:
+    on another machine, or on this one, if no generation since then has done without it.
 
     Args:
         transition: of the event.
@@ -50,7 +50,7 @@ def note_error(transition: Transition, name: str, text: str, *, exit_code: int, 
     again = [
         (other, seen)
         for other, seen in fleet.broken.items()
-        if seen.may_be_code and seen.step == step and (other != device or seen.generation < fleet.generation)
+        if seen.may_be_code and seen.step == step and (other != device or _is_needed(fleet, worker.node, seen))
     ]
     is_alone = not fleet.config.elastic or all(each.node == worker.node for each in fleet.workers.values())
     if again or is_alone or fleet.recorded_step < 0:
@@ -65,6 +65,12 @@ def note_error(transition: Transition, name: str, text: str, *, exit_code: int, 
     )
     _rest(transition, name, device, device, text, may_be_code=True)
     transition.lose(name, text.removeprefix(f"worker {name} "), kill=True)
+
+
+def _is_needed(fleet: Fleet, node: str, seen: BrokenDevice) -> bool:
+    """Whether every generation after a failure had a worker of its machine: then the run may fail there for ever."""
+    later, there = [each for each in fleet.history if each.generation > seen.generation], fleet.workers.on(node)
+    return bool(later) and not any(each.ranks.keys().isdisjoint(there) for each in later)
 
 
 def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:

@@ -8,7 +8,7 @@ from tests.unit.fleet.support import Driver, two_stages
 from varuna.core.devices import ClassSize, DeviceFacts, DeviceFault
 from varuna.core.messages import Failed, Leaving, Suspect
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.inputs import WorkerExited, WorkerSpawned
+from varuna.fleet.state.inputs import MorphRequested, WorkerExited, WorkerSpawned
 from varuna.fleet.state.outputs import Ask, EndRun, Kill, Spawn
 from varuna.fleet.state.phases import Running
 from varuna.fleet.state.questions import WhichPlan
@@ -399,6 +399,23 @@ def test_workers_of_one_machine_that_fail_together_say_no_more_than_one_and_once
     goes_on(driver)
     raises(driver, "w0")
     assert len(ends(driver)) == 1
+
+
+@pytest.mark.parametrize("spared", [True, False])
+def test_a_machine_that_fails_again_in_a_long_step_ends_the_run_unless_a_generation_did_without_it(
+    spared: bool,
+) -> None:
+    driver = on_vms(node_of=lambda worker: "a" if worker in ("w1", "w9") else worker)
+    raises(driver, "w1")
+    if spared:
+        goes_on(driver)
+    driver.feed(WorkerSpawned("w9", "a"))
+    driver.hello("w9")
+    driver.feed(MorphRequested("the machine is back"))
+    goes_on(driver)
+    assert "w9" in driver.fleet.members
+    raises(driver, "w9")
+    assert bool(ends(driver)) != spared
 
 
 @pytest.mark.parametrize("driver", [on_machines(), on_vms(node_of=lambda worker: "a")])
