@@ -116,6 +116,7 @@ class Session:
         self._shown, self._cut_check = ShownSteps(membership.shown, job.device), cut_check
         self.heartbeat = Heartbeat(self.standing, job.compiler, self._shown.recent, membership)
         self._is_sound, self._patience = True, patience  # the newest step was finite
+        self._odd_step = -1  # the newest that was not, and runs again
         self.current: Generation | None = None
         self._assignment: Assignment | None = None  # of the newest stage
 
@@ -430,6 +431,13 @@ class Session:
         check_measured(vector, self._loop.mark, layout=layout, plan=stage.plan)
         check_written(vector, self._loop.written, layout=layout, plan=stage.plan, rank=generation.assignment.rank)
         if stage.job.stops_at_nan and not overflowed(stage.job.dtype, totals):  # the loss scale has an answer to that
+            if not is_finite(totals) and self._membership.survives and self._odd_step != step:
+                self._odd_step = step
+                stage.sums.distrust()
+                raise LinkError(
+                    f"step {step} has loss {totals.loss:.6g} and gradient norm {totals.grad_norm:.6g}. A machine may "
+                    "have erred, so nothing of it is applied, and it runs again from the beginning"
+                )
             check_finite(totals, vector, layout=layout, source=self._setting.source, plan=stage.plan, step=step)
 
     def _flags(self, generation: Generation, step: int) -> dict[str, float]:

@@ -26,8 +26,14 @@ class Line(nn.Module):
 class Rows:
     """Row 21 is damaged: far enough that steps before it are applied."""
 
+    def __init__(self, times: int = 1000) -> None:
+        self.times = times
+        """it is read with its damage"""
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.full((4,), math.nan if index == 21 else 0.1 * (1 + index % 7))}
+        is_damaged = index == 21 and self.times > 0
+        self.times -= is_damaged
+        return {"x": torch.full((4,), math.nan if is_damaged else 0.1 * (1 + index % 7))}
 
 
 def sgd(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -47,6 +53,20 @@ def test_the_samples_are_named_and_the_newest_checkpoint_is_a_good_one() -> None
         run(lambda: script(store), workers=4, stages=2)
     folders = sorted({name.split("/")[0] for verb, name in store.seen if verb == "create" and name.startswith("step-")})
     assert "step-00000001" <= folders[-1] <= "step-00000005"
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_step_that_was_not_finite_once_runs_again_and_is_the_step_of_a_machine_that_did_not_err(workers: int) -> None:
+    def losses(rows: Rows) -> Sequence[float]:
+        def train() -> None:
+            for _ in varuna.Trainer(Line, rows, sgd, 4, micro_batch=2).steps(8):
+                pass
+
+        return run(train, workers=workers, stages=min(workers, 2)).losses
+
+    erring = Rows(times=1)
+    assert losses(erring) == pytest.approx(losses(Rows(times=0)), rel=1e-6)
+    assert erring.times == 0
 
 
 @pytest.mark.nightly
