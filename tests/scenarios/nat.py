@@ -19,12 +19,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from typing import TypeVar
 
 from tests.scenarios.network import NAMESPACE
 
+T = TypeVar("T")
 PRIVATE = "192.168.0.2"
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x40000000, 1
@@ -69,7 +71,7 @@ class Hosts:
         try:
             for name, host in hosts.items():
                 self._holders[name] = _hold()
-                devices.append(_device(self._namespace(name)))
+                devices.append(self.inside(name, _device))
                 for command in (
                     f"address add {host.own}/32 dev eth0",
                     "link set eth0 up",
@@ -90,6 +92,10 @@ class Hosts:
     def environment(self, host: str) -> dict[str, str]:
         """For a process that lives there."""
         return {NAMESPACE: self._namespace(host)}
+
+    def inside(self, host: str, make: Callable[[], T]) -> T:
+        """Make a socket, or the like, that is there; in this process."""
+        return _inside(self._namespace(host), make)
 
     def close(self) -> None:
         """Every process in it should be gone."""
@@ -121,22 +127,26 @@ def _hold() -> "subprocess.Popen[bytes]":
     return holder
 
 
-def _device(namespace: str) -> int:
-    """A device in a namespace: made by a thread that is there, and read from here."""
-    made: list[int] = []
+def _inside(namespace: str, make: Callable[[], T]) -> T:
+    """Make something on a thread that is in a namespace; sockets and devices stay there."""
+    made: list[T] = []
 
-    def make() -> None:
+    def enter() -> None:
         with open(namespace) as entrance:
             assert _libc.setns(entrance.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-        device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _IFF_TUN | _IFF_NO_PI))
-        made.append(device)
+        made.append(make())
 
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=enter)
     thread.start()
     thread.join(10.0)
-    assert made, "there is no TUN device"
+    assert made, f"nothing was made in {namespace}"
     return made[0]
+
+
+def _device() -> int:
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _IFF_TUN | _IFF_NO_PI))
+    return device
 
 
 # -- the router, a program of its own -------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from torch import Tensor
 from varuna.core.times import Compressed
 from varuna.engine.base.codec import HEADER_BYTES, PLAIN, Codec, Damaged, check, read_header
 from varuna.engine.base.coding import LARGE_BYTES, Coding
+from varuna.process.far_lines import suit_far_line
 from varuna.process.threads import start
 
 SILENT_S = 30.0
@@ -183,6 +184,7 @@ class Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if silent_s is not None and hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silent_s))
+        suit_far_line(connected)
         self._socket, self._peer, self._rank = connected, peer, rank
         self._lock = threading.Lock()
         self._under_way: set[Work] = set()

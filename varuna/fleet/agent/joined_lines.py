@@ -5,6 +5,8 @@ import socket
 import threading
 from collections.abc import Callable
 
+from varuna.process.far_lines import suit_far_line
+
 _AT_ONCE_BYTES = 2**18
 _SILENT_S = 30
 """An end that has taken nothing for so long is gone; also seconds without a sign of life of an idle one."""
@@ -86,6 +88,7 @@ def _watch(connected: socket.socket) -> None:
     connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    suit_far_line(connected)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_USER_TIMEOUT", 1000 * _SILENT_S)):
         if hasattr(socket, name):  # Linux
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
