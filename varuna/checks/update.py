@@ -205,10 +205,11 @@ class UpdateCheck:
 
     @cached_property
     def _sections(self) -> list[list[str]]:
-        """Trainable parameters by their owners, without sections that have none."""
+        """Trainable parameters that the loss uses by their owners, without sections that have none."""
+        used = {name for section in self.model.sections for name in section.parameters}
         found: dict[int, list[str]] = {}
         for name in self.model.shapes:
-            if name in self.model.trainable:
+            if name in self.model.trainable and name in used:
                 found.setdefault(self.model.owner_of(name), []).append(name)
         return [found[section] for section in sorted(found)]
 

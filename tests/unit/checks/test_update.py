@@ -79,6 +79,21 @@ def test_updates_that_every_plan_makes_alike_pass(given: dict[str, Any]) -> None
     found.of_stages()
 
 
+class WithSpare(SmallLanguage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("given", [{}, {"before_step": noise}, SILENT["noise in the optimizer"]])
+def test_parameters_that_the_loss_does_not_use_are_no_matter_of_the_update(given: dict[str, Any]) -> None:
+    found = UpdateCheck(**{"model": Setup(build=WithSpare).model, "optimizer": sgd, **given})
+    found.of_names()
+    found.of_zero_grad()
+    found.of_moves()
+    found.of_stages()
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
