@@ -97,7 +97,8 @@ def test_a_step_blocks_the_host_and_launches_no_more_than_this() -> None:
     found = measured(64, 2, 128, precision="bf16").step
     assert found.launches <= 1283, found
     assert found.stream_syncs + found.device_syncs <= 1, found
-    assert (found.reads, found.pageable_reads) <= (2, 1), found  # losses, once all actions are done, and the norms
+    assert found.reads <= 5, found
+    assert found.pageable_reads <= 1, found  # the norms; losses come while the next action runs
     assert found.mallocs == 0, found
 
 

@@ -176,7 +176,7 @@ class EvaluationRun:
         return (), arrived
 
     def _losses(self, chunk: Sequence[int]) -> list[list[float]]:
-        losses = Losses(len(chunk), self.stage.job.traffic.sums)
+        losses = Losses(len(chunk), self.stage.job.traffic.links)
         for micro_batch in chunk:
             made, arrived = self.forward(micro_batch)
             if self.stage.is_last:

@@ -24,12 +24,19 @@ class Ready(Protocol):
     def wait(self) -> None:
         """Block this thread until it is finished."""
 
+    def passed(self) -> bool:
+        """Whether it is finished."""
+
 
 class Done:
     """A ``Ready`` that is already finished."""
 
     def wait(self) -> None:
         """Return at once."""
+
+    def passed(self) -> bool:
+        """Return true."""
+        return True
 
 
 DONE = Done()

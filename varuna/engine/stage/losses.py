@@ -1,11 +1,13 @@
 """What micro-batches say about the loss: sums, because means of micro-batches must not be averaged.
 
-To read a number from a GPU waits for it, and meanwhile nothing is launched. So what a GPU computed stays there until
-the vote, in one table; how much a micro-batch counts, which its backward needs, is counted on the host.
+To read a number from a GPU waits for it, and meanwhile nothing is launched. So what a GPU computed comes to the host by
+itself, and nobody waits for it before the vote; how much a micro-batch counts, which its backward needs, is counted on
+the host.
 """
 
 import threading
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from varuna.core.errors import DataError
 from varuna.core.sums import MicroBatchLoss
 from varuna.data.nest import nested
 from varuna.data.samples import MicroBatch
-from varuna.engine.device.host_copies import CPU_COPIES, DONE, HOST, HostCopies, Ready
+from varuna.engine.device.host_copies import CPU_COPIES, HOST, HostCopies, Ready
 from varuna.engine.stage.section import Examples
 from varuna.partition.batch_weight import WeightFunction, counted_targets
 from varuna.partition.model import PartitionedModel
@@ -98,35 +100,29 @@ class Losses:
         """
         self._rows, self._copies, self._lock = rows, copies, threading.Lock()
         self._known = {each.micro_batch: list(each.values) for each in known}
-        self._added: list[tuple[int, LossSums]] = []
-        self._read = 0
-        """so many of them are known"""
-        self._table: Tensor | None = None
-        self._last: Ready = DONE
-        """until then the last row is not there"""
+        self._added: list[tuple[int, LossSums, Ready]] = []
+        self._table = torch.empty(0)
 
     def add(self, micro_batch: int, sums: LossSums) -> None:
-        """Add what a micro-batch says, by the thread that computes."""
-        results = [value.detach().reshape(()).double() for value in sums.results]
-        if self._table is None:
-            self._table = results[0].new_empty(self._rows, len(results))
-        torch.stack(results, out=self._table[len(self._added)])
+        """Add what a micro-batch says, by the thread that computes; it is on its way to the host then."""
+        row = torch.stack([value.detach().reshape(()).double() for value in sums.results])
+        if not self._table.numel():
+            self._table = self._copies.room(self._rows * row.nbytes).view(row.dtype).view(self._rows, -1)
+        there = self._copies.down([(row, self._table[len(self._added)])])
         with self._lock:
-            self._added.append((micro_batch, sums._replace(results=())))
-            self._last = self._copies.point()
+            self._added.append((micro_batch, sums._replace(results=()), there))
 
-    def numbers(self) -> dict[int, list[float]]:
-        """[weighted loss, weight, metric sums...] of each micro-batch so far; waits for a GPU, without the lock."""
+    def numbers(self, *, now: bool = False) -> dict[int, list[float]]:
+        """[weighted loss, weight, metric sums...] of each micro-batch so far.
+
+        Args:
+            now: without waiting for a GPU, which may hang: of those that are on the host.
+        """
         with self._lock:
-            first, added, last = self._read, self._added[self._read :], self._last
-        found = dict[int, list[float]]()
-        if added:
-            assert self._table is not None
-            rows = self._table[first : first + len(added)]
-            room = self._copies.room_for(rows)
-            self._copies.down([(rows, room)], last).wait()
-            found = {number: sums.numbers(row) for (number, sums), row in zip(added, room.tolist(), strict=True)}
-        with self._lock:
-            self._known.update(found)
-            self._read = max(self._read, first + len(added))
-            return dict(self._known)
+            added = list(self._added)
+        if now:
+            added = list(takewhile(lambda each: each[2].passed(), added))
+        elif added:
+            added[-1][2].wait()  # they come in order
+        rows = self._table[: len(added)].tolist()
+        return self._known | {number: sums.numbers(row) for (number, sums, _), row in zip(added, rows, strict=True)}

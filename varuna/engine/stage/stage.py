@@ -109,7 +109,7 @@ class Stage:
             }
             self.buckets[graph.index] = Bucket(leaves, job.device, flats.get(graph.index))
             held[graph.index] = {**{name: self._compute[name] for name in graph.parameters}, **leaves}
-        self.work = StepShare(plan, replica, next_step, begun, job.traffic.sums)
+        self.work = StepShare(plan, replica, next_step, begun, job.traffic.links)
         self.sums = Sums(self.buckets, plan, begun, outlast=job.sums_outlast, copies=job.traffic.sums)
         self.variants = [
             [self._runner(model, section, held[section], job.buffers, job.compiler) for section in self.sections]

@@ -364,8 +364,8 @@ class StepShare:
 
     @property
     def known(self) -> tuple[MicroBatchLoss, ...]:
-        """All losses of the step that are known here."""
+        """All losses of the step that are known here, whatever a GPU does."""
         found = {each.micro_batch: each for each in self._told}
-        for number, values in (*enumerate(self._shared), *self.losses.numbers().items()):
+        for number, values in (*enumerate(self._shared), *self.losses.numbers(now=True).items()):
             found[number] = MicroBatchLoss(micro_batch=number, values=tuple(values))
         return tuple(found[number] for number in sorted(found))

@@ -181,6 +181,9 @@ class Later:
         if not self.done.wait(10):
             raise RuntimeError("an illegal memory access was encountered")
 
+    def passed(self) -> bool:
+        return self.done.is_set()
+
 
 def test_messages_that_are_not_ready_are_sent_in_order_once_they_are() -> None:
     groups = connected(2)
@@ -199,7 +202,7 @@ def test_messages_that_are_not_ready_are_sent_in_order_once_they_are() -> None:
 
 
 def test_a_device_that_fails_under_a_message_is_not_taken_for_a_broken_link() -> None:
-    class Failed:
+    class Failed(Later):
         def wait(self) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
 

@@ -44,6 +44,9 @@ class Point:
         assert self._gate.wait(20)
         self.inner.wait()
 
+    def passed(self) -> bool:
+        return self._gate.is_set() and self.inner.passed()
+
 
 class Gated(StreamCopies):
     """Keeps a writer from hurrying copies that the next update should wait for."""
