@@ -413,7 +413,8 @@ class Storm:
         for path in sorted(self.folder.glob("*.err")):
             lines = path.read_text(errors="replace").splitlines()
             self.faults += [f"{path.stem} said: {line[:300]}" for line in lines if _FAULT.search(line)]
-        self.command("stop")
+        with contextlib.suppress(subprocess.CalledProcessError):  # it has ended, which the log says
+            self.command("stop")
         try:
             code = self.processes["manager"].wait(BOUND_S)
         except subprocess.TimeoutExpired:

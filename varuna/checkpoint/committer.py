@@ -6,6 +6,7 @@ Whatever goes wrong costs a checkpoint and is said aloud; neither training nor l
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable
 
 from varuna.checkpoint.collector import Collector, Gathered
@@ -36,8 +37,8 @@ from varuna.store.retry import impatient, writer_id
 
 SETTLE_BOUND_S = 120.0
 """Bound on the wait for pending commits before the newest checkpoint is looked up."""
-SHOWN_AGAIN_S = 5.0
-"""Between two looks at a store that does not show what this run has committed."""
+SHOWN_AGAIN_S, DOUBTED_S = 5.0, 300.0
+"""Between two looks at a store that does not show what this run has committed, and for how long damage is doubted."""
 _LOOK_S = 30.0
 """A store has so long to show what was just committed."""
 
@@ -98,23 +99,23 @@ class CheckpointCommitter:
         """The newest checkpoint that can be used, and warnings about newer ones; None before the first.
 
         A store that shows nothing of what this run has committed (a mount that went away, a listing that lags) is
-        waited for like one that does not answer: the run would go back for nothing, to step 0 perhaps. With ``waits``
-        false, nobody needs the state, and the next call looks for the same one.
+        waited for like one that does not answer: the run would go back for nothing, to step 0 perhaps. One in which
+        nothing is intact any more gets ``DOUBTED_S``: it may err. With ``waits`` false, nobody needs the state, and the
+        next call looks for the same one.
 
         Raises:
             CheckpointError: none is intact, or the newest is of another job.
         """
         self.settle()
         self._is_unneeded.clear()
-        found = newest_intact(self.store)
-        is_hidden, is_told = self._hides(found), False
-        while is_hidden and waits and not self._is_unneeded.is_set():
+        deadline_s, is_told = time.monotonic() + DOUBTED_S, False
+        found, doubt = self._look(deadline_s)
+        while doubt and waits and not self._is_unneeded.is_set():
             if not is_told:
-                self._warn(self._hidden())
+                self._warn(doubt)
                 is_told = True
             self._is_unneeded.wait(SHOWN_AGAIN_S)
-            found = newest_intact(self.store)
-            is_hidden = self._hides(found)
+            found, doubt = self._look(deadline_s)
         if found is not None:
             check_compatible(found[0], self._job)
             if found[0].run_id != self._run_id:
@@ -123,7 +124,7 @@ class CheckpointCommitter:
             self._collector.passed(found[0].step)
         with self._changed:
             newest = -1 if found is None else found[0].step
-            if not is_hidden:
+            if not doubt:
                 self._committed_step = self._reached_step = newest
             if found is not None and (self._proven is None or newest < self._proven) and not self._job.rescues:
                 self._proven = newest
@@ -134,6 +135,18 @@ class CheckpointCommitter:
     def stop_waiting(self) -> None:
         """Let ``newest`` return what the store shows, since nobody needs more; any thread may call it."""
         self._is_unneeded.set()
+
+    def _look(self, deadline_s: float) -> tuple[tuple[Manifest, list[str]] | None, str]:
+        """What the store shows now, and why to look again; empty: there is no reason."""
+        try:
+            found = newest_intact(self.store)
+        except DamagedCheckpoint as error:
+            step = self.committed_step
+            is_over = self._closed.is_set() or time.monotonic() > deadline_s
+            if step < 0 or is_over or self._job.rescues or look(self.store, step).is_damaged:
+                raise
+            return None, f"{error} This run has committed it, so the store is looked at for five minutes: it may err."
+        return found, self._hidden() if self._hides(found) else ""
 
     def _hides(self, found: tuple[Manifest, list[str]] | None) -> bool:
         """Whether the store has lost sight of the newest checkpoint of this run: damage it would show."""

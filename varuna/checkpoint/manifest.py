@@ -218,7 +218,7 @@ def newest_intact(store: Store) -> tuple[Manifest, list[str]] | None:
     None if there never was a complete checkpoint: only then may a run start from zero.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is intact.
+        DamagedCheckpoint: there are checkpoints, but none is intact.
         StoreError: the store cannot be read.
     """
     warnings: list[str] = []
@@ -230,7 +230,7 @@ def newest_intact(store: Store) -> tuple[Manifest, list[str]] | None:
         except (DamagedCheckpoint, ObjectMissing) as error:
             warnings.append(f"the checkpoint of step {folder.step} cannot be used: {error}")
     if warnings:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"no checkpoint in {store.url} is intact.\n  "
             + "\n  ".join(warnings)
             + f"\nRestore the named files from a copy, or start afresh with {START_AFRESH}, which moves them aside."

@@ -14,7 +14,7 @@ from tests.waiting import wait_for
 from varuna.checkpoint import committer
 from varuna.checkpoint.committer import CheckpointCommitter
 from varuna.checkpoint.manifest import mark_damaged, read_manifest, survey
-from varuna.core.errors import ObjectMissing
+from varuna.core.errors import DamagedCheckpoint, ObjectMissing
 from varuna.store.base import Entry, Store
 from varuna.store.opening import keep_in_memory, open_store
 from varuna.testing.stores import HookedStore
@@ -254,6 +254,59 @@ def test_an_empty_folder_does_not_send_a_run_back(
     look()
     assert found == [6, 3]
     assert len(warnings) == 1
+    keep.close()
+
+
+class LyingStore(HookedStore):
+    """Returns something else than what is there, for a while."""
+
+    lies = False
+
+    def get(self, name: str) -> bytes:
+        found = super().get(name)
+        return found[::-1] if self.lies and name.startswith("step-") else found
+
+
+def test_a_store_that_damages_all_it_is_asked_for_does_not_end_a_run_at_once(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("varuna.checkpoint.committer.SHOWN_AGAIN_S", 0.01)
+    store = LyingStore(open_store(place))
+    warnings: list[str] = []
+    keep = kept_twice(store, place, warnings)
+    store.lies = True
+    assert keep.newest(waits=False) is None  # nobody needs it yet
+    found: list[int] = []
+
+    def look() -> None:
+        newest = keep.newest()
+        found.append(-1 if newest is None else newest[0].step)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    wait_for(lambda: bool(warnings), 10)
+    assert "step-00000006/manifest.json is damaged" in warnings[0]
+    assert "it may err" in warnings[0]
+    assert found == []
+    store.lies = False
+    looking.join(10)
+    assert (found, len(warnings)) == ([6], 1)
+    keep.close()
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_damage_that_lasts_or_that_somebody_has_marked_is_believed(
+    place: str, monkeypatch: pytest.MonkeyPatch, is_marked: bool
+) -> None:
+    monkeypatch.setattr("varuna.checkpoint.committer.SHOWN_AGAIN_S", 0.01)
+    monkeypatch.setattr("varuna.checkpoint.committer.DOUBTED_S", 100.0 if is_marked else 0.1)
+    store = LyingStore(open_store(place))
+    keep = kept_twice(store, place, [])
+    if is_marked:
+        mark_damaged(store, 6, "somebody says so")
+    store.lies = True
+    with pytest.raises(DamagedCheckpoint, match=r"no checkpoint in .* is intact"):
+        keep.newest()
     keep.close()
 
 
