@@ -177,6 +177,11 @@ def _conclude_error(transition: Transition, name: str, text: str, exit_code: int
     """Go on without a worker that failed, as long as that may be the matter of its machine alone; else end the run."""
     if _is_outsider(transition.fleet, name):
         transition.do_without(name, f"{text}. {_WITHOUT}{detail}")
+    elif _is_dispensable(transition.fleet, name):
+        transition.notice(
+            f"{text}. Its machine may be to blame: rank 0 runs the script to its end{detail}", warning=True
+        )
+        transition.part_with(name)
     elif transition.fleet.workers[name].standing is WorkerStatus.LEFT:
         transition.forget(name)
         transition.end(exit_code, text + detail, worker=name)
@@ -185,6 +190,14 @@ def _conclude_error(transition: Transition, name: str, text: str, exit_code: int
 
 
 _WITHOUT = "The run trains without it: look at what this machine lacks (packages, mounts, drivers)"
+
+
+def _is_dispensable(fleet: Fleet, name: str) -> bool:
+    """Whether a worker has left its loop, and rank 0 runs the script to its end on another machine, or has done so."""
+    worker, main = fleet.workers[name], fleet.workers.get(fleet.members[0]) if fleet.members else None
+    return worker.standing is WorkerStatus.LEFT and (
+        fleet.main_ended or (main is not None and main.node != worker.node)
+    )
 
 
 def _is_outsider(fleet: Fleet, name: str) -> bool:

@@ -373,6 +373,25 @@ def test_a_step_that_fails_again_on_another_machine_ends_the_run(second: str) ->
     assert text.endswith("Traceback of it")
 
 
+@pytest.mark.parametrize("how", ["raises", "exits", "loses its disk"])
+def test_behind_its_loop_a_worker_may_fail_as_long_as_rank_0_runs_the_script_on_another_machine(how: str) -> None:
+    driver = on_vms(2)
+    driver.leave("w0", "w1")
+    match how:
+        case "raises":
+            raises(driver, "w1")
+        case "exits":
+            driver.kill("w1", 3, WRONG)
+            driver.wait(driver.fleet.config.exit_grace_s + 1)
+        case _:
+            machine_fails(driver, "w1")
+    assert not ends(driver)
+    assert any("Its machine may be to blame: rank 0" in event.text for event in driver.told(Notice) if event.warning)
+    driver.kill("w0", 0)
+    driver.wait(driver.fleet.config.exit_grace_s + 1)
+    assert driver.end == EndRun(0, "2 steps done")
+
+
 def test_ranks_that_fail_together_end_the_run_at_once() -> None:
     driver = on_vms()
     raises(driver, "w1")
