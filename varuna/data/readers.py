@@ -17,11 +17,11 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from varuna.core.errors import DataError, UsageError
 from varuna.data.micro_batch import MicroBatch
@@ -45,15 +45,9 @@ class SampleRequest(NamedTuple):
 class Reader:
     """One process, as the one that trains sees it."""
 
-    def __init__(self, name: str, link: "Connection[Any, Any]", died: Callable[[], str]) -> None:
-        """Take over a process.
-
-        Args:
-            name: for messages.
-            link: to it.
-            died: how it ended, once its end of the link is closed; with what to do about it.
-        """
-        self.name, self.link, self._died = name, link, died
+    def __init__(self, name: str, link: "Connection[Any, Any]", process: ForkProcess) -> None:
+        """Take over a process, which has a name for messages, and the other end of a link."""
+        self.name, self.link, self._process = name, link, process
         self.reading: list[tuple[int, ...]] = []
         """positions of what was asked for and not fetched; all but the last are of nobody's interest any more"""
 
@@ -67,7 +61,7 @@ class Reader:
         try:
             self.link.send(tuple(ask))
         except LOST as error:
-            raise self._lost() from error
+            self._lost(error)
 
     def fetch(self) -> MicroBatch | BaseException:
         """Wait for what was asked for last; what its reading raised comes in its place.
@@ -82,12 +76,26 @@ class Reader:
                 if not self.reading:
                     return found
         except LOST as error:
-            raise self._lost() from error
+            self._lost(error)
 
-    def _lost(self) -> DataError:
+    def _lost(self, error: Exception) -> NoReturn:
+        """Say how it ended, now that its end of the link is closed, and what to do about it.
+
+        Raises:
+            DataError: because of its memory, if the system has killed it as it kills workers for that.
+        """
+        self._process.join(_END_S)
+        code, memory = self._process.exitcode, ""
+        how = "closed its connection"
+        if code is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         at = f" It was reading positions {list(self.reading[-1])} of the run." if self.reading else ""
-        how, _, advice = self._died().partition(". ")
-        return DataError(f"{self.name}, which reads samples, {how}.{at} {advice}".rstrip())
+        if code == -signal.SIGKILL:
+            memory, error = " The machine may be out of memory: see dmesg.", MemoryError(f"a reader {how}")
+        raise DataError(
+            f"{self.name}, which reads samples, {how}.{at}{memory} Run the script with num_workers=0 to see where it "
+            "fails, or with fewer of them if memory is short."
+        ) from error
 
 
 class InThread:
@@ -215,20 +223,7 @@ def _start(read: Read, name: str) -> tuple[Reader, ForkProcess]:
     with forking():
         process.start()
     its.close()
-    return Reader(f"{name} (process {process.pid})", mine, lambda: _died(process)), process
-
-
-def _died(process: ForkProcess) -> str:
-    process.join(_END_S)
-    code = process.exitcode
-    how = "closed its connection"
-    if code is not None:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    memory = "The machine may be out of memory: see dmesg. " if code == -signal.SIGKILL else ""
-    return (
-        f"{how}. {memory}Run the script with num_workers=0 to see where it fails, or with fewer of them if memory "
-        "is short."
-    )
+    return Reader(f"{name} (process {process.pid})", mine, process), process
 
 
 def _end(readers: Sequence[Reader], processes: Sequence[ForkProcess]) -> None:

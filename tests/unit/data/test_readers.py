@@ -116,7 +116,8 @@ def test_a_process_that_dies_is_named_and_nothing_hangs(source: SampleSource, de
     dead = deliveries.next()[2]
     assert isinstance(dead, DataError)
     assert "reader 2 of 2 (process " in str(dead)
-    assert "killed by SIGKILL. It was reading positions [103]" in str(dead)
+    assert "killed by SIGKILL. It was reading positions [103] of the run. The machine may be out of memory" in str(dead)
+    assert isinstance(dead.__cause__, MemoryError)
     loader.taken()
     loader.taken()
     assert deliveries.next()[2].indices == (2,)

@@ -30,12 +30,12 @@ _BREAKS = ("EXECUTION_FAILED", "INTERNAL_ERROR", "MAPPING_ERROR", "NOT_INITIALIZ
 _MACHINES = frozenset(
     getattr(errno, name)
     for name in (
-        *("EIO", "ENXIO", "ENODEV", "ENOSPC", "EDQUOT", "EROFS", "ESTALE", "EREMOTEIO", "EUCLEAN"),
+        *("EIO", "ENXIO", "ENODEV", "ENOMEM", "ENOSPC", "EDQUOT", "EROFS", "ESTALE", "EREMOTEIO", "EUCLEAN"),
         *("ETIMEDOUT", "ECONNRESET", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "ENETUNREACH", "ENETDOWN"),
     )
     if hasattr(errno, name)
 )
-"""Of disks, mounts and networks: what the code asked for was right, and may be had elsewhere."""
+"""Of disks, mounts, networks and host memory: what the code asked for was right, and may be had elsewhere."""
 
 
 class Kind(Enum):
@@ -81,8 +81,9 @@ def in_words(fault: DeviceFault) -> str:
     """What a fault means for whoever sees it without a manager."""
     if fault.of_machine:
         return (
-            "This machine has failed, not the script, unless others fail in the same place. Look at its disks, mounts "
-            "and network (df, mount, dmesg), then start the same command again. `varuna run` and agents go on without."
+            "This machine has failed, not the script, unless others fail in the same place. Look at its disks, mounts, "
+            "memory and network (df, mount, dmesg), then start the same command again. `varuna run` and agents go on "
+            "without."
         )
     where = f"GPU {fault.device}" if fault.device else "The GPU"
     if fault.is_memory:
@@ -106,6 +107,8 @@ def _own_kind(error: BaseException) -> Kind | None:
         return Kind.BROKEN
     if isinstance(error, torch.OutOfMemoryError):
         return Kind.FULL
+    if isinstance(error, MemoryError):
+        return Kind.MACHINE
     if isinstance(error, OSError):
         return Kind.MACHINE if error.errno in _MACHINES else None
     if not isinstance(error, RuntimeError):
@@ -114,6 +117,8 @@ def _own_kind(error: BaseException) -> Kind | None:
     if status := _LIBRARY.search(text):
         said = status[1] or status[2]
         return Kind.FULL if said == "ALLOC_FAILED" else Kind.BROKEN if said in _BREAKS else Kind.USERS
+    if "DefaultCPUAllocator" in text:
+        return Kind.MACHINE
     if not (isinstance(error, _ACCELERATOR) or text.startswith("CUDA error")):
         return None
     number = getattr(error, "error_code", None)

@@ -52,8 +52,7 @@ def note_error(transition: Transition, name: str, text: str, *, exit_code: int, 
         for other, seen in fleet.broken.items()
         if seen.may_be_code and seen.step == step and (other != device or _is_needed(fleet, worker.node, seen))
     ]
-    is_alone = not fleet.config.elastic or all(each.node == worker.node for each in fleet.workers.values())
-    if again or is_alone or fleet.recorded_step < 0:
+    if again or not fleet.config.elastic or is_only_machine(fleet, worker.node) or fleet.recorded_step < 0:
         before = f" Step {step} had failed on {again[0][0]} before: {again[0][1].error}" if again else ""
         transition.forget(name)
         transition.end(exit_code, f"{text}{before}{detail}", worker=name)
@@ -65,6 +64,11 @@ def note_error(transition: Transition, name: str, text: str, *, exit_code: int, 
     )
     _rest(transition, name, device, device, text, may_be_code=True)
     transition.lose(name, text.removeprefix(f"worker {name} "), kill=True)
+
+
+def is_only_machine(fleet: Fleet, node: str) -> bool:
+    """Whether there is no worker on any other machine."""
+    return all(each.node == node for each in fleet.workers.values())
 
 
 def _is_needed(fleet: Fleet, node: str, seen: BrokenDevice) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from varuna.core.messages import Failed
 from varuna.fleet.machine.commit import commit, judge, press, record_votes
-from varuna.fleet.machine.device_faults import note_error, note_fault
+from varuna.fleet.machine.device_faults import is_only_machine, note_error, note_fault
 from varuna.fleet.machine.leases import is_gone, return_patience_s
 from varuna.fleet.machine.outcome import outcome, steps_made
 from varuna.fleet.machine.transition import Transition
@@ -48,9 +48,13 @@ def note_failed(transition: Transition, name: str, failed: Failed) -> None:
 
     Once it is through with its steps, there is nobody else who could finish its script.
     """
-    standing = transition.fleet.workers[name].standing
-    if failed.fault is not None and standing not in (WorkerStatus.LEFT, WorkerStatus.DISMISSED):
-        note_fault(transition, name, failed.fault)
+    fleet, worker = transition.fleet, transition.fleet.workers[name]
+    standing, fault = worker.standing, failed.fault
+    is_hopeless = (
+        fault is not None and fault.of_machine and not _has_begun(fleet) and is_only_machine(fleet, worker.node)
+    )
+    if fault is not None and standing not in (WorkerStatus.LEFT, WorkerStatus.DISMISSED) and not is_hopeless:
+        note_fault(transition, name, fault)
     elif standing is not WorkerStatus.DISMISSED:
         text = f"worker {_title(transition.fleet, name)} failed: {failed.summary}"
         _conclude_error(transition, name, text, failed.exit_code, f"\n{failed.traceback}".rstrip())
@@ -202,9 +206,12 @@ def _is_dispensable(fleet: Fleet, name: str) -> bool:
 
 def _is_outsider(fleet: Fleet, name: str) -> bool:
     """Whether a worker never had a seat in a run that has done a step: so the script works, if not where it is."""
-    has_begun = fleet.recorded_step >= 0 or bool(fleet.trainings)
     has_trained = fleet.workers[name].trained or any(name in record.ranks for record in fleet.history)
-    return has_begun and not has_trained
+    return _has_begun(fleet) and not has_trained
+
+
+def _has_begun(fleet: Fleet) -> bool:
+    return fleet.recorded_step >= 0 or bool(fleet.trainings)
 
 
 def finish_if_all_left(transition: Transition) -> None:

@@ -105,6 +105,18 @@ def test_a_fault_is_told_in_words() -> None:
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("a reader was killed by SIGKILL"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_host_without_memory_is_the_machines_matter(error: Exception) -> None:
+    assert kind_of(error) is Kind.MACHINE
+
+
+@pytest.mark.parametrize(
     "number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS, errno.ETIMEDOUT, errno.ENOTCONN]
 )
 def test_a_disk_a_mount_or_a_network_that_fails_is_the_machines_matter(number: int) -> None:
@@ -114,7 +126,7 @@ def test_a_disk_a_mount_or_a_network_that_fails_is_the_machines_matter(number: i
     assert fault is not None
     assert (fault.of_machine, fault.is_memory, fault.device) == (True, False, "")
     assert "'/data/x'" in fault.error
-    assert "Look at its disks, mounts and network" in in_words(fault)
+    assert "Look at its disks, mounts, memory and network" in in_words(fault)
 
 
 def test_what_a_script_asks_for_wrongly_is_its_own_matter(tmp_path: Path) -> None:

@@ -253,6 +253,15 @@ def test_a_disk_that_fails_loses_the_worker_and_its_machine_rests() -> None:
     assert [each.count for each in spawned(driver)] == [4, 1]
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_before_the_first_step_a_machine_that_fails_ends_the_run_if_there_is_no_other(together: bool) -> None:
+    driver = Gpus(FleetConfig(workers=2), plan=two_stages, node_of=lambda worker: "a" if together else worker)
+    driver.gather()
+    machine_fails(driver, "w1")
+    ended = [each.text for each in driver.done if isinstance(each, EndRun)]
+    assert ended == ([f"worker w1 (rank 1, generation 0) failed: {EIO}\nT"] if together else [])
+
+
 def test_the_same_error_on_two_machines_one_after_the_other_in_a_step_ends_the_run() -> None:
     driver = on_machines()
     machine_fails(driver, "w1")
