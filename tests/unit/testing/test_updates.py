@@ -1,5 +1,6 @@
 """What an update keeps beside parameters, draws and needs of others: the same in every plan, or refused."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +76,29 @@ def test_what_an_update_draws_depends_on_no_plan(given: dict[str, Any], tmp_path
 
 
 class Faulty(torch.optim.SGD):
-    """On one of two replicas, it writes one other bit into one parameter."""
+    """On one of two replicas, it writes one other bit into one parameter, or NaN in the third step."""
 
-    made = 0
+    made, value = 0, 0.0
 
     def __init__(self, parameters: list[Any]) -> None:
         super().__init__(parameters, lr=0.1)
-        self.is_faulty = Faulty.made == 1
+        self.is_faulty, self.steps = Faulty.made == 1, 0
         Faulty.made += 1
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         biases: list[Tensor] = [p for p in self.param_groups[0]["params"] if p.dim() == 1]
-        if self.is_faulty:
+        self.steps += 1
+        if self.is_faulty and not Faulty.value:
             biases[1].view(torch.int32)[3] ^= 1
+        elif self.is_faulty and self.steps == 3:
+            biases[1][3] = Faulty.value
 
 
-def test_replicas_that_are_not_alike_end_the_run_with_the_parameters_name() -> None:
-    Faulty.made = 0
+@pytest.mark.parametrize("value", [0.0, math.nan])
+def test_replicas_that_are_not_alike_end_the_run_with_the_parameters_name(value: float) -> None:
+    Faulty.made, Faulty.value = 0, value
     with pytest.raises(WorkerError, match=r"replicas of section \d+ hold different values of layers\.1\.bias\."):
         Setup(optimizer=lambda named: Faulty(values(named))).run(1, 2, 4)
 

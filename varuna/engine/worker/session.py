@@ -438,6 +438,8 @@ class Session:
                     f"step {step} has loss {totals.loss:.6g} and gradient norm {totals.grad_norm:.6g}. A machine may "
                     "have erred, so nothing of it is applied, and it runs again from the beginning"
                 )
+            if not is_finite(totals) and generation.plan.replicas > 1:
+                generation.comparison.run(step)  # the memory of one may have changed
             check_finite(totals, vector, layout=layout, source=self._setting.source, plan=stage.plan, step=step)
 
     def _flags(self, generation: Generation, step: int) -> dict[str, float]:
