@@ -3,13 +3,11 @@
 Two worker processes of `varuna run` train GPT-2 in two stages (P = 2, D = 1), so that each keeps a copy of the other
 one's state. Within one run, blocks of steps with copies alternate with blocks without and with a second kind without,
 whose ratio is the noise. Wall time is that of a step on the main rank; CPU time is that of all threads of both
-workers, which a busy machine disturbs less.
+workers, which a busy machine disturbs less. Means are compared, since most steps begin no copy.
 
-    python -m benchmarks.copy_cost [--width 512] [--micro-batches 48] [--blocks 8] [--steps 4] [--json]
-    python -m benchmarks.copy_cost --every-few --micro-batches 4 --steps 40
+    python -m benchmarks.copy_cost [--width 512] [--micro-batches 4] [--blocks 8] [--steps 40] [--json]
 
-Copies are made in every step, or every few steps (memory checkpoints), of which blocks must have several. There, means
-are compared, since most steps have none.
+A block must be long enough for several copies.
 """
 
 import argparse
@@ -53,19 +51,17 @@ def train(options: argparse.Namespace) -> None:
 
     import varuna
     from benchmarks.engine_overhead import Tokens
-    from varuna.engine.copies.memory_checkpoints import CheckpointCopies
-    from varuna.schedule.copy_pace import CopyPace
+    from varuna.engine.copies.memory_checkpoints import CheckpointMaker
 
-    mode, flags, made = [MODES[0]], CheckpointCopies.flags, [0]
+    mode, flags, made = [MODES[0]], CheckpointMaker.flags, [0]
 
-    def flags_in_mode(copies: CheckpointCopies) -> dict[str, float]:
-        said = flags(copies)
+    def flags_in_mode(maker: CheckpointMaker) -> dict[str, float]:
+        said = flags(maker)
         keeps = said["keep"] * (mode[0] == "with")
         made[0] += bool(keeps)
         return said | {"keep": keeps}
 
-    setattr(CheckpointCopies, "flags", flags_in_mode)  # noqa: B010 - the same
-    setattr(CopyPace, "begins", lambda pace: mode[0] == "with")  # noqa: B010 - mypy takes no assignment to a method
+    setattr(CheckpointMaker, "flags", flags_in_mode)  # noqa: B010 - mypy takes no assignment to a method
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in MODES}
     trainer = varuna.Trainer(
         lambda: _model(options.width),
@@ -83,16 +79,16 @@ def train(options: argparse.Namespace) -> None:
             found[MODES[block % len(MODES)]].append((now[0] - last[0], now[1] - last[1]))
         if within == options.steps - 1:
             mode[0] = MODES[(block + 1) % len(MODES)]
+            made[0] *= block >= len(MODES)
         last = now
     told = {"main": is_main, "state_bytes": size_bytes, "steps": found, "made": made[0]}
     (Path(options.folder) / f"{os.getpid()}.json").write_text(json.dumps(told))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run it, and compare medians."""
+    """Run it, and compare means."""
     with tempfile.TemporaryDirectory(prefix="varuna-copy-cost-") as folder:
         arguments = ["--folder", folder]
-        calibration = {} if options.every_few else {"VARUNA_CALIBRATION": "none"}  # nominal steps count as long ones
         for name in ("width", "micro_batches", "blocks", "steps"):
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         subprocess.run(
@@ -101,16 +97,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 *(str(Path(__file__).resolve()), *arguments),
             ],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **calibration, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             check=True,
             stdout=subprocess.DEVNULL,
         )
         workers = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
     main = next(worker for worker in workers if worker["main"])
-    middle = statistics.fmean if options.every_few else statistics.median
-    wall_s = {mode: middle(wall for wall, _ in main["steps"][mode]) for mode in MODES}
-    cpu_s = {mode: sum(middle(cpu for _, cpu in worker["steps"][mode]) for worker in workers) for mode in MODES}
-    per_gb = (cpu_s["with"] - cpu_s["without"]) / (main["state_bytes"] / 1e9)
+    mean = statistics.fmean
+    wall_s = {mode: mean(wall for wall, _ in main["steps"][mode]) for mode in MODES}
+    cpu_s = {mode: sum(mean(cpu for _, cpu in worker["steps"][mode]) for worker in workers) for mode in MODES}
+    copies_s = (cpu_s["with"] - cpu_s["without"]) * options.blocks * options.steps
+    per_gb = copies_s / max(1, main["made"]) / (main["state_bytes"] / 1e9)
     return {
         "state_mb": round(main["state_bytes"] / 1e6),
         "micro_batches": options.micro_batches,
@@ -119,18 +116,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "step_without_over_without": round(wall_s["again without"] / wall_s["without"], 4),
         "cpu_with_over_without": round(cpu_s["with"] / cpu_s["without"], 4),
         "cpu_without_over_without": round(cpu_s["again without"] / cpu_s["without"], 4),
-        **({"checkpoints": main["made"]} if options.every_few else {"cpu_s_per_gb": round(per_gb, 3)}),
+        "checkpoints": main["made"],
+        "cpu_s_per_gb": round(per_gb, 3),
     }
 
 
 def main() -> None:
-    """Print ratios of medians."""
+    """Print ratios of means."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--micro-batches", type=int, default=48)
+    parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=8, help="of each kind")
-    parser.add_argument("--steps", type=int, default=4, help="in a block")
-    parser.add_argument("--every-few", action="store_true", help="memory checkpoints, in place of copies in each step")
+    parser.add_argument("--steps", type=int, default=40, help="in a block")
     parser.add_argument("--folder", help="where a worker writes; not for people")
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
     options = parser.parse_args()

@@ -17,7 +17,7 @@ from varuna.engine.base.spans import Span, subscribe
 STEPS, SLOW_STEP, MICRO_BATCHES = 3, 1, 64
 COPIED_AFTER_S = 5.0
 """A round of copies of sums begins so long after the step does, or after the state's copy: ``schedule.copy_pace``."""
-NOTED = {("form", "begin"), ("F", "begin"), ("B", "end"), ("copy", "end"), ("copy-sum", "end")}
+NOTED = {("form", "begin"), ("F", "begin"), ("B", "end"), ("send-kept", "end"), ("copy-sum", "end")}
 BEFORE = SLOW_STEP - 1, "apply", "begin"
 
 

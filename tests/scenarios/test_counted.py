@@ -38,7 +38,7 @@ def lacking(dead: Path, others: Iterable[Path]) -> int:
     """
     last = diary(dead)
     end_s, stage = last[-1].at_s, last[-1].stage
-    copies_s = max(entry.at_s + COPIED_AFTER_S for entry in last if entry.name in ("apply", "copy"))
+    copies_s = max(entry.at_s + COPIED_AFTER_S for entry in last if entry.name in ("apply", "send-kept"))
     done: dict[int, set[int]] = defaultdict(set)
     if any(entry.name == "copy-sum" for entry in last):
         done[stage] = {entry.number for entry in last if entry.name == "B" and entry.at_s < copies_s}

@@ -331,8 +331,7 @@ def _spaced(shape: str) -> str:
 
 
 _COPIED = {
-    Copies.STATE: ", with copies of each stage's state and sums of gradients",
-    Copies.CHECKPOINTS: ", with a copy of each stage's state every few steps",
+    Copies.STATE: ", with a copy of each stage's state every few steps, and of its sums of gradients in long ones",
     Copies.SUMS: ", with copies of each stage's sums of gradients",
 }
 

@@ -196,8 +196,8 @@ class StopReport(Value):
     it holds whole, ``lent`` those whose optimizer state is with other replicas; ``votes`` are the newest vote results
     that it knows, so that no committed step goes unrecorded; ``sums`` what it has of a step that was broken off,
     ``wrong_sums`` that a vote has shown those of all ranks, and copies of them, to be wrong; ``copies`` are sections of
-    another rank that it keeps, whole and at the same step; ``makeable`` those whose copy is one step older, and which
-    it can bring to that step, if they are lost; ``checkpoints`` what it has of older steps, its own and another rank's.
+    another rank that it keeps, whole and at the same step; ``checkpoints`` what it has of memory checkpoints, its
+    own and another rank's part.
     """
 
     kind: Literal["held"] = "held"
@@ -209,7 +209,6 @@ class StopReport(Value):
     sums: HeldSums | None = None
     wrong_sums: bool = False
     copies: tuple[int, ...] = ()
-    makeable: tuple[int, ...] = ()
     checkpoints: tuple[HeldCheckpoint, ...] = Field(default=(), max_length=16)
 
 

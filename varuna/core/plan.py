@@ -18,9 +18,7 @@ class Copies(StrEnum):
     NONE = "none"
     """nobody asked for copies, or there is no other rank"""
     STATE = "state"
-    """its state, which no other rank holds, in every step, and then its sums of gradients"""
-    CHECKPOINTS = "checkpoints"
-    """its state, which no other rank holds, every few steps: if a worker is lost, all go back to that step"""
+    """its state, which no other rank holds, every few steps, and in long ones its sums of gradients"""
     SUMS = "sums"
     """its sums of gradients: other replicas hold its state"""
     MEMORY = "memory"
@@ -31,12 +29,7 @@ class Copies(StrEnum):
     @property
     def are_made(self) -> bool:
         """Whether there are any."""
-        return self.are_of_state or self is Copies.SUMS
-
-    @property
-    def are_of_state(self) -> bool:
-        """Whether there are any of state."""
-        return self in (Copies.STATE, Copies.CHECKPOINTS)
+        return self in (Copies.STATE, Copies.SUMS)
 
 
 class Place(NamedTuple):
@@ -215,7 +208,7 @@ class Plan(Value):
     @property
     def holders(self) -> int:
         """How many workers have the state of each section, of the newest step or of a memory checkpoint."""
-        return self.replicas + (self.copies is Copies.CHECKPOINTS)
+        return self.replicas + (self.copies is Copies.STATE)
 
     # -- the same, otherwise ----------------------------------------------------------------------------------------
 

@@ -59,18 +59,13 @@ def risk_line(replicas: int, copies: Copies, *, checkpoint_dir: str | None, resc
     """
     if replicas > 1:
         return ""
-    if rescues and copies is not Copies.CHECKPOINTS:
+    if rescues and copies is not Copies.STATE:
         back = "a copy of its state that is some seconds old (give the script checkpoints= to keep one)"
     elif checkpoint_dir is not None and not rescues:
         back = f"the newest checkpoint in {checkpoint_dir}"
     else:
         back = "step 0, because the script gives no checkpoints="
     if copies is Copies.STATE:
-        return (
-            "each section has a copy in another worker's memory: if a worker is lost, the step in flight runs again. "
-            f"Just after the update of a short step, before there is a new copy, the run goes back to {back}"
-        )
-    if copies is Copies.CHECKPOINTS:
         return (
             "each worker's state is copied to another one's memory every few seconds: if a worker is lost, the steps "
             f"since then run again; if the one with its copy is lost too, the run goes back to {back}"

@@ -1,9 +1,8 @@
 """Whether a run keeps copies of what a stage has in the memory of another worker. Pure.
 
-Of its state, where each section has one holder, whose loss would send the run back to a checkpoint. In long steps a
-copy is made in each, beside the computation, and the next step makes it worthless. In short ones all workers make a
-memory checkpoint every few steps, and go back to it. Of its sums of gradients in long steps in any case: what a worker
-has added to them is nowhere else until the step's end.
+Of its state, where each section has one holder, whose loss would send the run back to a checkpoint: all workers make a
+memory checkpoint every few steps, or in each long one, and go back to it. Of its sums of gradients in long steps in any
+case: what a worker has added to them is nowhere else until the step's end.
 """
 
 from collections.abc import Sequence
@@ -11,18 +10,16 @@ from itertools import islice
 
 from varuna.core.plan import Copies, Plan
 from varuna.planner.asking.request import PlanRequest
-from varuna.planner.copy_costs import copied_rounds, largest_stage, memory_checkpoint_s, waits_for_last_s
+from varuna.planner.copy_costs import copied_rounds, largest_stage, memory_checkpoint_s
 from varuna.planner.goodput import expected
 from varuna.planner.pricing.profile import profile
-from varuna.schedule.copy_pace import LONGEST, state_copying_s
 
-LONG_STEP_S = 5.0
-"""From then on copies of state are made in every step, if that costs little; in shorter ones every few steps."""
 LATEST_S = 60.0
-"""A memory checkpoint that comes later to its keeper is not worth making: those in a store are about as old."""
+"""A memory checkpoint that comes later to its keeper, and after its step, is not worth making: those in a store are
+about as old."""
 MOST_BUSY = 0.01
-"""Of a step, that a copy may keep a link busy, while nothing is known of losses. It takes about as much of a core at
-each end."""
+"""Of a step, that copies of sums may keep a link busy, while nothing is known of losses. They take about as much of a
+core at each end."""
 
 
 def with_copies(plan: Plan, request: PlanRequest, *, measured: bool) -> Plan:
@@ -36,18 +33,7 @@ def with_copies(plan: Plan, request: PlanRequest, *, measured: bool) -> Plan:
     """
     if plan.workers == 1:
         return plan.model_copy(update={"copies": Copies.NONE})
-    first = _tried(plan, request, Copies.STATE if plan.replicas == 1 else Copies.SUMS, measured=measured)
-    if plan.replicas > 1 or not measured:  # nothing says that steps are short
-        return first
-    if first.copies is Copies.STATE and (plan.step_s >= LONG_STEP_S or waits_for_last_s(first, request)):
-        return first
-    often = _tried(plan, request, Copies.CHECKPOINTS, measured=True)
-    return often if often.copies.are_made or not first.copies.are_made else first
-
-
-def _tried(plan: Plan, request: PlanRequest, copies: Copies, *, measured: bool) -> Plan:
-    """The plan with these copies, or with the reason why there are none."""
-    copied = plan.model_copy(update={"copies": copies})
+    copied = plan.model_copy(update={"copies": Copies.STATE if plan.replicas == 1 else Copies.SUMS})
     promised = _with_memory(copied, _kept_bytes(copied, request), request)
     if not _fits(promised, request):
         return plan.model_copy(update={"copies": Copies.MEMORY})
@@ -63,15 +49,12 @@ def _kept_bytes(plan: Plan, request: PlanRequest) -> list[int]:
     most_bytes = int(max(figures.gradient_bytes.values))  # sums are sent and received section by section
     sums_bytes = [int(figures.gradient_bytes.over(span)) for span in spans]
     # Who keeps whose is decided with the seats.
+    kept_bytes = [max(sums_bytes) + 2 * most_bytes if copied_rounds(plan, request).number else 0] * len(spans)
     if plan.copies is Copies.SUMS:
-        return [max(sums_bytes) + 2 * most_bytes] * len(spans)
-    if plan.copies is Copies.CHECKPOINTS:  # its own and another's, each twice until the next one is complete
-        own_bytes = [int(figures.state_bytes.over(span)) for span in spans]
-        return [2 * (own + max(own_bytes[:stage] + own_bytes[stage + 1 :])) for stage, own in enumerate(own_bytes)]
-    states = 2 if waits_for_last_s(plan, request) else 1  # until the next one is complete
-    pairs = zip(spans, sums_bytes, strict=True)
-    whole_bytes = [states * int(figures.state_bytes.over(span)) + sums for span, sums in pairs]
-    return [max(whole_bytes[:stage] + whole_bytes[stage + 1 :]) + 2 * most_bytes for stage in range(plan.stages)]
+        return kept_bytes
+    own_bytes = [int(figures.state_bytes.over(span)) for span in spans]  # twice, until the next one is complete
+    others_bytes = [max(own_bytes[:stage] + own_bytes[stage + 1 :]) for stage in range(len(spans))]
+    return [2 * (own + other) + kept for own, other, kept in zip(own_bytes, others_bytes, kept_bytes, strict=True)]
 
 
 def _fits(plan: Plan, request: PlanRequest) -> bool:
@@ -100,20 +83,16 @@ def _with_memory(plan: Plan, kept_bytes: Sequence[int], request: PlanRequest) ->
 def are_worth_it(plan: Plan, request: PlanRequest) -> bool:
     """Whether the copies of a plan cost less than they save.
 
-    Without a rate of losses, they may keep a link busy for a small part of a step; with one they are weighed. Memory
-    checkpoints share a link with the training, and wait for it: without others in a store they are always worth it.
+    Without a rate of losses, those of sums may keep a link busy for a small part of a step; with one they are weighed.
+    Memory checkpoints are made as rarely as their price asks for: without others in a store they are always worth it.
     """
-    if plan.copies is Copies.CHECKPOINTS and not (request.losses_per_hour and request.saves):
-        return memory_checkpoint_s(plan, request) <= LATEST_S
-    link, largest = request.calibration.across_vms.link.bytes_per_s, largest_stage(plan, request)
-    rounds = copied_rounds(plan, request)
-    sends_bytes = largest.state_bytes if plan.copies is Copies.STATE else rounds.number * largest.sums_bytes
-    if plan.copies is Copies.SUMS and not rounds.number:
+    if plan.copies is Copies.STATE and not (request.losses_per_hour and request.saves):
+        return memory_checkpoint_s(plan, request) <= max(LATEST_S, plan.step_s)
+    rounds = copied_rounds(plan, request).number
+    if plan.copies is Copies.SUMS and not rounds:
         return False  # a step is over before
     if not request.losses_per_hour:
-        return sends_bytes / link <= MOST_BUSY * plan.step_s
-    copying_s = state_copying_s(largest.state_bytes, link, plan.step_s)
-    if plan.copies is Copies.STATE and copying_s > LONGEST * plan.step_s:
-        return False  # ranks would make them less and less often
+        link = request.calibration.across_vms.link.bytes_per_s
+        return rounds * largest_stage(plan, request).sums_bytes / link <= MOST_BUSY * plan.step_s
     without = expected(plan.model_copy(update={"copies": Copies.NONE}), request)
     return expected(plan, request).examples_per_s > without.examples_per_s

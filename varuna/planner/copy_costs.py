@@ -9,7 +9,6 @@ from varuna.schedule.copy_pace import (
     PROCESSOR_S_PER_BYTE,
     checkpoint_every_s,
     copying_s,
-    last_sums_s,
     state_copying_s,
     sums_pace,
 )
@@ -49,33 +48,24 @@ class Largest(NamedTuple):
 
 
 def copied_rounds(plan: Plan, request: PlanRequest) -> Rounds:
-    """Rounds of copies of sums that the largest stage makes in a step."""
-    link, largest = request.calibration.across_vms.link.bytes_per_s, largest_stage(plan, request)
-    round_s = copying_s(largest.sums_bytes, link)
-    begin_s = state_copying_s(largest.state_bytes, link, plan.step_s)
-    pace = sums_pace(plan.step_s - begin_s, largest.sums_bytes, round_s)
+    """Rounds of copies of sums that the largest stage makes in a step that its state's copy, if any, is of."""
+    link, sums_bytes = request.calibration.across_vms.link.bytes_per_s, largest_stage(plan, request).sums_bytes
+    round_s = copying_s(sums_bytes, link)
+    begin_s = min(plan.step_s, memory_checkpoint_s(plan, request)) if plan.copies is Copies.STATE else 0.0
+    pace = sums_pace(plan.step_s - begin_s, sums_bytes, round_s)
     return Rounds(pace.rounds, begin_s, pace.every_s, round_s)
 
 
 def copies_take_s(plan: Plan, request: PlanRequest) -> float:
     """Seconds of a step that copies of state and sums take from a worker whose only processor trains."""
-    largest = largest_stage(plan, request)
-    if plan.copies is Copies.CHECKPOINTS:
-        cost_s = largest.state_bytes / (request.calibration.snapshot_bytes_per_s or SNAPSHOT_BYTES_PER_S)
-        if not request.memory_apart:
-            cost_s += PROCESSOR_S_PER_BYTE * largest.state_bytes
-        return cost_s * plan.step_s / memory_checkpoints_every_s(plan, request)
-    rounds = copied_rounds(plan, request).number
-    beside_s = PROCESSOR_S_PER_BYTE * (largest.state_bytes + rounds * largest.sums_bytes)
-    return beside_s + waits_for_last_s(plan, request)
-
-
-def waits_for_last_s(plan: Plan, request: PlanRequest) -> float:
-    """Seconds of a step in which its vote waits for the last copies of sums; 0: it does not."""
+    largest, rounds = largest_stage(plan, request), copied_rounds(plan, request).number
+    sums_s = PROCESSOR_S_PER_BYTE * rounds * largest.sums_bytes
     if plan.copies is not Copies.STATE:
-        return 0.0
-    link = request.calibration.across_vms.link.bytes_per_s
-    return last_sums_s(largest_stage(plan, request).sums_bytes, link, plan.step_s)
+        return sums_s
+    state_s = largest.state_bytes / (request.calibration.snapshot_bytes_per_s or SNAPSHOT_BYTES_PER_S)
+    if not request.memory_apart:
+        state_s += PROCESSOR_S_PER_BYTE * largest.state_bytes
+    return (state_s + sums_s) * plan.step_s / memory_checkpoints_every_s(plan, request)
 
 
 def memory_checkpoint_s(plan: Plan, request: PlanRequest) -> float:
@@ -84,17 +74,23 @@ def memory_checkpoint_s(plan: Plan, request: PlanRequest) -> float:
     ends = [pipeline.sections_of(stage).start for pipeline in plan.pipelines for stage in range(1, pipeline.stages)]
     sent_bytes = len(plan.micro_batches_of(0)) * max((figures.boundary_bytes[end - 1] for end in ends), default=0)
     left = 1 - sent_bytes / link / plan.step_s if plan.step_s else 1.0
-    return copying_s(largest_stage(plan, request).state_bytes, link * left) if left > 0 else float("inf")
+    if left <= 0:
+        return float("inf")
+    return state_copying_s(largest_stage(plan, request).state_bytes, link * left, _pays_every_s(plan, request))
 
 
 def memory_checkpoints_every_s(plan: Plan, request: PlanRequest) -> float:
     """Seconds between memory checkpoints."""
+    return max(_pays_every_s(plan, request), memory_checkpoint_s(plan, request))
+
+
+def _pays_every_s(plan: Plan, request: PlanRequest) -> float:
     size_bytes = largest_stage(plan, request).state_bytes
     stall_s = size_bytes / (request.calibration.snapshot_bytes_per_s or SNAPSHOT_BYTES_PER_S)
     every_s = checkpoint_every_s(
         size_bytes, stall_s, on_device=request.memory_apart, losses_per_hour=request.losses_per_hour
     )
-    return max(every_s, memory_checkpoint_s(plan, request), plan.step_s)
+    return max(every_s, plan.step_s)
 
 
 def largest_stage(plan: Plan, request: PlanRequest) -> Largest:

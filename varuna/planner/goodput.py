@@ -16,10 +16,8 @@ from varuna.planner.copy_costs import (
     copies_take_s,
     memory_checkpoint_s,
     memory_checkpoints_every_s,
-    waits_for_last_s,
 )
 from varuna.planner.pricing.profile import profile
-from varuna.schedule.copy_pace import state_copying_s
 
 NOTICED_S = 6.0
 """Until a machine that vanished without a word counts as lost: a lease."""
@@ -73,17 +71,14 @@ def _again_s(plan: Plan, request: PlanRequest, state_bytes: float, link: float) 
     if plan.replicas > 1:
         since_s = copied_rounds(plan, request).lost_s(step_s) if plan.copies is Copies.SUMS else step_s / 2
         return since_s / plan.replicas + flight_s
-    if plan.copies is Copies.CHECKPOINTS:
-        return memory_checkpoint_s(plan, request) + memory_checkpoints_every_s(plan, request) / 2
-    undone_s = step_s / 2 + _checkpoint_age_s(plan, request, state_bytes)
     if plan.copies is not Copies.STATE:
-        return undone_s
-    complete_s = min(step_s, state_copying_s(state_bytes, link, step_s))
-    bare = complete_s / step_s if step_s else 0.0
-    early_s = complete_s / 2
-    if not waits_for_last_s(plan, request):  # else the update is made again, and this step alone is lost
-        early_s += _checkpoint_age_s(plan, request, state_bytes)
-    return bare * early_s + (1 - bare) * (copied_rounds(plan, request).lost_s(step_s) + flight_s)
+        return step_s / 2 + _checkpoint_age_s(plan, request, state_bytes)
+    every_s, arrives_s = memory_checkpoints_every_s(plan, request), memory_checkpoint_s(plan, request)
+    if every_s > step_s:
+        return arrives_s + every_s / 2
+    bare = arrives_s / step_s if step_s else 0.0  # until it has arrived, the one before counts
+    lost_s = copied_rounds(plan, request).lost_s(step_s) + flight_s
+    return bare * (step_s + arrives_s / 2) + (1 - bare) * lost_s
 
 
 def _checkpoint_age_s(plan: Plan, request: PlanRequest, state_bytes: float) -> float:

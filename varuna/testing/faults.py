@@ -11,7 +11,7 @@ from varuna.membership.launched import here
 
 Phase = Literal[
     "form", "F", "R", "B", "I", "W", "send", "reduce", "sum", "tied", "vote", "apply", "save",
-    "keep", "send-kept", "copy", "copy-sum", "kept", "kept-sum",
+    "keep", "send-kept", "copy-sum", "kept", "kept-sum",
     "hold", "held", "move", "barrier", "send-rest", "take-rest",
 ]  # fmt: skip
 """What a rank does in a step: forward, recompute, backward (or its halves I and W), and so on."""

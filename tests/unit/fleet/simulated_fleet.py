@@ -40,7 +40,6 @@ from varuna.core.model import JobFacts, Memory
 from varuna.core.node_notices import ZoneNotice
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import Holders, holders_of
-from varuna.engine.copies.late_update import needed
 from varuna.fleet.agent.worker_record import WorkerRecord
 from varuna.fleet.manager.reconcile import Reconciliation, node_of, reconcile
 from varuna.fleet.manager.resume import lost_workers, resume
@@ -84,7 +83,6 @@ class SimulatedWorker:
     copies: set[int] = field(default_factory=set)
     """Sections of another worker, as they are after ``copied_step`` steps."""
     copied_step: int = -1
-    summed_step: int = -1
     """The step of that worker of which it has the last sums."""
     reduced: int | None = None
     votes: list[Vote] = field(default_factory=list)
@@ -141,12 +139,6 @@ class SimulatedWorker:
         return self.sections | (self.copies if self.copied_step == self.next_step else set())
 
     @property
-    def makeable(self) -> set[int]:
-        """Sections whose newest update it can make again."""
-        is_whole = self.copied_step == self.summed_step == (self.next_step or 0) - 1
-        return self.copies if is_whole and self.votes and self.votes[-1].step == self.copied_step else set()
-
-    @property
     def is_ready(self) -> bool:
         """Has all of its stage."""
         return not (self.stopped or self.loading) and self.needed <= self.sections and self.is_complete
@@ -169,7 +161,6 @@ class SimulatedWorker:
                 lent=tuple(sorted(self.lent)),
                 votes=unrecorded,
                 copies=tuple(sorted(self.whole - self.sections)),
-                makeable=tuple(sorted(self.makeable)),
             )
         )
 
@@ -273,7 +264,7 @@ class SimulatedFleet:
         held = set[int]()
         for worker in holders:
             if worker.next_step == newest:
-                held |= worker.whole | worker.makeable
+                held |= worker.whole
             elif worker.next_step == worker.reduced == newest - 1 and worker.generation == number - 1:
                 held |= worker.needed  # one step behind, but able to apply it
         if rollback:
@@ -362,10 +353,7 @@ class SimulatedFleet:
             return  # until it has loaded, a worker still has its old state and its old votes
         if worker.next_step == assignment.next_step == self.base:
             worker.timeline = self.timeline
-        made = worker.makeable if not needed(assignment).isdisjoint(worker.makeable) else set()
-        others = {each for w in self.known() if w.next_step == worker.next_step for each in w.whole}
-        assert not (made & others), "what somebody has need not be made again"
-        worker.sections, worker.copies = worker.whole | made, set()  # until the generation has formed it has both
+        worker.sections, worker.copies = worker.whole, set()  # until the generation has formed it has both
         if not assignment.is_spare:
             if worker.next_step != assignment.next_step or not worker.sections | worker.lent:
                 worker.next_step, worker.sections, worker.lent = None, set(), set()
@@ -408,16 +396,6 @@ class SimulatedFleet:
             assert source.rank + 1 == worker.rank or worker.rank == 0
             if source.next_step == worker.next_step:
                 worker.copies, worker.copied_step = set(source.needed), worker.next_step or 0
-
-    def copy_last(self, worker: SimulatedWorker) -> None:
-        """The last sums of that worker's step have come, too."""
-        assignment = worker.assignment
-        if assignment is None or assignment.copy_from is None or not (worker.alive and worker.is_ready):
-            return
-        source = self.workers[self.members(assignment)[assignment.copy_from]]
-        together = source.alive and source.is_ready and source.generation == worker.generation
-        if together and source.next_step == source.reduced == worker.next_step == worker.copied_step:
-            worker.summed_step = worker.copied_step
 
     def gather(self, worker: SimulatedWorker) -> None:
         """The owners' new parameters reach a rank that has applied the step, if all of them live."""

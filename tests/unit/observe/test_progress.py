@@ -81,7 +81,7 @@ def test_a_plan_with_one_copy_says_what_a_loss_would_cost() -> None:
     assert "a copy of its state that is some seconds old" in risk(saved="/tmp/run/rescue", rescues=True)
     assert "step 0, because the script gives no checkpoints=" in risk()
     copied = risk(copies=Copies.STATE)
-    assert copied.startswith("each section has a copy in another worker's memory: if a worker is lost, the step in")
+    assert copied.startswith("each worker's state is copied to another one's memory every few seconds: if a worker is")
     assert "no room for another" in risk(copies=Copies.MEMORY)
 
 

@@ -13,7 +13,6 @@ from varuna.planner.copy_costs import (
     copies_take_s,
     memory_checkpoint_s,
     memory_checkpoints_every_s,
-    waits_for_last_s,
 )
 from varuna.planner.goodput import expected, loss_cost_s
 from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE
@@ -56,7 +55,7 @@ def test_with_memory_checkpoints_a_loss_costs_what_came_since_the_newest() -> No
     fast = NetworkCosts(link=Link(latency_s=0, bytes_per_s=5e9), rings=NETWORK.rings)
     request = run_request(job(), workers=8, calibration=calibrated(FACTS, across_vms=fast))
     plan = made(8, 8, 64)
-    often = with_copies(plan, Copies.CHECKPOINTS)
+    often = with_copies(plan)
     every_s, takes_s = memory_checkpoints_every_s(often, request), memory_checkpoint_s(often, request)
     saved_s = loss_cost_s(plan, request) - loss_cost_s(often, request)
     assert every_s >= max(takes_s, plan.step_s)
@@ -71,23 +70,16 @@ def test_with_copies_the_length_of_a_step_hardly_matters_to_a_loss() -> None:
     assert loss_cost_s(long, request) - loss_cost_s(short, request) < 0.1 * (long.step_s - short.step_s)
 
 
-def test_copies_take_their_processor_time_of_state_and_each_round_of_sums_and_the_vote_waits_for_the_last() -> None:
+def test_copies_take_their_processor_time_of_state_and_each_round_of_sums() -> None:
     plan = with_copies(made(8, 8, 65536))
     request = asked(8)
     rounds = copied_rounds(plan, request)
     assert rounds.number >= 2
+    assert memory_checkpoints_every_s(plan, request) == plan.step_s
     assert copies_take_s(plan, request) == pytest.approx(
-        PROCESSOR_S_PER_BYTE * (300 * MB + rounds.number * 100 * MB) + 100 * MB / 0.5e9, rel=1e-6
+        300 * MB / 5e9 + PROCESSOR_S_PER_BYTE * (300 * MB + rounds.number * 100 * MB), rel=1e-6
     )
     assert expected(plan, request).step_s > plan.step_s
-
-
-def test_a_short_step_waits_for_no_last_copies() -> None:
-    long, short = (with_copies(made(8, 8, batch)) for batch in (65536, 64))
-    request = asked(8)
-    assert waits_for_last_s(long, request) == pytest.approx(100 * MB / 0.5e9)
-    assert waits_for_last_s(short, request) == 0
-    assert waits_for_last_s(made(4, 8, 65536).model_copy(update={"copies": Copies.SUMS}), request) == 0
 
 
 def test_an_idle_worker_costs_nothing_when_it_is_lost() -> None:
@@ -95,8 +87,7 @@ def test_an_idle_worker_costs_nothing_when_it_is_lost() -> None:
     assert expected(plan, asked(16)).losses_per_hour == pytest.approx(expected(plan, asked(8)).losses_per_hour / 2)
 
 
-def test_without_losses_plans_are_what_they_were_and_with_many_copies_are_worth_more() -> None:
-    """A copy takes more of a link than is given to it while nothing is known of losses."""
+def test_losses_change_no_plan_where_there_are_copies() -> None:
 
     def plan(per_hour: float) -> Plan:
         return plan_run(
@@ -105,7 +96,7 @@ def test_without_losses_plans_are_what_they_were_and_with_many_copies_are_worth_
 
     quiet, stormy = plan(0.0), plan(20.0)
     assert quiet.same_work(stormy)
-    assert (quiet.copies, stormy.copies) == (Copies.CHECKPOINTS, Copies.STATE)
+    assert (quiet.copies, stormy.copies) == (Copies.STATE, Copies.STATE)
 
 
 def test_more_losses_never_make_a_plan_that_costs_more_of_them() -> None:

@@ -37,7 +37,6 @@ class Kept:
         self._added: Counter[tuple[int, int]] = Counter()
         self._senders: dict[int, int] = {}  # rank by thread
         self._wanted: dict[int, SumWanted] = {}  # by rank
-        self._whole: set[tuple[int, int]] = set()
         self._sent: set[tuple[int, int]] = set()
         self.waiting: tuple[int, int] | None = None
         """so many ranks begin no backward of a step before each has a complete copy of another one's state of it, and
@@ -47,7 +46,7 @@ class Kept:
 
     def hear(self, span: Span) -> None:
         """Note it."""
-        if (span.name, span.phase) == ("copy", "begin"):
+        if (span.name, span.phase) == ("send-kept", "begin"):
             self._senders[threading.get_ident()] = span.rank
         if span.name == "form" and span.index:
             self.slow = self.waiting = None
@@ -59,9 +58,8 @@ class Kept:
             assert self.on(*ranks, step=span.step)(), "there are no copies"
             assert self._wait(lambda: {(rank, span.step) for rank in ranks} <= self._sent), "they are still being sent"
         noted = {
-            ("copy", "end"): self._sent,
+            ("send-kept", "end"): self._sent,
             ("kept", "end"): self._seen,
-            ("kept-last", "end"): self._whole,
             ("apply", "begin"): self._voted,
         }
         with self._changed:
@@ -83,17 +81,9 @@ class Kept:
         """Wait until these ranks have complete copies of a step's state."""
         return lambda: self._wait(lambda: {(rank, step) for rank in ranks} <= self._seen)
 
-    def whole(self, *ranks: int, step: int) -> Callable[[], bool]:
-        """Wait until these ranks have copies of all that the update of a step reads."""
-        return lambda: self._wait(lambda: {(rank, step) for rank in ranks} <= self._whole)
-
     def voted(self, *ranks: int, step: int) -> Callable[[], bool]:
         """Wait until these ranks have the result of a step's vote."""
         return lambda: self._wait(lambda: {(rank, step) for rank in ranks} <= self._voted)
-
-    def has_voted(self, rank: int, step: int) -> bool:
-        """Whether this rank has the result of a step's vote."""
-        return (rank, step) in self._voted
 
     def added(self, number: int, step: int) -> Callable[[], bool]:
         """Wait until all three ranks have done so many backwards of a step."""

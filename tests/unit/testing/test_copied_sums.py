@@ -17,7 +17,7 @@ from varuna.core.sums import HeldSums, numbers_of
 from varuna.engine.base.spans import Span
 from varuna.engine.base.transport import Group
 from varuna.engine.copies import sending
-from varuna.engine.copies.keeping import KeptCopy
+from varuna.engine.copies.keeping import KeptSums
 from varuna.engine.copies.sending import CopiedStage, CopySender
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import ResumedStep, Sums
@@ -140,7 +140,7 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Watched]:
     """Watches a run that loses a rank."""
-    complete = KeptCopy.complete_sum
+    complete = KeptSums.complete
 
     def watched(owner: int) -> Watched:
         found = Watched(owner)
@@ -151,13 +151,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Watched]:
                     found.note_sender(where["rank"], copied.stage)
                 super().__init__(group, keeper, copied, **where)
 
-        def completes(copy: KeptCopy, step: int, held: HeldSums, values: Any) -> None:
-            complete(copy, step, held, values)
-            if step == STEP:
+        def completes(kept: KeptSums, held: HeldSums, values: Any) -> None:
+            complete(kept, held, values)
+            if kept._step == STEP:
                 found.note_copy(held)
 
         monkeypatch.setattr(generation, "CopySender", Noted)
-        monkeypatch.setattr(KeptCopy, "complete_sum", completes)
+        monkeypatch.setattr(KeptSums, "complete", completes)
         return found
 
     return watched

@@ -8,11 +8,9 @@ import pytest
 
 import varuna
 from tests.unit.engine.late import Late, Rash
-from tests.unit.testing import test_made_again, work
-from tests.unit.testing.keepers import Kept, Waiting
-from tests.unit.testing.test_made_again import after_the_vote, lossy
+from tests.unit.testing import work
 from tests.unit.testing.test_saved_sums import ENOUGH, MICRO_BATCHES, STEP, STEPS, go_on, lost, slow, text
-from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed, went_back
+from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed
 from varuna.core.errors import VarunaError
 from varuna.engine.base.spans import Span
 from varuna.engine.copies import sending
@@ -75,19 +73,6 @@ def test_sums_outlive_a_loss_and_move(
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert 0 < outcome.kept[1] < MICRO_BATCHES
     assert len(devices.made) == max(shapes)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("rank", [0, 2])
-def test_an_update_that_was_lost_is_made_again_in_host_memory(
-    devices: Late, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    monkeypatch.setattr(sending, "last_sums_s", lambda *_: 10.0)
-    kept, undisturbed = Kept(), work.alone(test_made_again.STEPS, test_made_again.MICRO_BATCHES)
-    outcome = lossy(kept, [Waiting(rank, 1, "apply", after_the_vote(kept, rank))])
-    assert outcome.losses == pytest.approx(undisturbed, rel=1e-6)
-    assert not went_back(outcome)
 
 
 @pytest.mark.timeout(200)

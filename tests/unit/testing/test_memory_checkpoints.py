@@ -1,4 +1,4 @@
-"""Where steps are short and each section has one holder, a loss costs the steps since the newest memory checkpoint."""
+"""Where each section has one holder, a loss costs the steps since the newest memory checkpoint."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from tests.unit.testing.keepers import Kept, Waiting
 from tests.unit.testing.work import disturbed, went_back
 from varuna.core.plan import Copies, Plan
 from varuna.engine.base.spans import Span
-from varuna.engine.copies.memory_checkpoints import CheckpointCopies
+from varuna.engine.copies.memory_checkpoints import CheckpointMaker
 from varuna.engine.worker import generation
 from varuna.planner.choose import plan_run
 from varuna.testing import RunResult, ranks
@@ -31,7 +31,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
 
     def often(*arguments: object, **options: object) -> Plan:
         plan = plan_run(*arguments, **options)  # type: ignore[arg-type]
-        return plan.model_copy(update={"copies": Copies.CHECKPOINTS}) if plan.workers > 1 else plan
+        return plan.model_copy(update={"copies": Copies.STATE}) if plan.workers > 1 else plan
 
     monkeypatch.setattr(ranks, "plan_run", often)
     monkeypatch.setattr(generation, "checkpoint_every_s", lambda *_, **__: 0.001)
@@ -132,19 +132,9 @@ def test_the_run_goes_back_twice_to_the_same_checkpoint(
     kept: Kept, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps after the first loss have not changed what it began from, also where a worker goes on from its own copy."""
-    monkeypatch.setattr(generation, "checkpoint_every_s", lambda *_, **__: 1e6)
-    monkeypatch.setattr(CheckpointCopies, "flags", only_in_the_first_generation(CheckpointCopies.flags))
+    flags, asked = CheckpointMaker.flags, iter([2.0])
+    monkeypatch.setattr(CheckpointMaker, "flags", lambda maker: flags(maker) | {"keep": next(asked, 0.0)})
     outcome = without_replicas(kept, [Waiting(1, 3, "F", kept.on(0, 1, 2, 3, step=1)), After(0, 4)], workers=4)
     assert outcome.losses == alone
     assert outcome.plans == ("4x1", "3x1", "2x1")
     assert not went_back(outcome)
-
-
-def only_in_the_first_generation(
-    flags: Callable[[CheckpointCopies], dict[str, float]],
-) -> Callable[[CheckpointCopies], dict[str, float]]:
-    def says(copies: CheckpointCopies) -> dict[str, float]:
-        said = flags(copies)
-        return said if copies._generation == 0 else said | {"keep": 0.0}
-
-    return says

@@ -14,7 +14,7 @@ class Span:
 
     name: str
     """F, R, B, I, W, send, reduce, sum, tied, vote, apply, save, generate; form, move, barrier; send-rest, take-rest;
-    copy, copy-sum, kept, kept-sum; hold, held"""
+    keep, send-kept, kept, copy-sum, kept-sum; hold, held"""
     phase: str
     rank: int
     stage: int

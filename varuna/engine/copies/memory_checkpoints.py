@@ -6,8 +6,9 @@
             their      keeper, beside the training     before s
             state      ----------------------------->  are dropped
 
-Rank 0 says in a vote after which step they are made, and each rank in every vote whether its keeper has its newest. If
-a worker is lost, all go back to the newest step of which those that are left have all state.
+The first is of the state that a generation begins with. Rank 0 says in a vote after which step the next one is made,
+and each rank in every vote whether its keeper has its newest. If a worker is lost, all go back to the newest step of
+which those that are left have all state. In long steps that is the one in flight, so nothing is undone.
 """
 
 import threading
@@ -22,21 +23,19 @@ from torch import Tensor
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.core.errors import CheckpointError
 from varuna.core.messages import HeldCheckpoint
-from varuna.core.units import format_bytes
 from varuna.core.vote import StepTotals
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
-from varuna.engine.base.transport import Group
-from varuna.engine.copies import wire
-from varuna.engine.copies.keeping import has_room
-from varuna.engine.copies.layout import Body, SectionLayout, as_bytes, from_bytes
+from varuna.engine.base.still import StateGate
+from varuna.engine.copies.layout import Body, SectionLayout, as_bytes
 from varuna.engine.device.host_copies import HostCopies, Ready
 from varuna.process.console import warn
-from varuna.process.threads import start
-from varuna.schedule.copy_pace import checkpoint_pause_s
+from varuna.process.host_memory import available_bytes
 
 _PATIENCE = 10
 """So many times the usual interval: then a next one is made, though the newest has not come to all keepers."""
+_ROOM = 2
+"""So many times as much as a copy takes must be free, since others ask too."""
 
 
 @dataclass(slots=True)
@@ -76,6 +75,7 @@ class Made(NamedTuple):
     body: Body
     copied: Ready
     """until then it is being copied from the device"""
+    made_s: float
 
 
 class MemoryCheckpoints:
@@ -105,10 +105,10 @@ class MemoryCheckpoints:
             memory = self._room(layouts, copies.arena, own=True)
             if memory is None:
                 return None
-            checkpoint = self._of(generation, step)
+            made_s, checkpoint = time.monotonic(), self._of(generation, step)
             checkpoint.own, checkpoint.loop = _Part(layouts, memory, is_whole=False), loop
         copied = Body.of_states(layouts, states).leave(memory, copies)
-        return Made(step, as_bytes(layouts), Body.of_memory([memory]), copied)
+        return Made(step, as_bytes(layouts), Body.of_memory([memory]), copied, made_s)
 
     def complete_own(self, generation: int, step: int) -> bool:
         """The copy of what was made has left the device; False if nobody needs it any more."""
@@ -147,12 +147,17 @@ class MemoryCheckpoints:
             self._drop(lambda each: each.generation < generation or each.step < step)
 
     def keep_only(self, steps: Collection[int]) -> None:
-        """Of what was made before this generation, the checkpoints of these steps alone are needed."""
+        """Of what was made before this generation, these steps alone are needed, and each section once."""
+        found, kept = set[tuple[int, int]](), []
         with self._lock:
-            self._known = [each for each in self._known if each.step in steps]
-            for each in self._known:
-                each.is_everywhere = True
-            self._free = self._free if self._known else {}
+            for each in reversed(self._known if steps else ()):  # a step that is broken off again and again has many
+                there = {(each.step, layout.section) for part in each.parts() for layout in part.layouts}
+                if each.step in steps and not found.issuperset(there):
+                    found |= there
+                    each.is_everywhere = True
+                    kept.append(each)
+            self._known = kept[::-1]
+            self._free = self._free if kept else {}
 
     def held(self) -> tuple[HeldCheckpoint, ...]:
         """What there is."""
@@ -203,167 +208,158 @@ class MemoryCheckpoints:
         self._known = kept
 
 
-class CheckpointCopies:
-    """Makes the memory checkpoints of one rank in one generation, sends them to a keeper, and keeps another rank's."""
+def has_room(size_bytes: int) -> bool:
+    """Whether host memory has room for so much, and as much again."""
+    free_bytes = available_bytes()
+    return free_bytes is None or _ROOM * size_bytes <= free_bytes
+
+
+class CheckpointMaker:
+    """Makes the memory checkpoints of one rank in one generation, and says in votes what has become of them."""
 
     def __init__(
         self,
         memory: MemoryCheckpoints,
-        group: Group,
         *,
         generation: int,
-        keeper: int | None,
-        owner: int | None,
         ranks: int,
+        first_step: int,
         states: Callable[[], Mapping[int, SectionState]],
+        still: StateGate,
         copies: HostCopies,
+        delay: Callable[[Ready], None],
         every_s: Callable[[float], float],
         inbox: Inbox,
         rank: int,
         stage: int,
     ) -> None:
-        """Start to send and to keep.
+        """Begin without any.
 
         Args:
             memory: of this worker.
-            group: every member of the generation.
             generation: its number.
-            keeper: rank that gets copies of this one's; None: nobody does.
-            owner: rank whose copies come here, if any's do.
             ranks: of the grid.
+            first_step: of the generation.
             states: of this rank's sections, as references.
+            still: says when they rest.
             copies: from the device that they are on.
+            delay: lets the next update wait for something.
             every_s: seconds between two of them, by those for which training stops to make one.
             inbox: of the generation, for its end.
             rank: this one.
             stage: that it runs.
         """
         self._memory, self._generation, self._ranks, self._inbox = memory, generation, ranks, inbox
-        self._states, self._copies, self._pace = states, copies, every_s
+        self._first_step, self._states, self._still, self._copies = first_step, states, still, copies
+        self._delay, self._pace = delay, every_s
         self._where = {"rank": rank, "stage": stage}
         self._changed = threading.Condition()
+        self._has_begun = False
+        self._loop: Callable[[], JSON] | None = None  # until the first is made
         self._made: Made | None = None  # the newest
         self._there: int | None = None  # the step of which the keeper has it
-        self._everywhere, self._made_s, self._stall_s = True, float("-inf"), float("inf")
+        self._everywhere, self._made_s, self._stall_s = False, time.monotonic(), float("inf")
         self._warned = False
-        if keeper is not None:
-            line = wire.Line(group, keeper)
-            start("checkpoint-sender", lambda: self._send_all(line))
-        if owner is not None:
-            kept = wire.Line(group, owner)
-            start("checkpoint-keeper", lambda: self._keep_all(kept))
 
     # -- the training thread ---------------------------------------------------------------------------------
 
+    def begins(self, loop: Callable[[], JSON]) -> None:
+        """The generation's first step begins; ``loop`` gives the state of the training loop, as it now stays."""
+        with self._changed:
+            self._has_begun, self._loop = True, loop
+            self._changed.notify_all()
+
     def flags(self) -> dict[str, float]:
         """What this rank says in a vote; ``keep`` counts on rank 0."""
+        self._still.read(self._first_step, self._make_first)  # the vote does not wait for the other thread
         with self._changed:
             is_there = self._made is not None and self._there == self._made.step
         return {"kept": float(is_there), "keep": float(self._due()) if self._where["rank"] == 0 else 0.0}
 
     def _due(self) -> int:
-        since_s, every_s = time.monotonic() - self._made_s, self._every_s()
+        since_s, every_s = time.monotonic() - self._made_s, self.every_s
         return (since_s >= every_s) + (since_s >= _PATIENCE * every_s)
 
-    def after(self, totals: StepTotals, next_step: int, loop: Callable[[], JSON]) -> Ready | None:
-        """Do what a vote has decided, after its update; returns when the state may change again, if it is copied."""
+    def after(self, totals: StepTotals, next_step: int, loop: Callable[[], JSON]) -> None:
+        """Do what a vote has decided, after its update."""
         if self._made is not None and not self._everywhere and totals.kept == self._ranks:
             self._everywhere = True
             self._memory.note_everywhere(self._generation, self._made.step)
-        if totals.keep < (1 if self._everywhere else 2):
-            return None
-        self._made_s, self._everywhere = time.monotonic(), False
-        with span("keep", **self._where, step=next_step):
-            made = self._make(next_step, loop())
+        if totals.keep >= (1 if self._everywhere else 2):
+            self._everywhere = False
+            self._make(next_step, loop())
+
+    def _make(self, step: int, loop: JSON) -> None:
+        self._made_s = time.monotonic()
+        with span("keep", **self._where, step=step):
+            made = self._try(step, loop)
         self._stall_s = min(self._stall_s, time.monotonic() - self._made_s)  # the first one makes room, too
+        if made is not None:
+            self._delay(made.copied)
         with self._changed:
             self._made = made  # if there is none, this rank says no more of the one before that it is there
             self._changed.notify_all()
-        return None if made is None else made.copied
 
-    def _make(self, step: int, loop: JSON) -> Made | None:
+    def _try(self, step: int, loop: JSON) -> Made | None:
         rank = self._where["rank"]
         try:
             made = self._memory.make(self._generation, step, self._states(), self._copies, loop)
         except CheckpointError as error:
-            self._warn_once(f"the state of rank {rank} has no copy in memory: {error}")
+            self.warn_once(f"the state of rank {rank} has no copy in memory: {error}")
             return None
         if made is None:
-            self._warn_once(f"rank {rank} has no room in memory for a checkpoint of its state")
+            self.warn_once(f"rank {rank} has no room in memory for a checkpoint of its state")
         return made
 
     def close(self) -> None:
-        """The generation is over: nothing is sent any more."""
+        """The generation is over: nothing is made any more."""
         with self._changed:
             self._changed.notify_all()
 
-    def _every_s(self) -> float:
+    # -- who sends them --------------------------------------------------------------------------------------
+
+    def make_first(self) -> None:
+        """Copy the state that the generation began with, as soon as all of it is there; blocks until then."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox.ended or self._has_begun)
+        self._still.wait_beyond(self._first_step - 1)
+        self._still.read(self._first_step, self._make_first)
+
+    def _make_first(self) -> None:
+        with self._changed:
+            if self._loop is not None:
+                loop, self._loop = self._loop, None
+                self._make(self._first_step, loop())
+
+    def wait_beyond(self, step: int) -> Made | None:
+        """The newest that was made after ``step``, once it has left the device; None: the generation is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox.ended or (self._made is not None and self._made.step > step))
+            made = None if self._inbox.ended else self._made
+        if made is not None:
+            made.copied.wait()
+            self._memory.complete_own(self._generation, made.step)
+        return made
+
+    def is_newest(self, made: Made) -> bool:
+        """Whether nothing was made since."""
+        return self._made is made
+
+    def note_there(self, step: int) -> None:
+        """The keeper has it."""
+        with self._changed:
+            self._there = step
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two of them."""
         return self._pace(0.0 if self._made is None else self._stall_s)
 
-    def _warn_once(self, what: str) -> None:
+    def warn_once(self, what: str) -> None:
+        """Say why there is none, and what that means."""
         if not self._warned:
             self._warned = True
             warn(
                 f"{what}: the loss of a worker may send the run back to a saved state. If memory is short, use fewer "
                 "workers per machine, or more machines."
             )
-
-    # -- to the keeper ---------------------------------------------------------------------------------------
-
-    def _send_all(self, line: wire.Line) -> None:
-        sent = -1
-        try:
-            while (made := self._wait_beyond(sent)) is not None:
-                sent = made.step
-                made.copied.wait()
-                self._memory.complete_own(self._generation, made.step)
-                with span("send-kept", **self._where, step=made.step):
-                    if self._send(line, made):
-                        with self._changed:
-                            self._there = made.step
-        except wire.PeerLost:
-            return
-        except (CheckpointError, RuntimeError) as error:
-            warn(f"the state of rank {self._where['rank']} has no copy on another worker: {error}")
-
-    def _wait_beyond(self, step: int) -> Made | None:
-        """The newest that was made after ``step``; None: the generation is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._inbox.ended or (self._made is not None and self._made.step > step))
-            return None if self._inbox.ended else self._made
-
-    def _send(self, line: wire.Line, made: Made) -> bool:
-        opening = wire.offer(
-            line, wire.CopyKind.STATE, made.step, made.header, made.body.size_bytes, wire.SMALL_PART_BYTES
-        )
-        if opening is None:
-            self._warn_once(
-                f"rank {line.peer} has no room for a copy of rank {self._where['rank']}'s state of "
-                f"{format_bytes(made.body.size_bytes)}"
-            )
-            return False
-        parts, within_s = max(1, -(-made.body.size_bytes // opening.part_bytes)), self._every_s() / 2
-
-        def fill(first: int, part: Tensor) -> bool:
-            made.body.read(first, part)
-            return self._made is made
-
-        def pause(part_s: float) -> None:
-            self._inbox.over.wait(checkpoint_pause_s(part_s, within_s / parts))
-
-        return wire.send_parts(line, opening, fill, pause) and wire.await_answer(line)
-
-    # -- from the owner --------------------------------------------------------------------------------------
-
-    def _keep_all(self, line: wire.Line) -> None:
-        try:
-            while not self._inbox.ended:
-                opening, header = wire.next_offer(line)
-                body = self._memory.begin_others(self._generation, opening.step, from_bytes(header))
-                wire.answer(line, yes=body is not None)
-                if body is not None and wire.receive_parts(line, opening, body.write):
-                    with span("kept", **self._where, step=opening.step):
-                        is_there = self._memory.complete_others(self._generation, opening.step)
-                    wire.answer(line, yes=is_there)
-        except wire.PeerLost:
-            return

@@ -1,7 +1,6 @@
 """What crosses between the owner of a state and its keeper: one copy after another, each announced and in parts.
 
-For each copy, of a state or of one section's sums of gradients, for the rest of a state that moves, and for what the
-update of a step reads beside its last sums:
+For each copy, of a state or of one section's sums of gradients, and for the rest of a state that moves:
 
 1. owner: what it is, of which step, and the sizes of header, body and parts
 2. owner: the header
@@ -28,7 +27,7 @@ WORD_BYTES = 8
 PART_BYTES = 4 * 2**20 - WORD_BYTES
 """Pinned memory for both is a power of two."""
 SMALL_PART_BYTES = 2**20 - WORD_BYTES
-"""In short steps: the training's messages wait behind a part, 8 ms at 1 Gb/s."""
+"""Of states: the training's messages wait behind a part, 8 ms at 1 Gb/s."""
 
 
 class PeerLost(Exception):
@@ -41,7 +40,6 @@ class CopyKind(IntEnum):
     STATE = 0
     SUM = 1
     REST = 2
-    LAST = 3
 
 
 class Line(NamedTuple):

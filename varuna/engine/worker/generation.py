@@ -23,9 +23,10 @@ from varuna.engine.base.peer_activity import watch
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited, Doing
 from varuna.engine.copies.following import StateReceiver, StateSender, received_later, sent_later
-from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
-from varuna.engine.copies.memory_checkpoints import CheckpointCopies, MemoryCheckpoints
+from varuna.engine.copies.keeping import CopyKeeper, KeptSums
+from varuna.engine.copies.memory_checkpoints import CheckpointMaker, MemoryCheckpoints
 from varuna.engine.copies.sending import CopiedStage, CopySender
+from varuna.engine.device.host_copies import Ready
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Courier
 from varuna.engine.pipeline.reduce import Reducer
@@ -75,9 +76,7 @@ class Generation:
     runtime: Runtime
     receiver: StateReceiver
     """of optimizer state that is still to come"""
-    sender: CopySender | None
-    """of copies to another rank"""
-    checkpoints: CheckpointCopies | None
+    checkpoints: CheckpointMaker | None
     """in memory, if they are made"""
 
     @property
@@ -128,13 +127,6 @@ class Generation:
             with self.phase("rest of state", self.stage.next_step):
                 self.receiver.wait()
 
-    def copy_last(self, step: int) -> None:
-        """Wait until the last sums of a long step have a copy, if the state before them has one."""
-        wait_s = 0.0 if self.sender is None else self.sender.last_s(step)
-        if self.sender is not None and wait_s:
-            with self.phase("last copies", step):
-                self.sender.finish(step, wait_s)
-
     def span(self, name: str, index: int) -> AbstractContextManager[None]:
         """Mark work between two steps, for whoever listens."""
         return span(name, rank=self.assignment.rank, stage=self.stage.index, step=self.stage.next_step - 1, index=index)
@@ -144,7 +136,6 @@ class Generation:
         self.inbox.abort(GenerationEnded(self.assignment.generation))
         self.receiver.close()
         self.stage.still.close()
-        self.sender = None  # it holds on to links
         if self.checkpoints is not None:
             self.checkpoints.close()
             self.checkpoints = None
@@ -295,7 +286,7 @@ def open_generation(
     inbox: Inbox,
     groups: Groups,
     stage: Stage,
-    copy: KeptCopy,
+    sums: KeptSums,
     memory: MemoryCheckpoints,
 ) -> Generation:
     """Open links, loader and reductions of a formed generation, and begin to copy its state to other ranks."""
@@ -320,35 +311,46 @@ def open_generation(
         step=assignment.next_step,
         stage=stage.index,
     )
-    sender, checkpoints = None, None
-    if plan.copies is Copies.CHECKPOINTS:
-        checkpoints = _open_checkpoints(setting, assignment, inbox, groups, stage, memory)
-    else:
-        sender = _open_copies(setting, assignment, inbox, groups, stage, copy)
-    return Generation(assignment, inbox, groups, stage, reducer, runtime, receiver, sender, checkpoints)
+    checkpoints = None
+    if plan.copies is Copies.STATE:
+        checkpoints = _checkpoint_maker(setting, assignment, inbox, stage, memory)
+    where = {"rank": rank, "stage": stage.index}
+    if assignment.copy_from is not None:
+        CopyKeeper(
+            groups.world,
+            assignment.copy_from,
+            memory,
+            sums,
+            generation=assignment.generation,
+            inbox=inbox,
+            still=stage.still,
+            **where,
+        )
+    if assignment.copy_to is not None:
+        summed = stage if stage.sums.outlast and not stage.statistics.sections else None
+        copied = CopiedStage(stage.still, checkpoints, summed)
+        CopySender(groups.world, assignment.copy_to, copied, inbox=inbox, steps=setting.steps, **where)
+    return Generation(assignment, inbox, groups, stage, reducer, runtime, receiver, checkpoints)
 
 
-def _open_checkpoints(
-    setting: WorkerContext,
-    assignment: Assignment,
-    inbox: Inbox,
-    groups: Groups,
-    stage: Stage,
-    memory: MemoryCheckpoints,
-) -> CheckpointCopies:
-    """Make memory checkpoints, and keep another rank's."""
+def _checkpoint_maker(
+    setting: WorkerContext, assignment: Assignment, inbox: Inbox, stage: Stage, memory: MemoryCheckpoints
+) -> CheckpointMaker:
+    def delay(copied: Ready) -> None:
+        stage.copied = copied
+
     sizes = [section.parameter_bytes + section.optimizer_bytes for section in setting.job.model.facts.sections]
     plan = assignment.plan
     largest_bytes = max(sum(sizes[section] for section in slot.sections) for slot in plan.slots)
-    return CheckpointCopies(
+    return CheckpointMaker(
         memory,
-        groups.world,
         generation=assignment.generation,
-        keeper=assignment.copy_to,
-        owner=assignment.copy_from,
         ranks=plan.workers,
+        first_step=assignment.next_step,
         states=partial(_states_of, setting, stage),
+        still=stage.still,
         copies=setting.job.traffic.saves,
+        delay=delay,
         every_s=lambda stall_s: checkpoint_every_s(
             largest_bytes,
             stall_s,
@@ -365,38 +367,6 @@ def _states_of(setting: WorkerContext, stage: Stage) -> dict[int, SectionState]:
     """State of all sections of a stage, as references; without what files have."""
     found = {section: stage.state_of(section) for section in stage.sections}
     return found if setting.left_out is None else {each: setting.left_out.of(found[each]) for each in found}
-
-
-def _open_copies(
-    setting: WorkerContext, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, copy: KeptCopy
-) -> CopySender | None:
-    """Send copies of this rank's state or sums, and keep another one's, if that was decided."""
-    states = partial(_states_of, setting, stage)
-    where = {"rank": assignment.rank, "stage": stage.index}
-    has_state = assignment.plan.copies is Copies.STATE
-    if assignment.copy_from is not None:
-        CopyKeeper(
-            groups.world,
-            assignment.copy_from,
-            copy,
-            sums_alone=not has_state,
-            inbox=inbox,
-            still=stage.still,
-            **where,
-        )
-    if assignment.copy_to is None:
-        return None
-    if has_state:
-        states()  # reads frozen parameters once, which the update would have to wait for
-    copied = CopiedStage(
-        stage.still,
-        states if has_state else None,
-        stage if stage.sums.outlast and not stage.statistics.sections else None,
-        setting.job.traffic.state,
-        assignment.plan.step_s,
-        repeats=lambda: setting.loop.steering.is_none,
-    )
-    return CopySender(groups.world, assignment.copy_to, copied, inbox=inbox, steps=setting.steps, **where)
 
 
 def who(assignment: Assignment) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from varuna.checkpoint.io.frozen import FrozenParameters
+from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import DamagedCheckpoint, DivergedError, FleetError, LinkError
 from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Assign, Assignment, Finish, TrainingOver, WorkerPhase
@@ -22,7 +23,7 @@ from varuna.engine.base.connection import unreachable_of
 from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
-from varuna.engine.copies.keeping import KeptCopy
+from varuna.engine.copies.keeping import KeptSums
 from varuna.engine.device.faults import DeviceFull
 from varuna.engine.device.pulse import Pulse
 from varuna.engine.pipeline.apply import layout_of, overflowed
@@ -270,7 +271,7 @@ class Session:
         if self._is_sound and saver.newest != (assignment.generation, stage.next_step):
             self.heartbeat.at("saves the last checkpoint")
             saver.flush()
-            saver.save(stage, assignment, lambda: self._loop.saved(self.standing.newest()))
+            saver.save(stage, assignment, self._loop_state)
 
     # -- one generation ------------------------------------------------------------------------------------
 
@@ -329,13 +330,13 @@ class Session:
             inbox.abort(GenerationEnded(assignment.generation))
             return None
         stage = build_stage(self._setting, assignment, formed.states)
-        copy = KeptCopy(assignment.copy_from)
-        standing.take(stage, assignment, copy)
+        sums = KeptSums()
+        standing.take(stage, assignment, sums)
         self._assignment = assignment
         if self._saver is not None:
             self._saver.begin(stage, assignment)
         send_rest(assignment, formed.groups, standing.kept, stage.job.dtype, arrived)
-        generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, copy, standing.memory)
+        generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, sums, standing.memory)
         if self._saver is not None and stage.sums.outlast:
             save_state = partial(self._save, generation, in_step=True)
             SumsSaver(self._saver, stage, assignment, self.facts, self._outliving(plan), save_state)
@@ -396,6 +397,8 @@ class Session:
         self.heartbeat.at(f"runs step {step}", WorkerPhase.STEPS)
         if self._shown.before(step):
             self.heartbeat.reporter.pass_over()
+        if generation.checkpoints is not None and step == generation.assignment.next_step:
+            generation.checkpoints.begins(self._loop_state)
         vote, totals = run_step(
             generation,
             step,
@@ -420,11 +423,10 @@ class Session:
         if generation.checkpoints is None:
             self.standing.memory.keep_only(())
             return
-        copied = generation.checkpoints.after(
-            totals, generation.stage.next_step, lambda: self._loop.saved(self.standing.newest())
-        )
-        if copied is not None:
-            generation.stage.copied = copied
+        generation.checkpoints.after(totals, generation.stage.next_step, self._loop_state)
+
+    def _loop_state(self) -> JSON:
+        return self._loop.saved(self.standing.newest())
 
     def _check(self, generation: Generation, step: int, totals: StepTotals, vector: Sequence[float]) -> None:
         stage, layout = generation.stage, layout_of(generation.stage)
@@ -484,7 +486,7 @@ class Session:
             self.heartbeat.at("waits until the checkpoint before the last one is written", WorkerPhase.LOOP)
             saver.flush()
         with generation.phase("save", stage.next_step - 1) if not in_step else contextlib.nullcontext():
-            saver.save(stage, assignment, lambda: self._loop.saved(self.standing.newest()))
+            saver.save(stage, assignment, self._loop_state)
 
     def _publish(self, generation: Generation, publisher: Publisher, totals: StepTotals, *, is_last: bool) -> None:
         """Publish the state as it is, if that is due; all ranks decide alike, by the vote."""

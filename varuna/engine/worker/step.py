@@ -57,8 +57,6 @@ def run_step(
     stage.optimizer.prepare()
     with generation.phase("reduce", step):
         generation.reducer.finish(step)
-    if not (plan.is_cut and combines):  # else its update needs other stages
-        generation.copy_last(step)
     vector = cast_vote(layout_of(stage), stage, generation.replica, stage.work.losses.numbers(), dict(flags()))
     if plan.is_cut and combines:
         with generation.phase("share", step):

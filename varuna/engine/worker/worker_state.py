@@ -17,9 +17,8 @@ from varuna.core.sums import joined
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.copies.following import sent_later
-from varuna.engine.copies.keeping import KeptCopy, RecoverableStep, has_room
-from varuna.engine.copies.late_update import can_be_made, made_again, needed
-from varuna.engine.copies.memory_checkpoints import MemoryCheckpoints
+from varuna.engine.copies.keeping import KeptSums
+from varuna.engine.copies.memory_checkpoints import MemoryCheckpoints, has_room
 from varuna.engine.links.groups import Groups
 from varuna.engine.pipeline.apply import apply_vote, layout_of
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
@@ -46,8 +45,7 @@ class WorkerState:
         self.generation = -1
         self.stage: Stage | None = None
         self.memory = MemoryCheckpoints()
-        self._copy = KeptCopy()  # of what another rank has
-        self._made: dict[int, SectionState] = {}  # of what that rank had, and lost before it was copied
+        self._copies_of_sums = KeptSums()  # of another rank
         self._serving: Groups | None = None
         self._kept: dict[int, SectionState] = {}
         self._kept_step: int | None = None
@@ -85,31 +83,15 @@ class WorkerState:
                 if statistics is not None:
                     states[each.section].tensors[STATISTICS] = statistics
         states = {**self._copies(), **states}
-        for section, copied in self._copy.sums(stage.next_step).items():
+        for section, copied in self._copies_of_sums.sealed(stage.next_step).items():
             state = states.setdefault(section, SectionState(section, {}))
             state.tensors[COPIED_SUMS] = copied.values
             state.scalars[COPIED_SUMS] = [list(span) for span in copied.held.copies[0].micro_batches]
         return states
 
     def in_hand(self, assignment: Assignment) -> dict[int, SectionState]:
-        """The states of ``states``, with what else an assignment needs, or those of a memory checkpoint.
-
-        Raises:
-            LinkError: what this rank has said that it can make of another one's state it cannot.
-        """
-        if assignment.from_memory:
-            return self._apart(self.memory.states(assignment.next_step), assignment)
-        left, stage = self._left(), self.stage
-        if left is not None and stage is not None and not needed(assignment).isdisjoint(left.states):
-            owner, copy, self._copy = self._copy.owner, self._copy, KeptCopy()  # not twice, whatever comes of it
-            assert owner is not None
-            with self._span("make again", assignment.generation):
-                self._made = made_again(stage.job, stage.plan, owner, left, self._votes[-1])
-            self._copy = copy
-        return self._apart(self.states(), assignment)
-
-    def _apart(self, states: dict[int, SectionState], assignment: Assignment) -> dict[int, SectionState]:
-        """The states, with copies of those that this rank will train where a memory checkpoint has them: that stays."""
+        """The states of ``states``, or of a memory checkpoint: that stays, so what this rank will train is a copy."""
+        states = self.memory.states(assignment.next_step) if assignment.from_memory else self.states()
         own = () if self.stage is None or assignment.from_memory else self.stage.sections
         trained = range(0) if assignment.is_spare else assignment.plan.sections_at(assignment.rank)
         come = {each.section for each in assignment.transfers if each.target_rank == assignment.rank}
@@ -119,13 +101,6 @@ class WorkerState:
             copied = {name: value.clone() for name, value in state.tensors.items()}
             states[section] = SectionState(section, copied, dict(state.scalars))
         return states
-
-    def _left(self) -> RecoverableStep | None:
-        """What makes the state of the rank that was copied, if that is lost just after an update; None: nothing."""
-        left, stage = self._copy.update_left(self.next_step), self.stage
-        if left is None or stage is None or not self._votes or self._made:
-            return None
-        return left if can_be_made(stage.job, stage.plan, left, self._votes[-1]) else None
 
     # -- into a generation -----------------------------------------------------------------------------------
 
@@ -147,26 +122,21 @@ class WorkerState:
         """Forget votes, since their steps will be run again: the run begins anew, or from a checkpoint."""
         self._votes.clear()
 
-    def take(self, stage: Stage | None, assignment: Assignment | None = None, copy: KeptCopy | None = None) -> None:
-        """Hold this state from now on; until the first update, which needs everybody's, also some of what was here.
-
-        That is what this rank still has to send, and its copy of another one's, whose state may be on its way.
+    def take(self, stage: Stage | None, assignment: Assignment | None = None, sums: KeptSums | None = None) -> None:
+        """Hold this state from now on; until the first update, which needs everybody's, also what it still has to send.
 
         Args:
             stage: None: a spare, which is at rest.
             assignment: that it is for; None: nothing of what was here is worth anything.
-            copy: of what another rank has, which it will get.
+            sums: of another rank, copies of which it will get.
         """
         with self._lock:
             step, moves = self.next_step, [] if assignment is None else sent_later(assignment)
             whole = self._whole() if moves else {}
-            goes_on = assignment is not None and assignment.goes_on
-            self._kept = {**self._copy.seal(step), **self._made} if goes_on and stage is not None else {}
-            self._made = {}
-            self._kept |= {each.section: whole[each.section].at_host() for each in moves}  # a GPU has no room for both
+            self._kept = {each.section: whole[each.section].at_host() for each in moves}  # a GPU has no room for both
             self._kept_step = step if self._kept else None
             self.memory.keep_only(() if assignment is None else assignment.memory_steps)
-            self.stage, self._copy = stage, copy or KeptCopy()
+            self.stage, self._copies_of_sums = stage, sums or KeptSums()
             self._at_rest = stage is None
             if self._at_rest and self._ended >= self.generation:  # it was ended in this moment, by who saw no rest
                 self._end(self.generation)
@@ -210,7 +180,7 @@ class WorkerState:
         kept = self._kept if self._kept_step == self.next_step else {}
         own = () if self.stage is None else self.stage.sections
         in_memory = {each: state for each, state in self.memory.states(self.next_step).items() if each not in own}
-        return in_memory | kept | self._copy.seal(self.next_step) | self._made
+        return in_memory | kept
 
     # -- votes -----------------------------------------------------------------------------------------------
 
@@ -309,8 +279,7 @@ class WorkerState:
 
     def _report(self, generation: int) -> None:
         sharding = self.stage.sharding if self.stage is not None else None
-        copies, left = tuple(sorted(self._copies())), self._left()
-        kept = self._copy.sums(self.next_step)
+        kept = self._copies_of_sums.sealed(self.next_step)
         own = self.stage.held_sums() if self.stage is not None else None
         recorded = self._membership.recorded_step
         unrecorded = [vote for vote in self._votes if vote.step > recorded]
@@ -323,8 +292,7 @@ class WorkerState:
             votes=votes,
             sums=joined([*([own] if own is not None else []), *(each.held for each in kept.values())]),
             wrong_sums=self.stage is not None and self.stage.sums.is_wrong,
-            copies=copies,
-            makeable=() if left is None else tuple(sorted(left.states)),
+            copies=tuple(sorted(self._copies())),
             checkpoints=self.memory.held(),
         )
         with self._span("held", generation):

@@ -76,7 +76,7 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
 
 def _copied(plan: Mapping[str, Any]) -> bool:
     """Whether the state of each stage has a copy in another worker's memory."""
-    return plan.get("copies") in {each.value for each in Copies if each.are_of_state}
+    return plan.get("copies") == Copies.STATE.value
 
 
 def _events(folder: Path) -> tuple[NewestEvents, str]:

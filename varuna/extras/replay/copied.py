@@ -1,65 +1,9 @@
-"""What a rank's keeper has of it at any moment of a step: its state, and sums of gradients, by the engine's pace."""
+"""What a rank's keeper has of its sums of gradients at any moment of a step, by the engine's pace."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from varuna.core.model import JobFacts
-from varuna.core.plan import Copies, Plan
-from varuna.extras.replay.job import state_bytes
-from varuna.schedule.copy_pace import CopyPace, copying_s, last_sums_s, state_copying_s, sums_pace, sums_pause_s
-
-
-class StateCopies:
-    """Copies of all ranks' states in the steps of a generation.
-
-    Args:
-        state_bytes: by rank.
-        sums_bytes: likewise, if sums are copied as well.
-        link_bytes_per_s: of the link to its keeper.
-        step_s: how long a whole step takes.
-    """
-
-    def __init__(
-        self, state_bytes: Sequence[int], sums_bytes: Sequence[int], link_bytes_per_s: float, step_s: float
-    ) -> None:
-        self._sums_bytes, self._link_bytes_per_s = sums_bytes, link_bytes_per_s
-        self._whole = [False] * len(state_bytes)
-        self._copying_s = [state_copying_s(size, link_bytes_per_s, step_s) for size in state_bytes]
-        self._paces = [CopyPace() for _ in state_bytes]
-        self._begun, self._after_s = [False] * len(state_bytes), 0.0
-
-    def begin(self, after_s: float = 0.0) -> None:
-        """A step begins; the state is there ``after_s`` later."""
-        self._begun, self._after_s = [pace.begins() for pace in self._paces], after_s
-
-    def end(self, step_s: float) -> None:
-        """The step ended after ``step_s``."""
-        ranks = zip(self._paces, self._begun, self._copying_s, self._sums_bytes, strict=True)
-        for rank, (pace, begun, each_s, sums_bytes) in enumerate(ranks):
-            complete = begun and self._after_s + each_s <= step_s
-            if begun:
-                pace.ended(each_s if complete else None, step_s)
-            self._whole[rank] = complete and last_sums_s(sums_bytes, self._link_bytes_per_s, step_s) > 0
-
-    def complete_s(self, rank: int) -> float:
-        """When a rank's copy is complete, in seconds since the step's begin; infinite: none is made."""
-        return self._after_s + self._copying_s[rank] if self._begun[rank] else float("inf")
-
-    def is_makeable(self, rank: int) -> bool:
-        """Whether a rank's keeper can make the update before this step again."""
-        return self._whole[rank]
-
-
-def state_copies(plan: Plan, job: JobFacts, link_bytes_per_s: float) -> StateCopies:
-    """Copies of the states of a plan's ranks, none of which has any bytes where sums alone are copied."""
-    each_bytes, has_state = state_bytes(job), plan.copies is Copies.STATE
-    ranks = [plan.sections_at(rank) for rank in range(plan.workers)]
-    return StateCopies(
-        [sum(each_bytes[section] for section in own) if has_state else 0 for own in ranks],
-        [sum(job.model.sections[section].summed_bytes for section in own) for own in ranks],
-        link_bytes_per_s,
-        plan.step_s,
-    )
+from varuna.schedule.copy_pace import copying_s, sums_pace, sums_pause_s
 
 
 class CopiedSum(NamedTuple):

@@ -37,14 +37,10 @@ def held_sums(
     is_first = life.step == assignment.next_step
     found = [broken_steps.held(plan, assignment.rank, assignment.rest if is_first else None, stopped_s)]
     owner = assignment.copy_from
-    if life.copies is not None and owner is not None:
+    if owner is not None and life.kept_s <= life.gone_s.get(members[owner].name, held_s) - began_s:
         until_s = stopped_s[plan.place_of(owner).replica]
-        complete_s = life.copies.complete_s(owner)
-        if complete_s <= life.gone_s.get(members[owner].name, held_s) - began_s:
-            worker.copied = frozenset(plan.sections_at(owner)) if plan.copies is Copies.STATE else frozenset()
-            its = members[owner].assignment
-            rest = its.rest if its is not None and is_first else None
-            found.append(broken_steps.copied(plan, owner, rest, state_complete_s=complete_s, until_s=until_s))
-        elif plan.copies is Copies.STATE and members[owner].name in life.gone_s and life.copies.is_makeable(owner):
-            worker.copied = frozenset(plan.sections_at(owner))
+        worker.copied = frozenset(plan.sections_at(owner)) if plan.copies is Copies.STATE else frozenset()
+        its = members[owner].assignment
+        rest = its.rest if its is not None and is_first else None
+        found.append(broken_steps.copied(plan, owner, rest, state_complete_s=life.kept_s, until_s=until_s))
     return joined([each for each in found if each is not None])

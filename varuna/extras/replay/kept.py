@@ -7,7 +7,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.extras.replay.job import state_bytes
 from varuna.extras.replay.life import SimulatedWorker
-from varuna.schedule.copy_pace import checkpoint_every_s, copying_s
+from varuna.schedule.copy_pace import checkpoint_every_s, state_copying_s
 
 
 class KeptStates:
@@ -33,18 +33,23 @@ class KeptStates:
         each_bytes = state_bytes(job)
         largest_bytes = max(sum(each_bytes[section] for section in slot.sections) for slot in plan.slots)
         self.stall_s = largest_bytes / snapshot_bytes_per_s
-        self.takes_s = copying_s(largest_bytes, link_bytes_per_s)
         self._every_s = checkpoint_every_s(
             largest_bytes, self.stall_s, on_device=job.memory_apart, losses_per_hour=losses_per_hour
         )
-        self._due_s, self._is_over = float("-inf"), True
+        self.takes_s = state_copying_s(largest_bytes, link_bytes_per_s, max(self._every_s, plan.step_s))
+        self._due_s, self._is_over = float("inf"), False
 
-    def begins(self, now_s: float) -> bool:
-        """Whether one is made now."""
-        if now_s < self._due_s or not self._is_over:
-            return False
+    def is_due(self, now_s: float) -> bool:
+        """Whether a next one is made now."""
+        return now_s >= self._due_s and self._is_over
+
+    def begin(self, workers: Sequence[SimulatedWorker], plan: Plan, step: int, generation: int, now_s: float) -> None:
+        """Each worker copies its own state aside."""
         self._due_s, self._is_over = now_s + self._every_s, False
-        return True
+        for rank, worker in enumerate(workers):
+            own = set(plan.sections_at(rank))
+            older = (each for each in worker.checkpoints if each.step != step or not own.issuperset(each.sections))
+            worker.checkpoints = (*older, _held(generation, step, own))
 
     def end(self, workers: Sequence[SimulatedWorker], plan: Plan, step: int, generation: int) -> None:
         """All keepers have it: older ones are dropped."""
@@ -54,12 +59,6 @@ class KeptStates:
             owner = keeper_of.get(rank)
             sections = {*plan.sections_at(rank), *(() if owner is None else plan.sections_at(owner))}
             worker.checkpoints = (_held(generation, step, sections),)
-
-
-def keep_own(workers: Sequence[SimulatedWorker], plan: Plan, step: int, generation: int) -> None:
-    """Each worker has copied its own state aside."""
-    for rank, worker in enumerate(workers):
-        worker.checkpoints = (*worker.checkpoints, _held(generation, step, set(plan.sections_at(rank))))
 
 
 def _held(generation: int, step: int, sections: set[int]) -> HeldCheckpoint:

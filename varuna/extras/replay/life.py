@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from varuna.core.messages import Assignment, Beat, HeldCheckpoint, WorkerPhase
 from varuna.core.sums import HeldSums
-from varuna.extras.replay.copied import StateCopies
 from varuna.fleet.state.config import FleetConfig
 
 
@@ -39,7 +38,7 @@ class SimulatedWorker:
     kept: frozenset[int] = frozenset()
     """Sections that it had before its generation: until the first update, others may still need their state."""
     checkpoints: tuple[HeldCheckpoint, ...] = ()
-    """In its memory, of older steps."""
+    """In its memory."""
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class Life:
     held_s: float | None = None
     """When its ranks heard that it is over."""
     gone_s: dict[str, float] = field(default_factory=dict)
-    copies: StateCopies | None = None
-    """If they are made."""
+    kept_s: float = float("inf")
+    """When keepers have the state that its step began with, since then; infinite: they do not get it."""
     whole: bool = False
     """No optimizer state is on its way any more."""

@@ -29,11 +29,10 @@ from varuna.core.saved import SAVED_EVERY_S, paying_every_s
 from varuna.core.sums import HeldSums
 from varuna.core.vote import VoteLayout
 from varuna.extras.replay.broken_steps import BrokenSteps
-from varuna.extras.replay.copied import state_copies
 from varuna.extras.replay.costs import MorphCosts
 from varuna.extras.replay.held import held_sums
 from varuna.extras.replay.job import state_bytes
-from varuna.extras.replay.kept import KeptStates, keep_own
+from varuna.extras.replay.kept import KeptStates
 from varuna.extras.replay.life import Life, SimulatedWorker, beat_of, patient
 from varuna.extras.replay.lost import Account, LostBy, OutageSpan
 from varuna.extras.replay.moving import Moves
@@ -317,17 +316,14 @@ class SimulatedCluster:
         self._moves.seat([self._workers[name] for name in self._members(assignment)], assignment)
         self._grid = frozenset(self._members(assignment)[: plan.workers])
         self._kept = None
-        if self.fleet.history[generation].keepers and self._costs.copies:
-            if plan.copies is Copies.CHECKPOINTS:
-                self._kept = KeptStates(
-                    plan,
-                    self._job,
-                    link_bytes_per_s=self._link_bytes_per_s,
-                    snapshot_bytes_per_s=self._costs.snapshot_bytes_per_s,
-                    losses_per_hour=assignment.losses_per_hour,
-                )
-            else:
-                self._life.copies = state_copies(plan, self._job, self._link_bytes_per_s)
+        if self.fleet.history[generation].keepers and self._costs.copies and plan.copies is Copies.STATE:
+            self._kept = KeptStates(
+                plan,
+                self._job,
+                link_bytes_per_s=self._link_bytes_per_s,
+                snapshot_bytes_per_s=self._costs.snapshot_bytes_per_s,
+                losses_per_hour=assignment.losses_per_hour,
+            )
         self._beat(assignment)
         self._schedule(self.now_s + self._moves.rest_s, lambda: self._arrived(generation, assignment))
         self._begin_step(generation, assignment, assignment.next_step, 0.0)
@@ -337,6 +333,8 @@ class SimulatedCluster:
         if not self._is_stuck(generation, assignment, forming=True):
             self._life.whole = True
             self._moves.arrived([self._workers[name] for name in self._members(assignment)], assignment)
+            if self._kept is not None:
+                self._keep(self._kept, assignment, assignment.next_step)
             self._beat(assignment)
 
     def _beat(self, assignment: Assignment) -> None:
@@ -348,10 +346,10 @@ class SimulatedCluster:
             self._stall(LostBy.SAVING)
         self._life.step, self._life.began_s = step, self.now_s + pause_s
         left = self.fleet.history[generation].remainder if step == assignment.next_step else None
-        plan, copies = assignment.plan, self._life.copies
-        rest_s = self._moves.rest_s if step == assignment.next_step else 0.0
-        if copies is not None:
-            copies.begin(rest_s)
+        plan, is_first = assignment.plan, step == assignment.next_step
+        rest_s = self._moves.rest_s if is_first else 0.0
+        if is_first:  # what there is to keep is kept once all of it is there
+            self._life.kept_s = self._copied_s(generation, rest_s)
         whole_s = plan.step_s * self._broken_steps.longer(plan)
         step_s = whole_s if left is None else self._broken_steps.seconds(plan, left.work)
         rate = plan.global_batch / whole_s
@@ -376,8 +374,6 @@ class SimulatedCluster:
             return
         plan, self._life.began_s = assignment.plan, None
         self.training_s += step_s
-        if self._life.copies is not None:
-            self._life.copies.end(step_s)
         grid = self._members(assignment)[: plan.workers]
         for name in grid:
             self._workers[name].next_step, self._workers[name].kept = step + 1, frozenset()
@@ -398,18 +394,33 @@ class SimulatedCluster:
 
     def _maybe_keep(self, assignment: Assignment, step: int) -> float:
         """Seconds that a memory checkpoint stops training, if one is due."""
-        kept, generation, plan = self._kept, assignment.generation, assignment.plan
-        workers = [self._workers[name] for name in self._members(assignment)[: plan.workers]]
-        if kept is None or not kept.begins(self.now_s):
+        kept = self._kept
+        if kept is None:
+            self._life.kept_s = self._copied_s(assignment.generation, 0.0)
             return 0.0
-        keep_own(workers, plan, step, generation)
+        is_due = kept.is_due(self.now_s)
+        self._life.kept_s = kept.takes_s if is_due else float("inf")
+        if is_due:
+            self._keep(kept, assignment, step)
+        return kept.stall_s if is_due else 0.0
+
+    def _copied_s(self, generation: int, whole_s: float) -> float:
+        """``kept_s`` of a step whose state is all there after ``whole_s``, where it is kept then, or sums alone are."""
+        if not (self.fleet.history[generation].keepers and self._costs.copies):
+            return float("inf")
+        return whole_s if self._kept is None else whole_s + self._kept.stall_s + self._kept.takes_s
+
+    def _keep(self, kept: KeptStates, assignment: Assignment, step: int) -> None:
+        """All ranks make a memory checkpoint."""
+        generation, plan = assignment.generation, assignment.plan
+        workers = [self._workers[name] for name in self._members(assignment)[: plan.workers]]
+        kept.begin(workers, plan, step, generation, self.now_s)
 
         def end() -> None:
             if generation == self._life.generation and not self._life.over and all(w.alive for w in workers):
                 kept.end(workers, plan, step, generation)
 
         self._schedule(self.now_s + kept.stall_s + kept.takes_s, end)
-        return kept.stall_s
 
     def _maybe_save(self, assignment: Assignment, step: int) -> float:
         """Seconds that a checkpoint stops training, if one is due."""

@@ -37,8 +37,8 @@ def note_held(transition: Transition, name: str, held: StopReport) -> None:
             return  # answered a Hold that crossed our Apply
         transition.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
     sections = frozenset((*held.sections, *held.copies))
-    makeable, lent = frozenset(held.makeable), frozenset(held.lent)
-    holding = WorkerInventory(held.next_step, sections, makeable, lent, held.sums, held.wrong_sums, held.checkpoints)
+    lent = frozenset(held.lent)
+    holding = WorkerInventory(held.next_step, sections, lent, held.sums, held.wrong_sums, held.checkpoints)
     transition.update_worker(name, holding=holding)
     if isinstance(fleet.phase, Running) and fleet.phase.stopped is None and fleet.is_joined(name):
         transition.update(phase=replace(fleet.phase, stopped=name))

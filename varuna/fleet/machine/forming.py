@@ -29,7 +29,7 @@ from varuna.fleet.state.questions import (
     WhichCheckpoint,
 )
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted
-from varuna.fleet.state.worker import WorkerInventory, WorkerStatus, states_of
+from varuna.fleet.state.worker import WorkerInventory, WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> Non
             case _:
                 pass
         return
-    holdings = states_of({name: _holding(fleet, name) for name in live})
+    holdings = {name: _holding(fleet, name).sections for name in live}
     lost = placement.uncovered(len(job.model.sections), holdings)
     if lost and fleet.history and fleet.more_to_come and _just_joined(fleet, transition.now_s):
         return  # nobody's state is kept waiting: whoever comes in the same moment is taken in too

@@ -26,7 +26,7 @@ from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Finishing, Idle, Running, Stopping
 from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.stutter import NO_EVIDENCE
-from varuna.fleet.state.worker import NodeContact, Worker, WorkerInventory, WorkerStatus, changed, states_of
+from varuna.fleet.state.worker import NodeContact, Worker, WorkerInventory, WorkerStatus, changed
 from varuna.fleet.state.workers import Workers
 
 # A manager that did not run for longer than this cannot tell whether a worker was silent in the meantime.
@@ -389,7 +389,7 @@ def waits_for_return(transition: Transition, phase: Stopping | Idle) -> bool:
         return False
     aside = [worker for name in fleet.record.grid if (worker := fleet.workers.get(name)) and _is_aside(worker)]
     aside = [worker for worker in aside if not is_dead(transition, worker)]
-    held = states_of({name: worker.holding for name, worker in fleet.workers.items() if worker.holding is not None})
+    held = {name: worker.holding.sections for name, worker in fleet.workers.items() if worker.holding is not None}
     sections = len(fleet.job.model.sections)
     if not aside or not uncovered(sections, held):
         return False

@@ -21,7 +21,7 @@ from varuna.core.devices import device_of
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
-from varuna.core.plan import Copies, Plan
+from varuna.core.plan import Plan
 from varuna.core.times import RankTimes, StepParts, merged, of_stage
 from varuna.fleet.feedback.gap import explain_gap
 from varuna.fleet.feedback.refine import costs_of, predicted, refine
@@ -99,7 +99,6 @@ class Calibrator:
         self._generation = -1
         self._heard: dict[int, RankTimes] = {}
         self._due_steps = LEAST_STEPS
-        self._copies_changed = False
         self._due_beats = 0
         self._explained = self._described = False
         self._begun: set[str] = set()  # classes of devices that were planned for
@@ -335,7 +334,7 @@ class Calibrator:
         if weighing is None or _is_safer(best, plan):
             self._favoured_s = None
         if weighing is None:
-            return self._other_copies(plan, best)
+            return []
         if _is_safer(plan, best):
             self._favoured_s = now_s if self._favoured_s is None else self._favoured_s
             if now_s < self._favoured_s + LASTS_S:
@@ -345,18 +344,6 @@ class Calibrator:
             Notice(text=f"measured times favour {favoured}: {weighing}"),
             MorphRequested("measured times favour another plan"),
         ]
-
-    def _other_copies(self, plan: Plan, best: Plan) -> list[Told]:
-        """A morph, once, if steps have turned out to be too short for a copy of state in each of them.
-
-        Such copies are seldom complete. A loss before that costs all steps since the newest checkpoint in a store.
-        """
-        late = plan.copies is Copies.STATE and best.copies is Copies.CHECKPOINTS
-        if not late or self._copies_changed or _is_safer(plan, best):
-            return []
-        self._copies_changed = True
-        cause = "steps are too short for a copy of state in each"
-        return [Notice(text=f"{cause}: workers make one every few seconds instead"), MorphRequested(cause)]
 
     def _weighed(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> tuple[Plan, MorphEstimate | None]:
         """The plan that is best now, and what it saves until the next change, if that is more than the switch costs."""

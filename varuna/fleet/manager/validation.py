@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from varuna.core.messages import Beat, FromWorker, HeldCheckpoint, Saved, StopReport, Vote, Voted
+from varuna.core.plan import Copies
 from varuna.core.saved import SavedShard
 from varuna.core.sharded_optimizer import held_by, holders_of
 from varuna.core.sums import HeldSums, InheritedSum, SectionSum, is_within, spans_of, union, without
@@ -94,7 +95,7 @@ def _about_held(fleet: Fleet, worker: str, held: StopReport) -> Objection | None
                 "it cannot have"
             )
     if held.next_step is None:
-        claims = held.sections or held.lent or held.copies or held.makeable
+        claims = held.sections or held.lent or held.copies
         return Objection("it holds sections without a step") if claims else None
     known = max([fleet.recorded_step, *fleet.votes, *(vote.step for vote in held.votes)])
     if held.next_step > max(known + 1, _furthest_step(fleet)):
@@ -102,10 +103,9 @@ def _about_held(fleet: Fleet, worker: str, held: StopReport) -> Objection | None
     if not _was_given(fleet, worker, held):
         named = ", ".join(str(section) for section in (*held.sections, *held.lent)[:8])
         return Objection(f"it claims to hold sections {named}, which it was never given")
-    for copies in (held.copies, held.makeable):
-        if not _was_copied(fleet, worker, held.next_step, copies):
-            named = ", ".join(str(section) for section in copies[:8])
-            return Objection(f"it claims to keep copies of sections {named}, which nobody has sent it")
+    if not _was_copied(fleet, worker, held.next_step, held.copies):
+        named = ", ".join(str(section) for section in held.copies[:8])
+        return Objection(f"it claims to keep copies of sections {named}, which nobody has sent it")
     return objection_to_sums(fleet, worker, held.next_step, held.sums) if held.sums is not None else None
 
 
@@ -201,7 +201,7 @@ def _was_copied(fleet: Fleet, worker: str, next_step: int, copies: tuple[int, ..
     for record in reversed(fleet.history):
         if not record.has_seat(worker):
             continue
-        source, has_state = record.copied_from(record.ranks[worker]), record.plan.copies.are_of_state
+        source, has_state = record.copied_from(record.ranks[worker]), record.plan.copies is Copies.STATE
         copied = tuple(record.plan.sections_at(source)) if has_state and source is not None else ()
         had.update(copied, record.plan.sections_at(record.ranks[worker]))
         if copies == copied or (is_first and had.issuperset(copies)):

@@ -47,7 +47,7 @@ def _places(copies: Copies, stages: int, nodes: Sequence[str]) -> Sequence[int |
         nodes = list(map(str, row))
     shifts = range(1, min(count, 1 + _SHIFTS_TRIED))
     tried = [[(place + shift) % count for place in row] for shift in shifts]
-    if copies.are_of_state:
+    if copies is Copies.STATE:
         tried.insert(0, _in_pairs(count))
     else:  # replicas first: who runs the same sections goes on from a copy of their sums without moving it
         tried[:0] = [
@@ -61,7 +61,7 @@ def _places(copies: Copies, stages: int, nodes: Sequence[str]) -> Sequence[int |
     together = sorted(row, key=lambda place: (-sizes[nodes[place]], nodes[place], place))
     most = max(sizes.values())
     by_place = {place: together[(at + most) % count] for at, place in enumerate(together)}
-    is_kept = copies.are_of_state
+    is_kept = copies is Copies.STATE
     return [by_place[place] if is_kept or nodes[place] != nodes[by_place[place]] else None for place in row]
 
 

@@ -54,8 +54,6 @@ class WorkerInventory:
     next_step: int | None = None
     sections: frozenset[int] = frozenset()
     """Whole: its own, and copies of another rank's."""
-    makeable: frozenset[int] = frozenset()
-    """Of another rank, whose newest update it can make again."""
     lent: frozenset[int] = frozenset()
     """Without optimizer state, which other replicas hold."""
     sums: HeldSums | None = None
@@ -63,17 +61,7 @@ class WorkerInventory:
     wrong_sums: bool = False
     """A vote has shown that those of all ranks, and copies of them, are not what they should be."""
     checkpoints: tuple[HeldCheckpoint, ...] = ()
-    """Of older steps, in its memory."""
-
-
-def states_of(holdings: Mapping[str, WorkerInventory]) -> dict[str, frozenset[int]]:
-    """By worker, the sections whose state it has; of those that nobody has, one worker makes it who can."""
-    found = {name: holding.sections for name, holding in holdings.items()}
-    known = frozenset[int]().union(*found.values())
-    for name, holding in holdings.items():
-        found[name] |= holding.makeable - known
-        known |= holding.makeable
-    return found
+    """In its memory, of steps of before as well."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.depth import by_depth
 from tests.unit.extras.replay.test_replay import CHURN, QUIET, replay, trace
-from varuna.extras.replay.copied import CopiedSum, StateCopies, copied_sums
+from varuna.extras.replay.copied import CopiedSum, copied_sums
 from varuna.extras.replay.costs import MorphCosts
 from varuna.extras.replay.lost import Account, LostBy, OutageSpan
 
@@ -58,15 +58,3 @@ def test_sums_are_taken_right_after_something_was_added_and_counted_once_they_ar
     assert not made(22.0), "the first is not complete"
     goes_on = made(30.0, goes_on=True)
     assert [copy.taken_s for copy in goes_on] == [11.0, 13.0, 21.0, 23.0], "what was there before is copied at once"
-
-
-@pytest.mark.parametrize(("step_s", "is_makeable"), [(300.0, True), (100.0, False)])
-def test_after_a_long_step_its_update_can_be_made_again(step_s: float, is_makeable: bool) -> None:
-    copies = StateCopies([3 * 10**9, 0], [10**9, 0], 1e9, step_s)
-    copies.begin()
-    assert not copies.is_makeable(0), "nobody has seen a step end"
-    copies.end(step_s)
-    copies.begin()
-    assert copies.is_makeable(0) == is_makeable
-    copies.end(1.0)  # before the state was copied
-    assert not copies.is_makeable(0)

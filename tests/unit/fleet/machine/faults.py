@@ -89,9 +89,6 @@ forgets_copies = hearing(lambda _, held: {"copies": ()})
 counts_every_copy = hearing(lambda fleet, held: {"copies": tuple(range(fleet.record.plan.sections))})
 """A copy that has not come, or is of an older step, is taken for one."""
 
-forgets_what_can_be_made = hearing(lambda fleet, held: {"makeable": ()})
-"""Nobody makes an update again."""
-
 
 def _is_verdict(instruction: Instruction) -> bool:
     return isinstance(instruction, Publish) and isinstance(instruction.event, VerdictReached)

@@ -120,7 +120,7 @@ class Small(SimulatedFleet):
     def acts(self) -> list[str]:
         """What a living worker may do."""
         acts = ["obey", "learn", "fetch"] + ["leave"] * (self.steps < STEPS)
-        acts += ["copy", "copy_last"] if self.driver.plan is copied_stages else []
+        acts += ["copy"] if self.driver.plan is copied_stages else []
         return acts + ["gather"] * self.shared + ["again"] * bool(self.repeats) + ["die"] * bool(self.deaths)
 
     def key(self) -> object:
@@ -168,9 +168,6 @@ def _changes_nothing(act: str, worker: SimulatedWorker) -> bool:
         return worker.stopped or worker.reduced is None or worker.reduced != worker.next_step
     if act == "copy":
         return worker.stopped or worker.copied_step == worker.next_step
-    if act == "copy_last":
-        is_due = worker.copied_step == worker.next_step != worker.summed_step
-        return worker.stopped or not is_due or worker.rank != 1  # one keeper is enough: there are many states
     if act in ("fetch", "gather"):
         return worker.stopped or (not worker.loading and worker.stage <= worker.sections)
     return False
@@ -181,7 +178,7 @@ def _face(w: SimulatedWorker) -> object:
     answers = tuple((type(m).__name__, getattr(m, "next_step", None), len(getattr(m, "votes", ()))) for m in w.outbox)
     votes = tuple((vote.step, vote.generation) for vote in w.votes)
     facts = (w.alive, w.generation, w.next_step, w.timeline, w.reduced, w.recorded_step, w.stopped, w.loading, w.left)
-    held = tuple(sorted(w.sections)), tuple(sorted(w.lent)), tuple(sorted(w.copies)), w.copied_step, w.summed_step
+    held = tuple(sorted(w.sections)), tuple(sorted(w.lent)), tuple(sorted(w.copies)), w.copied_step
     return (*facts, w.over), held, messages, answers, votes
 
 
@@ -264,10 +261,6 @@ FAULTS: dict[str, tuple[Machine, Callable[[Machine], object]]] = {
         partial(explore_case, "three replicas that share state out"),
     ),
     "nobody knows of copies": (faults.forgets_copies, partial(explore_case, "three stages with copies")),
-    "nobody makes a lost update again": (
-        faults.forgets_what_can_be_made,
-        partial(explore_case, "three stages with copies"),
-    ),
     "copies that are not there count": (faults.counts_every_copy, partial(explore_case, "three stages with copies")),
     "the last step is over for those who have not applied it": (
         faults.ends_for_all,
@@ -280,7 +273,6 @@ FAULTS: dict[str, tuple[Machine, Callable[[Machine], object]]] = {
 LONG = (
     "the manager forgets the newest vote once it is recorded",
     "nobody knows of copies",
-    "nobody makes a lost update again",
 )
 """Faults that are found only after thousands of states."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan
-from varuna.core.messages import StopReport, Suspect, Voted
+from varuna.core.messages import StopReport, Voted
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.fleet.state.config import FleetConfig
@@ -23,7 +23,7 @@ def driver() -> Driver:
     return driver
 
 
-def answer(driver: Driver, worker: str, next_step: int = 2, *, copies: bool = True, makeable: bool = False) -> None:
+def answer(driver: Driver, worker: str, next_step: int = 2, *, copies: bool = True) -> None:
     """A worker reports its seat's sections, and those of the one that it keeps a copy of."""
     rank = driver.fleet.rank_of(worker)
     assert rank is not None
@@ -35,7 +35,6 @@ def answer(driver: Driver, worker: str, next_step: int = 2, *, copies: bool = Tr
         next_step=next_step,
         sections=driver.seat_sections(worker),
         copies=kept if copies else (),
-        makeable=kept if makeable else (),
     )
     driver.say(worker, held)
 
@@ -102,24 +101,6 @@ def test_a_death_between_vote_and_copy_goes_back(driver: Driver) -> None:
     for worker in ("w2", "w3"):
         answer(driver, worker, 3, copies=False)
     assert driver.fleet.record.rollback
-
-
-@pytest.mark.parametrize("lives", [False, True])
-def test_what_was_lost_before_it_was_copied_is_made_again_where_nobody_has_it(driver: Driver, lives: bool) -> None:
-    """Everybody can make what the other one of the pair has; only w1 is gone, or nobody but a link."""
-    driver.voted(2)
-    if lives:
-        driver.say("w0", Suspect(generation=0, reason="a link broke"))
-        driver.wait(driver.fleet.config.suspect_grace_s + 0.1)
-    else:
-        driver.kill("w1")
-    for worker in ("w0", "w2", "w3", *(["w1"] if lives else [])):
-        answer(driver, worker, 3, copies=False, makeable=True)
-    record = driver.fleet.record
-    assert (record.plan.shape, record.first_step, record.rollback) == ("4x1" if lives else "3x1", 3, False)
-    moves = {move for name in record.grid for move in driver.assignments[name].transfers}
-    made = {move.section for move in moves if record.grid[move.source_rank] == "w3"} & {2, 3}
-    assert made == (set() if lives else {2, 3} - set(record.plan.first.sections_of(record.ranks["w3"])))
 
 
 def test_a_death_with_the_only_result_of_a_vote_runs_the_step_again(driver: Driver) -> None:

@@ -37,7 +37,7 @@ def keeping_or_not(job: JobFacts, workers: int, micro_batch: int | None) -> Plan
 def kept_often(plan: Plan) -> Plan:
     if plan.replicas > 1:
         return plan
-    return plan.model_copy(update={"copies": Copies.CHECKPOINTS if plan.workers > 1 else Copies.NONE})
+    return plan.model_copy(update={"copies": Copies.STATE if plan.workers > 1 else Copies.NONE})
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ class KeepingFleet(SimulatedFleet):
             self.kept[worker.name] = mine = {
                 key: each for key, each in mine.items() if key[0] == generation and key[1] >= known
             }
-        if worker.assignment.plan.copies is not Copies.CHECKPOINTS:
+        if worker.assignment.plan.copies is not Copies.STATE:
             mine.clear()
         else:
             newest = max((step for made, step in mine if made == generation), default=-1)

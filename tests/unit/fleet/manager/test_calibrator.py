@@ -12,7 +12,7 @@ from varuna.core.devices import ClassSize, DeviceFacts, class_in, worker_bytes
 from varuna.core.errors import UsageError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
-from varuna.core.plan import Copies, Pipeline, Plan
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.times import Carried, RankTimes, Typical
 from varuna.fleet.manager.calibrator import LASTS_S, Calibrator, Told
 from varuna.fleet.state.config import FleetConfig
@@ -194,29 +194,6 @@ def test_a_plan_that_measured_times_favour_is_asked_for_if_it_pays(tmp_path: Pat
     assert MorphRequested("measured times favour another plan") in told
     notices = [event.text for event in told if isinstance(event, Notice)]
     assert notices[-1].startswith(f"measured times favour {PLAN.shape} (m = 1) over {PLAN.shape} (m = 2): ")
-
-
-def test_steps_that_are_too_short_for_a_copy_in_each_get_memory_checkpoints_once(tmp_path: Path) -> None:
-    """Nothing was measured at first, and a loss before the copy is ready would cost all steps of the run."""
-
-    def running(copies: Copies) -> Fleet:
-        made = fleet()
-        return replace(made, history=(made.record.model_copy(update={"plan": with_copies(PLAN, copies)}),))
-
-    def with_copies(plan: Plan, copies: Copies) -> Plan:
-        return plan.model_copy(update={"copies": copies})
-
-    for now, best, expected in (
-        (Copies.STATE, Copies.CHECKPOINTS, ["steps are too short for a copy of state in each"]),
-        (Copies.STATE, Copies.STATE, []),
-        (Copies.CHECKPOINTS, Copies.STATE, []),
-    ):
-        heard = calibrator(tmp_path, best=with_copies(PLAN, best))
-        found = [
-            asked([each for worker in ("w0", "w1") for each in heard.hear(running(now), worker, beat(times(n)), 0.0)])
-            for n in (5, 10, 40)
-        ]
-        assert [why for each in found for why in each] == expected, (now, best)
 
 
 REPLICATED = make_plan(JOB, 1, 2).each(replicas=2, stash_limits=(4,))

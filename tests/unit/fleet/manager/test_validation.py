@@ -57,8 +57,6 @@ def test_lies_are_named() -> None:
         (StopReport(generation=0, next_step=2, sections=(0,), lent=(1,)), "never given"),
         (StopReport(generation=0, next_step=2, sections=sections, copies=(2, 3)), "which nobody has sent it"),
         (StopReport(generation=0, next_step=None, copies=(2, 3)), "without a step"),
-        (StopReport(generation=0, next_step=2, sections=sections, makeable=(2, 3)), "which nobody has sent it"),
-        (StopReport(generation=0, next_step=None, makeable=(2, 3)), "without a step"),
         (StopReport(generation=0, next_step=9, sections=sections), "step 2 is not committed"),
         (StopReport(generation=0, next_step=None, sections=sections), "without a step"),
         (
