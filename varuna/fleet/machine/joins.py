@@ -137,7 +137,7 @@ def _difference(hello: Hello, job: JobFacts, version: str) -> Objection | None:
             "what state= names, or ask trainer.evaluate after the loop"
         )
     if field == "job.first_samples":
-        return Objection("its dataset has other samples than the run's: give all machines the same data")
+        return Objection("its dataset has other samples than the run's: give all the same data and libraries")
     if field == "job.torch":
         return Objection(f"it has torch {theirs}, but the run {ours}: other versions round differently")
     return Objection(f"its {field} is {theirs!r}, but the run's is {ours!r}")

@@ -110,7 +110,7 @@ def test_a_run_resumes_from_its_newest_checkpoint_with_its_micro_batch() -> None
     [
         ({"seed": 7}, "its job.seed is 7, but the run's is 0"),
         ({"torch": "2.12.1"}, "it has torch 2.12.1, but the run 2.13.0: other versions round differently"),
-        ({"first_samples": "7f"}, "its dataset has other samples than the run's: give all machines the same data"),
+        ({"first_samples": "7f"}, "its dataset has other samples than the run's: give all the same data and libraries"),
     ],
 )
 def test_a_worker_with_another_job_torch_or_data_is_refused_and_not_replaced(other: dict[str, Any], why: str) -> None:
