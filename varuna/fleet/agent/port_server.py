@@ -51,7 +51,7 @@ class PortServer:
         tell: shows a line to whoever watches.
 
     Raises:
-        FleetError: the port is taken.
+        FleetError: the port is taken, or there is no place for a socket.
     """
 
     def __init__(self, port: int, announced: Address, tell: Callable[[str], None]) -> None:
@@ -59,11 +59,19 @@ class PortServer:
         self._announced, self._joined = announced, JoinedLines(tell)
         self._calls = _listener(port)
         self.port: int = self._calls.getsockname()[1]
-        self._folder = Path(tempfile.mkdtemp(prefix="varuna-port-"))  # nobody else may enter it
-        self.path = str(self._folder / "workers")
-        """Where workers say what they wait for."""
         self._workers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._workers.bind(self.path)
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="varuna-port-"))  # nobody else may enter it
+            self.path = str(self._folder / "workers")
+            """Where workers say what they wait for."""
+            self._workers.bind(self.path)
+        except OSError as error:
+            for each in (self._calls, self._workers):
+                each.close()
+            raise FleetError(
+                f"cannot make a socket in {tempfile.gettempdir()} for this machine's workers: "
+                f"{error.strerror or error}. Set TMPDIR to another folder, with a short path and some space"
+            ) from error
         self._workers.listen(64)
         self.relay = Relay(host=announced.host, port=announced.port, word=secrets.token_hex(WORD_BYTES // 2))
         """What others must know to have their connections joined here."""

@@ -1,9 +1,11 @@
 """The one port of a machine: who says no word that somebody waits for is cut off, and two that say a pair are one."""
 
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -146,3 +148,14 @@ def test_a_port_that_is_taken_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(FleetError, match=rf"cannot listen at --port {port}: .*Choose a free port"):
             PortServer(port, Address("h", port), print)
+
+
+@pytest.mark.parametrize("place", ["nowhere", "long" * 40])
+def test_a_folder_that_takes_no_socket_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    if place != "nowhere":
+        (tmp_path / place).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / place))
+    port = free_port()
+    with pytest.raises(FleetError, match=rf"cannot make a socket in .*{place} .*Set TMPDIR to another folder"):
+        PortServer(port, Address("h", port), print)
+    socket.create_server(("127.0.0.1", port)).close()  # it has given the port back
