@@ -239,6 +239,11 @@ class _Check:
             begun = replace(initial, buffers={name: value.clone() for name, value in initial.buffers.items()})
             numbers, unwritten = plain_values(initial.module), marks(initial.module)
             expected = plainly(losses, parts)
+            if self.model.trainable and not expected.gradients and any(part.weight for part in parts):
+                raise ModelError(
+                    "no parameter gets a gradient from the loss, in plain PyTorch either, whose backward() would fail. "
+                    "Look for detach(), item(), argmax() or torch.no_grad() in forward() and loss=."
+                )
             written = [name for name, mark in marks(initial.module).items() if mark != unwritten[name]]
             counted = changed(numbers, plain_values(initial.module))
             evidence = Evidence(

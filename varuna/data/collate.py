@@ -71,6 +71,8 @@ class Collator:
 
     def __init__(self, function: CollateFunction, columns: Columns, seed: int) -> None:
         self.function, self._columns, self._seed = function, columns, seed
+        self._first: list[dict[str, Tensor]] = []
+        self._reuses = False
 
     def batch(self, samples: Sequence[object], positions: Sequence[int]) -> dict[str, Tensor]:
         """What it makes of samples.
@@ -132,10 +134,30 @@ class Collator:
         there = sum(sample is not None for sample in samples)
         if any(value.dim() == 0 or value.shape[0] != there for value in batch.values()):
             batch[SAMPLES] = torch.tensor(there)
-        return batch, drew
+        return self._apart(batch), drew
+
+    def _apart(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, copied if the function fills the same memory again and again: they are read ahead of their use.
+
+        The first batches tell, which are kept so that nothing else gets their memory.
+        """
+        looks = len(self._first) < _LOOKED_AT and not self._reuses
+        if looks:
+            known = {_memory(value) for each in self._first for value in each.values()}
+            self._reuses = any(_memory(value) in known for value in batch.values() if value.numel())
+            self._first.append(batch)
+        elif self._first[0]:
+            self._first = [{}] * _LOOKED_AT
+        return {key: value.clone() for key, value in batch.items()} if looks or self._reuses else batch
 
 
 _ATTEMPTS = 8
+_LOOKED_AT = 4
+"""First batches that are compared."""
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 def _check_rows(batch: dict[str, Tensor], size: int) -> None:

@@ -319,6 +319,12 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any, loss: Any = None
     _check_own("lr_scheduler", lr_scheduler, LRScheduler)
     steps = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     schedule = lr_scheduler if isinstance(lr_scheduler, LRScheduler) else None
+    if steps is not None and _refuse_step in steps._optimizer_step_pre_hooks.values():
+        raise UsageError(
+            f"optimizer= is {an(steps)} that another varuna.Trainer has trained with, on the workers: its own state is "
+            "that from before. Build a new one, and its scheduler, over the same model; its state begins empty. For a "
+            "training that goes on with its state, ask for all steps in one loop over trainer.steps(n)."
+        )
     if isinstance(lr_scheduler, LRScheduler):
         if lr_scheduler.optimizer is not optimizer:
             raise UsageError(

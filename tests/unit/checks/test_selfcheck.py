@@ -120,6 +120,11 @@ class RandomRows(Rows):
         return {"x": torch.tensor(self.generator.standard_normal(8), dtype=torch.float32), "y": torch.ones(8)}
 
 
+def test_a_loss_that_trains_nothing_is_refused_as_in_plain_pytorch() -> None:
+    with pytest.raises(ModelError, match=r"no parameter gets a gradient.*detach\(\)"):
+        checked(Net, loss=lambda output, batch: output.detach() * 2)
+
+
 def test_a_random_dataset_is_named_as_that() -> None:
     with pytest.raises(DataError, match=r"the dataset is random: reading dataset\[\d+\]"):
         checked(Net, RandomRows())

@@ -102,6 +102,21 @@ def test_a_random_dataset_is_not_blamed_on_its_collate() -> None:
         read_twice(SampleSource(Random(), seed=0, collate=lambda all_: {"x": torch.tensor(all_)}), [0, 1])
 
 
+@pytest.mark.parametrize("of_numpy", [False, True])
+def test_a_collator_may_fill_the_same_memory_again(of_numpy: bool) -> None:
+    memory = np.zeros((8, 3), dtype=np.float32)
+    known = torch.from_numpy(memory) if of_numpy else torch.zeros(8, 3)
+
+    def collate(samples: list[Tensor]) -> dict[str, Tensor]:
+        for number, sample in enumerate(samples):
+            known[number] = sample
+        return {"x": known[: len(samples)], "fresh": torch.stack(samples)}
+
+    source = SampleSource([torch.rand(3) for _ in range(40)], seed=0, collate=collate)
+    batches = [source.micro_batch(range(first, first + 4)).tensors for first in range(0, 40, 4)]
+    assert all(torch.equal(batch["x"], batch["fresh"]) for batch in batches)
+
+
 def mixup(samples: list[Tensor]) -> dict[str, Tensor]:
     batch, share = torch.stack(samples), random.random()
     return {"x": share * batch + (1 - share) * batch[torch.randperm(len(batch))]}

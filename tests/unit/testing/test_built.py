@@ -153,6 +153,14 @@ def test_an_optimizer_that_has_made_steps_is_refused() -> None:
         as_functions(model, optimizer, None)
 
 
+def test_an_optimizer_that_another_training_has_used_is_refused() -> None:
+    model, optimizer, _ = built()
+    as_functions(model, optimizer, None)
+    as_functions(model, optimizer, None).guard()
+    with pytest.raises(UsageError, match=r"another varuna.Trainer has trained with.*Build a new one"):
+        as_functions(model, optimizer, None)
+
+
 def test_a_plateau_is_built_again_over_the_parameters_of_a_stage() -> None:
     model, optimizer, _ = built()
     given = as_functions(model, optimizer, ReduceLROnPlateau(optimizer, patience=0, factor=0.5))

@@ -9,7 +9,15 @@ import functools
 import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,10 +37,13 @@ _WRITES = frozenset(_OF_CONTAINERS.split())
 _BASES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _SILENT = ("CACHE", "PUSH_NULL", "PRECALL", "NOP", "EXTENDED_ARG", "RESUME")
+_PLAIN = str | bytes | int | float | complex | None
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 
 Key = tuple[str, Any]
 """An attribute (``.``) or an item (``[``), by name."""
+_Start = tuple[Any, tuple[Key, ...], str]
+"""Where the way from a local variable begins, and what the user's code calls it."""
 
 
 class ReadPlace(NamedTuple):
@@ -115,18 +126,20 @@ class Reads:
         if owner is MISSING and (is_library(code.co_filename) or code.co_filename.startswith(OWN)):
             return
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
-        first = code.co_varnames[0] if code.co_argcount and owner is not MISSING else None
+        own = _defaults(function)
+        if code.co_argcount and owner is not MISSING:
+            own[code.co_varnames[0]] = (owner, (), name)
         for each in _with_inner(code):
             self.names.update(each.co_names)
             self.texts.update(text for text in each.co_consts if isinstance(text, str))
-            for base, keys, stores in _loads(each, first):
-                self._take(function, cells, owner, name, (base, keys, stores, first))
+            for base, keys, stores in _loads(each, own):
+                self._take(function, cells, own, (base, keys, stores))
 
-    def _take(self, function: Any, cells: Mapping[str, Any], owner: Any, name: str, load: tuple[Any, ...]) -> None:
-        base, keys, stores, first = load
+    def _take(self, function: Any, cells: Mapping[str, Any], own: Mapping[str, _Start], load: tuple[Any, ...]) -> None:
+        base, keys, stores = load
         before: tuple[Key, ...]
-        if base == first:
-            start, before, said = owner, (), name
+        if base in own:
+            start, before, said = own[base]
         elif base in cells:
             start, before, said = cells[base], ((".", "cell_contents"),), base
         elif base in function.__globals__:
@@ -146,7 +159,9 @@ class Reads:
                 if key in _WRITES:
                     self.written.add((id(start), tuple(done)))
                     return
-                break
+                if type(value) in (dict, list, set, deque) or not isinstance(value, Mapping) or key not in value:
+                    break
+                kind = "["  # a dict whose entries are its attributes
             if isinstance(value, _CODE) and not isinstance(value, types.ModuleType | type):
                 break
             found = inspect.getattr_static(type(value), key, None) if kind == "." else None
@@ -166,7 +181,7 @@ class Reads:
 
     def _leaf(self, place: ReadPlace, value: Any) -> None:
         self.places.setdefault((id(place.base), place.keys), place)
-        if isinstance(value, torch.Tensor | str | bytes | int | float | complex | type(None)):
+        if isinstance(value, torch.Tensor | _PLAIN):
             return
         if isinstance(value, Mapping | list | tuple | set | deque):
             for each in list(value.values() if isinstance(value, Mapping) else value)[:16]:
@@ -219,11 +234,21 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _with_inner(constant)
 
 
-def _loads(code: types.CodeType, first: str | None) -> Iterator[tuple[str, tuple[Key, ...], bool]]:
+def _defaults(function: types.FunctionType) -> dict[str, _Start]:
+    """Defaults of arguments that can change in place."""
+    code, given, named = function.__code__, function.__defaults__ or (), function.__kwdefaults__ or {}
+    names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
+    found: list[tuple[str, Any, Any, Any]]
+    found = [(name, given, number, each) for number, (name, each) in enumerate(zip(names, given, strict=True))]
+    found += [(name, named, name, each) for name, each in named.items()]
+    return {name: (base, (("[", key),), name) for name, base, key, each in found if not isinstance(each, _PLAIN)}
+
+
+def _loads(code: types.CodeType, own: Mapping[str, _Start]) -> Iterator[tuple[str, tuple[Key, ...], bool]]:
     """(name, way from it, whether it is stored to) of everything that a code loads from outside of it."""
     steps = [each for each in dis.get_instructions(code) if each.opname not in _SILENT]
     for at, each in enumerate(steps):
-        name = _base(each, first)
+        name = _base(each, own)
         if each.opname in ("STORE_GLOBAL", "STORE_DEREF"):
             yield each.argval, (), True
         if name is None:
@@ -250,12 +275,12 @@ def _loads(code: types.CodeType, first: str | None) -> Iterator[tuple[str, tuple
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 
 
-def _base(step: dis.Instruction, first: str | None) -> str | None:
+def _base(step: dis.Instruction, own: Mapping[str, _Start]) -> str | None:
     if step.opname in _BASES:
         return str(step.argval)
-    if "LOAD_FAST" in step.opname and first is not None:  # the last of two, as 3.13 fuses them
+    if "LOAD_FAST" in step.opname:  # the last of two, as 3.13 fuses them
         last = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
-        return first if last == first else None
+        return str(last) if last in own else None
     return None
 
 

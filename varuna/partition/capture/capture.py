@@ -118,7 +118,7 @@ class LossModule(nn.Module):
         if self.outputs is not None:
             rows = rows_of(self.outputs(output, whole), batch)
             return torch.stack([value.sum().to(torch.float32) for value in rows.values()]).sum(), rows
-        loss = self.loss(output, whole) if self.loss is not None else loss_of(output)
+        loss = loss_of(output) if self.loss is None else loss_of(self.loss(output, whole), "loss=")
         sums = dict(self.metrics(output, whole)) if self.metrics is not None else {}
         for name, value in sums.items():
             _check_sum(name, value)
@@ -146,11 +146,20 @@ def accepted_keys(model: nn.Module) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters)
 
 
-def loss_of(output: object) -> Tensor:
-    """The loss in a model's output.
+_WAYS_TO_LOSS = {
+    "the model": (
+        "when it is called with a sample's keys",
+        "Put the labels into dataset[i], or pass loss=fn(output, batch) to Trainer.",
+    ),
+    "loss=": ("when it is called with output and batch", "Take the mean over the batch, of all terms together."),
+}
+
+
+def loss_of(output: object, who: str = "the model") -> Tensor:
+    """The loss in what the model, or ``loss=``, returns.
 
     Raises:
-        ModelError: the output is not a scalar tensor and has no ``.loss``.
+        ModelError: it is not a scalar tensor, and has none.
     """
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
@@ -161,11 +170,15 @@ def loss_of(output: object) -> Tensor:
     if isinstance(loss, Tensor) and tuple(loss.shape) == (1,):
         loss = loss[0]
     if not isinstance(loss, Tensor) or loss.dim() != 0:
-        found = f"a tensor of shape {_shape(loss)}" if isinstance(loss, Tensor) else type(output).__name__
+        found = (
+            f"a tensor of shape {_shape(loss)}"
+            if isinstance(loss, Tensor)
+            else type(output).__name__.removeprefix("Sym")
+        )
+        when, way_out = _WAYS_TO_LOSS[who]
         raise ModelError(
-            "the model must return a scalar loss, or an object, dict or tuple that contains it, when it is called "
-            f"with a sample's keys; found {found}. Put the labels into dataset[i], or pass loss=fn(output, batch) "
-            "to Trainer."
+            f"{who} must return a scalar loss, or an object, dict or tuple that contains it, {when}; found {found}. "
+            f"{way_out}"
         )
     return loss
 

@@ -68,6 +68,13 @@ def loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return output.mean() * kl_weight() + gamma
 
 
+class Entries(dict[str, Any]):
+    """A configuration whose entries are its attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
 class Schedule:
     """As a script's own annealing object."""
 
@@ -100,13 +107,19 @@ class Script:
         self.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
         self.losses: list[float] = []
         self.bound, self.columns = 5.0, ("x",)
+        self.weights, self.config, self.entries = [1.0], SimpleNamespace(power=1.0), Entries(power=1.0, best=0.0)
 
     def handed(self) -> HandedOver:
         schedule, options, noise, kept, bound = self.schedule, self.options, self.noise, self.kept, self
+        weights, config, entries = self.weights, self.config, self.entries
         counter = {"calls": 0}
 
         def metrics(output: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {"far": (output > options["margin"]).sum() * schedule()}
+
+        def weighed(output: Tensor, batch: Any, weights: Any = weights, *, config: Any = config) -> Tensor:
+            found: Tensor = output.mean() * weights[0] * config.power * entries.power
+            return found
 
         def before_step(named: Any) -> None:
             counter["calls"] += 1
@@ -116,7 +129,7 @@ class Script:
         def collate(samples: list[Any]) -> dict[str, Tensor]:
             return {"x": torch.stack([each["x"].clamp(max=bound.bound) + bound.shifts[0] for each in samples])}
 
-        functions: list[tuple[Role, Any]] = [(LOSS, loss), (LOSS, self.criterion), (METRICS, metrics)]
+        functions: list[tuple[Role, Any]] = [(LOSS, loss), (LOSS, weighed), (LOSS, self.criterion), (METRICS, metrics)]
         functions += [(BEFORE_STEP, before_step), (COLLATE, collate), (DATASET, Subset(self.data, [1, 2]))]
         functions += [(DATASET, self.samples)]
         functions += [(OPTIMIZER, lambda named: torch.optim.SGD(named, lr=bound.optimizer.defaults["lr"]))]
@@ -156,6 +169,9 @@ REFUSED: dict[str, tuple[Loop, str]] = {
         "label_smoothing of a module that loss= uses: it was 0.1, and is now 0.0",
     ),
     "a key that metrics reads": (lambda s: s.options.update(margin=1.0), "options.*margin.*, which metrics= reads"),
+    "a list that is an argument's default": (lambda s: s.weights.insert(0, 2.0), r"weights\[0\], which loss= reads"),
+    "an object that is a keyword's default": (lambda s: setattr(s.config, "power", 2.0), "config.power, which loss="),
+    "an entry that is read as an attribute": (lambda s: s.entries.update(power=2.0), r"entries\['power'\], which loss"),
     "an object that metrics calls": (lambda s: setattr(s.schedule, "value", 1.0), "value, which metrics= reads"),
     "what before_step reads": (lambda s: s.noise.update(scale=0.0), "which before_step= reads.*state="),
     "what collate reads": (lambda s: setattr(s, "bound", 1.0), r"bound, which collate= reads.*set_step\(step\)"),
@@ -240,6 +256,7 @@ def idempotent(script: Script) -> None:
 ACCEPTED: dict[str, Loop] = {
     "losses": lambda s: s.losses.append(1.0),
     "a list to which the loss appends": lambda _: seen.append(1.0),
+    "an entry that nobody reads as an attribute": lambda s: s.entries.update(best=0.7),
     "a key that metrics does not read": lambda s: s.options.update(best=0.7),
     "an attribute of the model that forward does not read": lambda s: setattr(s.model, "best", 0.7),
     "a list of the model that forward does not read": lambda s: s.model.history.append(0.7),

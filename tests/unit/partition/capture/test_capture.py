@@ -1,6 +1,6 @@
 """What capture accepts, keeps and refuses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -135,6 +135,41 @@ def test_a_loss_function_reads_what_the_model_does_not() -> None:
 def test_a_model_that_returns_no_loss_is_refused_with_the_remedy() -> None:
     with pytest.raises(ModelError, match=r"loss=fn\(output, batch\)"):
         partition(Recipe(Regression), batch_of(Points()))
+
+
+def error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(output, batch["y"])
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda out, batch: (error(out, batch), {"examples": 1}),
+        lambda out, batch: {"loss": error(out, batch), "mean": out.mean()},
+        lambda out, batch: error(out, batch)[None],
+    ],
+    ids=["with numbers to log", "by name", "in a row of one"],
+)
+def test_what_loss_returns_may_contain_it(returned: Any) -> None:
+    expected = partition(Recipe(Regression, loss=error), batch_of(Points()))
+    found = partition(Recipe(Regression, loss=returned), batch_of(Points()))
+    assert [section.parameters for section in found.sections] == [each.parameters for each in expected.sections]
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (lambda out, batch: (out.mean(), out.sum()), "tuple"),
+        (lambda out, batch: {"first": out.mean(), "second": out.sum()}, "dict"),
+        (lambda out, batch: (out - batch["y"]).square(), "a tensor of shape"),
+        (lambda out, batch: None, "NoneType"),
+        (lambda out, batch: out.mean().item(), "Float"),
+    ],
+    ids=["two", "terms by name", "rows", "nothing", "a number"],
+)
+def test_what_loss_returns_is_named_if_it_is_no_loss(returned: Any, found: str) -> None:
+    with pytest.raises(ModelError, match=rf"^loss= must return a scalar loss.*found {found}.*all terms together"):
+        partition(Recipe(Regression, loss=returned), batch_of(Points()))
 
 
 @pytest.mark.parametrize(
