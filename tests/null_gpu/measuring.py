@@ -189,6 +189,7 @@ CASES: dict[str, Callable[..., Figures]] = {
     "saves": saves,
     "keeps": keeps,
     "offload": offload,
+    "streams": streams,
     "moves": moves,
     "segments": segments,
     "others": others,
