@@ -13,7 +13,8 @@ from tests.unit.store.flaky import down
 from tests.waiting import wait_for
 from varuna.checkpoint import committer
 from varuna.checkpoint.committer import CheckpointCommitter
-from varuna.checkpoint.manifest import mark_damaged, read_manifest, survey
+from varuna.checkpoint.manifest import mark_damaged, newest_intact, read_manifest, survey
+from varuna.checkpoint.names import MANIFEST, step_folder
 from varuna.core.errors import DamagedCheckpoint, ObjectMissing
 from varuna.store.base import Entry, Store
 from varuna.store.opening import keep_in_memory, open_store
@@ -198,6 +199,15 @@ def test_a_store_whose_listings_lag_gets_checkpoints(place: str, monkeypatch: py
     looking.join(10)
     assert found == [6]
     keep.close()
+
+
+def test_a_checkpoint_is_found_whose_manifest_no_listing_shows_yet(place: str) -> None:
+    store = LaggingStore(open_store(place))
+    kept_twice(store, place, []).close()
+    store.late = {f"{step_folder(6)}/{MANIFEST}"}
+    found = newest_intact(store)
+    assert found is not None
+    assert found[0].step == 6
 
 
 class HidingStore(HookedStore):
