@@ -17,8 +17,8 @@ from varuna.planner.sweep import equal_pipelines, rank_plans
 
 INSURANCE = 0.1
 """So much longer a step may take if every section is held twice, where workers would idle otherwise."""
-
-
+_CLEARLY = 0.01
+"""A larger m than the best for computing is chosen if a step takes so much less."""
 WEIGHED = 8
 """Depths that are weighed by expected goodput."""
 _DOUBLED = 3
@@ -74,6 +74,7 @@ def plan_run(
         policy: schedule policy.
         flags: for advice.
         copies: the run outlives the loss of a worker, so that copies of its state and sums may be worth their price.
+            Otherwise its workers stay, so that m may be made for their number.
 
     Raises:
         UsageError: the job's m is out of range.
@@ -94,8 +95,10 @@ def plan_run(
         if not ranking.plans:
             raise NoPlanError(explain(ranking, request, flags))
         return by_goodput(ranking, request, copies=copies)[0].plan
-    plan = _safer(best_plan(request, flags), request)
-    return with_copies(plan, request, measured=measured) if copies else plan
+    best = best_plan(request, flags)
+    if not copies:  # the workers stay
+        return _safer(_with_larger(best, request), request)
+    return with_copies(_safer(best, request), request, measured=measured)
 
 
 def run_request(
@@ -171,6 +174,24 @@ def _double(plan: Plan, request: PlanRequest) -> dict[Plan, Prediction]:
         return {}
     double = equal_pipelines(asked, plan.stages, 2, plan.micro_batch)
     return {} if double is None else {double.plan.each(device_class=plan.first.device_class): double.prediction}
+
+
+def _with_larger(best: Plan, request: PlanRequest) -> Plan:
+    """The best plan with a larger m, if steps are clearly shorter: more sums cross while the last backward runs.
+
+    Only for workers that stay, on a network that was measured: where each has one or two large micro-batches, a worker
+    less makes a step much longer.
+    """
+    known = request.calibration
+    is_open = request.micro_batch is None and len(known.sizes) > 1 and not known.model.batch_dependent
+    if not is_open or not request.leaves_idle:
+        return best
+    while (m := 2 * best.micro_batch) <= request.global_batch // request.workers:
+        ranking = rank_plans(request.model_copy(update={"micro_batch": m, "lowers_micro_batch": False}))
+        if not ranking.plans or ranking.plans[0].step_s > best.step_s * (1 - _CLEARLY):
+            break
+        best = ranking.plans[0]
+    return best
 
 
 def _safer(best: Plan, request: PlanRequest) -> Plan:

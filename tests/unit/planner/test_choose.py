@@ -165,3 +165,28 @@ def test_classes_of_which_nothing_is_known_are_equal_and_apart_however_long_thei
     plan = plan_run(asked, workers=fast + slow, stages=1)
     assert plan.classes == {"A": fast, "B": slow}
     assert set(plan.shares) == {8}
+
+
+def test_workers_that_stay_get_larger_micro_batches_where_more_sums_cross_during_the_last_backward() -> None:
+    facts = model([section(boundary_bytes=500 * MB, parameter_bytes=20 * MB)] * 8)
+    nominal = nominal_calibration(facts)
+    sizes = (1, 2, 4)
+    times = ("forward_s", "backward_s", "input_s", "weight_s")
+    kinds = {
+        name: kind.model_copy(
+            update={"micro_batches": sizes}
+            | {field: tuple(getattr(kind, field)[0] * m for m in sizes) for field in times if getattr(kind, field)}
+        )
+        for name, kind in nominal.kinds.items()
+    }
+    link = nominal.across_vms.link.model_copy(update={"latency_s": 0.0002})  # measured
+    known = nominal.model_copy(
+        update={"kinds": kinds, "across_vms": nominal.across_vms.model_copy(update={"link": link})}
+    )
+    asked = job(facts).model_copy(update={"global_batch": 32})
+    staying, lossy = (plan_run(asked, workers=2, calibration=known, copies=copies) for copies in (False, True))
+    assert staying.shape == lossy.shape == "1x2"
+    assert lossy.micro_batch == 1
+    assert staying.micro_batch > 1
+    assert staying.step_s < lossy.step_s
+    assert plan_run(asked, workers=2, calibration=known, micro_batch=1).micro_batch == 1

@@ -17,7 +17,7 @@ class Plans:
     def __init__(self, job: JobFacts, calibration: Calibration, most_workers: int, *, copies: bool = False) -> None:
         self._job, self._calibration, self._copies = job, calibration, copies
         self._known: dict[tuple[int, float, tuple[float, ...]], Plan | NoPlanError] = {}
-        first = plan_run(job, workers=most_workers, calibration=calibration, micro_batch=job.micro_batch)
+        first = plan_run(job, workers=most_workers, calibration=calibration, micro_batch=job.micro_batch, copies=True)
         self.micro_batch = first.micro_batch
 
     def __call__(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
