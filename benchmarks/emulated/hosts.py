@@ -41,6 +41,11 @@ class Hosts:
         if keeps_pace:
             self._network.keep_pace()
 
+    def narrow(self, bits_per_s: float) -> None:
+        """Change the rate of all lines."""
+        for host in dict.fromkeys(self._of):
+            self._network.narrow(host, bits_per_s)
+
     def close(self) -> None:
         """They are gone, with all that lives there."""
         self._network.close()
@@ -62,6 +67,7 @@ class Hosts:
             "MASTER_ADDR": addresses[self._of[0]],
             "MASTER_PORT": str(port),
             "VARUNA_INTERFACE": addresses[self._of[rank]],
+            **self._network.environment(self._of[rank]),
         }
 
     def free_port(self) -> int:
