@@ -77,7 +77,7 @@ def closing_line(history: RunHistory, exit_code: int, elapsed_s: float, checkpoi
     """One line for a run that is over: steps, loss, step time, workers lost, checkpoint, cost."""
     steps = sorted(history.losses)
     of = f" of {history.trainings + 1} trainings" if history.trainings else ""
-    words = [f"{counted(history.earlier_steps + len(steps), 'step')}{of} in {format_duration(elapsed_s)}"]
+    words = [f"{counted(history.steps, 'step')}{of} in {format_duration(elapsed_s)}"]
     if steps:
         first, last = history.losses[steps[0]], history.losses[steps[-1]]
         words.append(f"loss {first:.4f} to {last:.4f}" if len(steps) > 1 else f"loss {first:.4f}")

@@ -88,7 +88,8 @@ class RunHistory:
     def __init__(self) -> None:
         self.generations: list[GenerationRow] = []
         self.losses: dict[int, float] = {}
-        """By step, of the newest training of the script."""
+        """By step, of the newest training of the script; a manager that has started again knows the newest ones."""
+        self._first: int | None = None  # step of that training
         self.trainings = self.earlier_steps = 0
         """Trainings that were over before it, and their steps."""
         self.morphs = self.lost = 0
@@ -108,6 +109,7 @@ class RunHistory:
             case GenerationStarted(record=record):
                 overtaken = Morph(*self.generations[-2:]) if self._open else None
                 self._open = record.generation > record.began
+                self._first = record.first_step if self._first is None else min(self._first, record.first_step)
                 self.generations.append(GenerationRow.of(record))
                 return overtaken
             case Morphed(record=record):
@@ -119,12 +121,19 @@ class RunHistory:
                 self.losses[step] = loss
             case TrainingEnded(steps=steps):
                 self.trainings, self.earlier_steps = self.trainings + 1, self.earlier_steps + steps
-                self.losses, self._open = {}, False
+                self.losses, self._open, self._first = {}, False, None
             case WorkerLost():
                 self.lost += 1
             case _:
                 pass
         return None
+
+    @property
+    def steps(self) -> int:
+        """Steps of all trainings."""
+        newest = max(self.losses, default=-1)
+        first = min(self.losses, default=0) if self._first is None else self._first
+        return self.earlier_steps + max(0, newest + 1 - first)
 
     def curve(self, steps: int) -> list[float]:
         """Losses of steps 0 to ``steps`` - 1; NaN where none was recorded."""

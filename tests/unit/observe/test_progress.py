@@ -97,3 +97,5 @@ def test_the_closing_line_counts_steps_and_losses_survived() -> None:
     history.take(GenerationTimed(generation=0, predicted_s=1.48, stages=(times,)))
     assert "   a step took 1.5 s, 1.4% more than predicted   1 worker lost" in closing_line(history, 0, 90.0, None)
     assert closing_line(RunHistory(), 1, 90.0, None) == "ended  0 steps in 1m 30s   no checkpoint"
+    history.take(recorded(2600, 2.0))  # as after a manager that read the newest steps of its journal only
+    assert closing_line(history, 0, 90.0, None).startswith("done   2,601 steps in 1m 30s   loss 4.0000 to 2.0000")
