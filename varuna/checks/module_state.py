@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 from varuna.checkpoint.io.section_state import bit_sum
 
 _TABLES = ("_parameters", "_buffers", "_modules", "training")
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+"""How torch's names of a module's tables of hooks end."""
 _DEEPEST = 3
 _MOST = 64
 """Most elements of a container that are looked at."""
@@ -69,8 +71,12 @@ def set_value(module: nn.Module, path: str, value: Any) -> bool:
 
 @contextmanager
 def same_attributes(module: nn.Module) -> Iterator[None]:
-    """After this block, plain attributes of all modules are the objects that they were."""
+    """After this block, plain attributes of all modules, and their hooks, are the objects that they were.
+
+    A forward may register its hooks when it is first called, and note that in an attribute.
+    """
     before = [(each, _attributes(each)) for each in module.modules()]
+    hooks = [(table, dict(table)) for _, values in before for name, table in values.items() if name.endswith(_HOOKS)]
     try:
         yield
     finally:
@@ -78,6 +84,9 @@ def same_attributes(module: nn.Module) -> Iterator[None]:
             for name in _attributes(each).keys() - values.keys():
                 vars(each).pop(name)
             vars(each).update(values)
+        for table, registered in hooks:
+            table.clear()
+            table.update(registered)
 
 
 def replaced(before: nn.Module, values: Attributes) -> list[str]:

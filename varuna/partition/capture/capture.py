@@ -139,10 +139,11 @@ def _check_sum(name: str, value: object) -> None:
 
 
 def accepted_keys(model: nn.Module) -> frozenset[str] | None:
-    """Names that ``forward`` takes; None if it takes any (``**kwargs``)."""
+    """Names that ``forward`` takes; None if it takes any (``**kwargs``). A model of PEFT's takes those of its base."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
+        base: Any = getattr(model, "get_base_model", None)
+        return None if base is None else accepted_keys(base())
     return frozenset(parameter.name for parameter in parameters)
 
 

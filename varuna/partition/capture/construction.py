@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from varuna.core.errors import ModelError
+from varuna.core.errors import ModelError, VarunaError
 from varuna.data.randomness import seeded
 from varuna.partition.capture.recording import Recorder, View
 from varuna.partition.watching.fake_mode import Copying, FakeMode
@@ -86,6 +86,8 @@ def construct(build: Callable[[], nn.Module], seed: int) -> Construction:
     with without_fakes(), seeded(seed), mode, drawing(recorder), idle_moves(), Copying(), recorder:
         try:
             model = build()
+        except VarunaError:
+            raise
         except Exception as error:
             raise ModelError(
                 f"what model= does to its tensors cannot be recorded: {type(error).__name__}: {error}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from varuna.core.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""As transformers calls them; another library's names are taken where there is one of each."""
 _WRAPPED = ".base_layer."
 """Where PEFT keeps a layer that has adapters."""
 _NAMED = 5
@@ -72,24 +73,24 @@ def list_entries(path: Path) -> dict[str, TensorEntry]:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    if (path / INDEX).is_file():
-        try:
-            names = json.loads((path / INDEX).read_text())["weight_map"].values()
-            return [path / name for name in sorted(set(names))]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(
-                f"{path / INDEX} is not an index of safetensors files: {error!r}. Save it again."
-            ) from error
-    if (path / SINGLE).is_file():
-        return [path / SINGLE]
-    found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    if len(found) == 1:
-        return found
+    named = [each for each in (path / INDEX, path / SINGLE) if each.is_file()][:1]
+    indices, found = sorted(path.glob("*.safetensors.index.json")), sorted(path.glob("*.safetensors"))
+    for each in (named, indices, found):
+        if len(each) == 1:
+            return [each[0]] if each[0].suffix == ".safetensors" else _indexed(each[0])
     held = f"{len(found)} safetensors files without an index" if found else "no safetensors file"
     raise CheckpointError(
         f"weights={str(path)!r} must be a safetensors file, or a folder with {SINGLE} or {INDEX}; found "
         f"{held if path.is_dir() else 'nothing'} there. Save one with model.save_pretrained(folder)."
     )
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = json.loads(index.read_text())["weight_map"].values()
+        return [index.parent / name for name in sorted(set(names))]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}. Save it again.") from error
 
 
 def fit(

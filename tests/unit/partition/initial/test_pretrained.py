@@ -41,6 +41,14 @@ def test_a_saved_model_is_read_whole_or_sharded(tmp_path: Path, shards: str) -> 
     assert same(pretrained(tiny_gpt2, tmp_path).parameters(expected), expected)
 
 
+def test_an_index_of_another_librarys_name_is_read(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    model.save_pretrained(tmp_path, max_shard_size="30KB")  # type: ignore[operator]
+    entries = list_entries(tmp_path)
+    (tmp_path / "model.safetensors.index.json").rename(tmp_path / "diffusion_pytorch_model.safetensors.index.json")
+    assert list_entries(tmp_path) == entries
+
+
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     model = tiny_gpt2()
     model.save_pretrained(tmp_path, max_shard_size="30KB")  # type: ignore[operator]
