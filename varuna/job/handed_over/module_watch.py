@@ -198,7 +198,7 @@ class ModuleWatch:
                 trained, trains = not self._trained or own[key], not self._module.training or now[key]
                 if trained is not trains:
                     yield Changed(name, trained, trains, key)
-            elif _is_attribute(key) and key in reads:
+            elif _is_attribute(key) and (key in reads or key == "forward"):
                 before, after = self._attributes.get(name, "nothing"), mark(now[key]) if key in now else "nothing"
                 if before != after:
                     yield Changed(name, own.get(key, "missing"), now.get(key, "missing"), key)

@@ -119,6 +119,7 @@ MODEL, OPTIMIZER = Role("model=", True, _CAPTURED), Role("optimizer=", False, _B
 SCHEDULER = Role("lr_scheduler=", False, _BUILDS)
 
 
+_PLAINLY = (bool, int, float, str, list, dict, tuple)
 _FIXED = (bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 """Kinds of values that cannot change themselves."""
 
@@ -236,6 +237,8 @@ class HandedOver:
         self._begun = False
         for own, name in self._setters:
             own.pop(name, None)
+        if self._optimizer is not None and isinstance(self._optimizer.state, _StateAway):
+            vars(self._optimizer)["state"] = self._state
         if self.watch is not None:
             self.watch.end()
 
@@ -258,22 +261,8 @@ class HandedOver:
         if self.options is not None:
             self.options.show(options)
         self._refresh()
-        with nullcontext() if self.watch is None else self.watch.script(), self._state_away():
+        with nullcontext() if self.watch is None else self.watch.script():
             yield
-
-    @contextmanager
-    def _state_away(self) -> Iterator[None]:
-        """Refuse access to the state of the script's optimizer in this block."""
-        if self._optimizer is None:
-            yield
-            return
-        own, away = vars(self._optimizer), _StateAway()
-        own["state"] = away
-        try:
-            yield
-        finally:
-            if own["state"] is away:  # else the script has put another in its place
-                own["state"] = self._state
 
     @contextmanager
     def callbacks(self, *, may_read: bool) -> Iterator[None]:
@@ -337,7 +326,7 @@ class HandedOver:
                 watch.look()
                 self._modules.append((role, watch))
         others = {id(each) for module, _ in found.modules.values() for each in module.modules()}
-        for place in found.found():
+        for place in {(id(each.base), each.keys): each for each in map(_of_class, found.found())}.values():
             if id(place.base) in inside | own | others or (not role.captured and self._is_kept(place)):
                 continue
             self._watch(place, role, names)
@@ -364,8 +353,8 @@ class HandedOver:
     def _look_at_optimizer(self) -> None:
         if self._optimizer is not None:
             own = vars(self._optimizer)
-            self._plain = {key: value for key, value in own.items() if isinstance(value, PLAIN)}
-            self._state = self._optimizer.state
+            self._plain = {key: mark(value) for key, value in own.items() if _is_option(key, value)}
+            self._state, own["state"] = self._optimizer.state, _StateAway()
 
     def _changes(self) -> Iterator[tuple[Changed, str]]:
         for each in self._watched:
@@ -382,8 +371,8 @@ class HandedOver:
         if self._optimizer is not None:
             own = vars(self._optimizer)
             for key, before in self._plain.items():
-                if own.get(key, "missing") != before and not key.startswith("_"):
-                    change = Changed(f"{key} of the optimizer", before, own.get(key, "missing"), key)
+                if key not in own or mark(own[key]) != before:
+                    change = Changed(f"{key} of the optimizer", _said(before), own.get(key, "missing"), key)
                     yield (
                         change,
                         "Copies of it train on the workers. Set it before the loop, or keep it in param_groups.",
@@ -399,6 +388,24 @@ class HandedOver:
                 f"a function that runs within the step wrote {key}={shown(value)} into param_groups[{group}] of the "
                 "script's optimizer. Workers take over what the loop over trainer.steps(n) writes: do it there."
             )
+
+
+def _of_class(place: ReadPlace) -> ReadPlace:
+    """Return the place itself, or in the class, if a module has the attribute from there."""
+    base, key = place.base, place.keys[0][1] if place.keys else None
+    if (
+        not isinstance(base, nn.Module)
+        or key in vars(base)
+        or not isinstance(getattr(type(base), str(key), None), _PLAINLY)
+    ):
+        return place
+    return place._replace(base=type(base))
+
+
+def _is_option(key: str, value: Any) -> bool:
+    """Return whether an optimizer's attribute is a value that its step may compute with."""
+    is_own = key not in ("state", "param_groups", "defaults") and not key.startswith("_")
+    return is_own and isinstance(value, (*PLAIN, list, dict))
 
 
 def _said(before: Any) -> Any:

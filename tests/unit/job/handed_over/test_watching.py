@@ -93,13 +93,14 @@ class Script:
         global beta
         beta = 0.0
         gamma.fill_(1.0)
+        Net.scale = 1.0
         self.model = Net()
         self.values, self.shifts = np.ones(20, dtype=np.float32), np.zeros(100, dtype=np.float32)
         self.model.register_buffer("mask", torch.from_numpy(self.values))
         self.plain_weight = self.model.head.weight.data
         self.samples: list[dict[str, Any]] = [{"x": torch.ones(20), "label": 1} for _ in range(50)]
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        vars(self.optimizer)["rectify"] = True
+        vars(self.optimizer).update(rectify=True, extra={"beta": 0.1})
         self.data = Course()
         self.schedule, self.options = Schedule(), {"margin": 0.2, "best": 0.0}
         self.noise: dict[str, Any] = {"scale": 0.1}
@@ -213,11 +214,14 @@ REFUSED: dict[str, tuple[Loop, str]] = {
         r'temperature of the model.*1.0.*0.5.*batch\["step"\]',
     ),
     "a class's attribute, hidden by an own one": (lambda s: setattr(s.model, "scale", 2.0), "scale of the model"),
+    "a class's attribute": (lambda _: setattr(Net, "scale", 2.0), r"model.scale, which forward\(\) reads: it was 1.0"),
+    "forward": (lambda s: setattr(s.model, "forward", lambda x: x), "forward of the model"),
     "a list that forward reads": (lambda s: s.model.coefficients.insert(0, 5.0), "coefficients of the model"),
     "a model's configuration": (lambda s: setattr(s.model.config, "drop", 0.0), "config.drop of the model"),
     "a layer": (lambda s: setattr(s.model, "head", nn.Linear(4, 2)), "head of the model"),
     "a hook": (lambda s: s.model.head.register_forward_hook(lambda *_: None), "head.* of the model"),
     "an optimizer's attribute": (lambda s: setattr(s.optimizer, "rectify", False), "rectify of the optimizer"),
+    "a dict of an optimizer": (lambda s: s.optimizer.extra.update(beta=0.2), "extra of the optimizer.*0.1.*0.2"),
     "an optimizer's state": (lambda s: s.optimizer.state[s.model.head.weight].update(step=0), "state of the optimizer"),
     "another optimizer": (
         lambda s: setattr(s, "optimizer", torch.optim.Adam(s.model.parameters())),
@@ -322,7 +326,10 @@ def test_functions_that_run_within_a_step_use_what_they_are_given_and_varuna_its
         call_before_step(clips, [], 0)
     with pytest.raises(UsageError, match=r"wrote to head.weight"):
         call_before_step(clamps, [], 0)
+    with pytest.raises(UsageError, match=r"asked for the state of the optimizer \(test_watching.py"):
+        call_before_step(lambda given: script.optimizer.state.clear(), [], 0)
     handed.end()
+    assert not script.optimizer.state
 
 
 OPTIONS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
