@@ -7,6 +7,7 @@
     ├── NoPlanError          no P x D x m fits the workers or their memory         exit code 3
     ├── ModelError           the model cannot be captured, split or weighed
     ├── DataError            the dataset disagrees with itself or with the model
+    │   └── OtherSampleError     two ranks have read different samples at one index
     ├── DivergedError        the loss or the gradients are not finite
     ├── CheckpointError      a checkpoint cannot be written, read or trusted
     │   ├── DamagedCheckpoint    its bytes are not those that were written; an older one may be intact
@@ -47,6 +48,15 @@ class ModelError(VarunaError):
 
 class DataError(VarunaError):
     """The dataset disagrees with itself or with the model."""
+
+
+class OtherSampleError(DataError):
+    """Two ranks have read different samples at one index of the dataset."""
+
+    def __init__(self, text: str, rank: int) -> None:
+        """Name the other rank."""
+        super().__init__(text)
+        self.rank = rank
 
 
 class DivergedError(VarunaError):

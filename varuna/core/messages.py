@@ -286,6 +286,7 @@ class Failed(Value):
     traceback: str
     exit_code: int = 1
     fault: DeviceFault | None = Field(default=None, description="of its device, which another worker need not meet")
+    accused: int | None = Field(default=None, ge=0, description="rank that has read another sample than the sender")
 
 
 class Leaving(Value):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from varuna.core.errors import DataError
+from varuna.core.errors import DataError, OtherSampleError
 from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
 from varuna.data.columns import STEP, Columns, InputNames
 from varuna.data.digests import row_digests, tensors_digest
@@ -332,26 +332,29 @@ def _check_dataset(dataset: Any) -> None:
         raise DataError(f"the dataset ({name}) cannot be indexed. {_RECIPE}")
 
 
-def verify_digests(mine: MicroBatch, theirs: Sequence[int], *, who: str) -> None:
+def verify_digests(mine: MicroBatch, theirs: Sequence[int], *, who: str, rank: int) -> None:
     """Compare the digests that travelled with a micro-batch with those of the samples read here.
 
     Args:
         mine: the micro-batch as this stage read it.
         theirs: digests of the other side.
         who: the other side, for the message, such as ``"stage 0"``.
+        rank: the same.
 
     Raises:
-        DataError: a sample differs.
+        DataError: there are more or fewer.
+        OtherSampleError: a sample differs.
     """
     if len(theirs) != len(mine.digests):
         raise DataError(f"{who} read {len(theirs)} samples for a micro-batch of {len(mine.digests)}")
     for index, own, other in zip(mine.indices, mine.digests, theirs, strict=True):
         if own != other:
-            raise DataError(
+            raise OtherSampleError(
                 f"dataset[{index}] is not the same here and on {who} (digests {_hex(own)} and {_hex(other)}). All "
                 "stages must read the same sample: dataset[i] must depend on i and on Python, NumPy and torch "
                 "randomness only, which Varuna seeds for each sample, and so must collate=. Look for separate "
-                "generators, time, process ids, state kept between calls, or files that differ between machines."
+                "generators, time, process ids, state kept between calls, or files that differ between machines.",
+                rank,
             )
 
 

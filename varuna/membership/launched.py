@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from varuna.core.errors import DeviceError, VarunaError
+from varuna.core.errors import DeviceError, OtherSampleError, VarunaError
 from varuna.engine.device.faults import fault_of, in_words
 from varuna.process.scripts import LIBRARIES
 from varuna.process.signals import leave_termination_to_parent
@@ -126,7 +126,8 @@ def _hook_exceptions() -> None:
             expected = isinstance(error, VarunaError)
             summary = str(error) if expected else f"{kind.__name__}: {error}"
             text = "" if expected else "".join(traceback.format_exception(kind, error, trace))
-            told.failed(summary, text, error.exit_code if isinstance(error, VarunaError) else 1, fault)
+            accused = error.rank if isinstance(error, OtherSampleError) else None
+            told.failed(summary, text, error.exit_code if isinstance(error, VarunaError) else 1, fault, accused)
         if isinstance(error, DeviceError):  # no call to a device that hangs returns, nor does the end of its context
             sys.stderr.flush()
             os._exit(error.exit_code)

@@ -308,14 +308,21 @@ class ManagedMembership:
         """Answer what somebody wants to see."""
         self._post(answer)
 
-    def failed(self, summary: str, traceback: str, exit_code: int, fault: DeviceFault | None = None) -> None:
+    def failed(
+        self,
+        summary: str,
+        traceback: str,
+        exit_code: int,
+        fault: DeviceFault | None = None,
+        accused: int | None = None,
+    ) -> None:
         """Report an exception, also one from before ``join``; waits at most 5 s for it to go out."""
         if self._connection is None:
             try:
                 self._connect()
             except FleetError:
                 return  # nobody to tell; Python prints it, and the launcher reads that
-        said = Failed(summary=summary, traceback=traceback, exit_code=exit_code, fault=fault)
+        said = Failed(summary=summary, traceback=traceback, exit_code=exit_code, fault=fault, accused=accused)
         self._post(said).wait(_FLUSH_S)
 
     def leaving(self, step: int) -> None:

@@ -96,7 +96,7 @@ def test_two_stages_read_the_same_noise_whatever_they_drew_before() -> None:
     other.micro_batch(range(11, 13))
     second = other.micro_batch(range(6))
     assert torch.equal(first.tensors["x"], second.tensors["x"])
-    verify_digests(first, second.digests, who="stage 1")
+    verify_digests(first, second.digests, who="stage 1", rank=1)
 
 
 def test_a_sample_has_other_noise_in_the_next_epoch() -> None:
@@ -270,12 +270,12 @@ def micro_batch(*digests: int) -> MicroBatch:
 
 def test_a_sample_that_differs_stops_the_run_with_its_name() -> None:
     with pytest.raises(DataError, match=r"dataset\[11\] is not the same here and on stage 0 .*ffffffffffffffff.*seeds"):
-        verify_digests(micro_batch(1, 2, 3), [1, -1, 4], who="stage 0")
+        verify_digests(micro_batch(1, 2, 3), [1, -1, 4], who="stage 0", rank=0)
 
 
 def test_a_digest_too_few_is_no_agreement() -> None:
     with pytest.raises(DataError, match="stage 0 read 2 samples for a micro-batch of 3"):
-        verify_digests(micro_batch(1, 2, 3), [1, 2], who="stage 0")
+        verify_digests(micro_batch(1, 2, 3), [1, 2], who="stage 0", rank=0)
 
 
 def test_each_sample_that_collate_keeps_gets_the_number_of_its_step() -> None:

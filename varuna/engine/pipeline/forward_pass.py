@@ -273,7 +273,8 @@ class ForwardPass:
             layout = self.layouts.activation_in(step, micro_batch, there.rows)
             values, digests = layout.unpack(buffer, self.copies_of(layout)), layout.digests_of(buffer)
             if batch is not None and any(digests):
-                verify_digests(batch, digests, who=f"an earlier stage (below stage {stage.index})")
+                first = self._rank - stage.index
+                verify_digests(batch, digests, who=f"an earlier stage (below stage {stage.index})", rank=first)
         if batch is not None:
             digests = list(batch.digests)
         return Arrived(values, self._examples(step, micro_batch, batch, there), batch, digests)

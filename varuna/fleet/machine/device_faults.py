@@ -32,7 +32,9 @@ def note_fault(transition: Transition, name: str, fault: DeviceFault) -> None:
         _note_broken(transition, name, fault)
 
 
-def note_error(transition: Transition, name: str, text: str, *, exit_code: int, detail: str) -> None:
+def note_error(
+    transition: Transition, name: str, text: str, *, exit_code: int, detail: str, accused: int | None = None
+) -> None:
     """Note that a worker ended by an error of its own code, which another machine may not meet.
 
     The run ends before its first step, where all workers are on one machine, and where the same step has failed before:
@@ -44,6 +46,7 @@ def note_error(transition: Transition, name: str, text: str, *, exit_code: int, 
         text: which error, of which worker: ``worker w3 (rank 1, ...) failed: ...``.
         exit_code: of the run, if it ends.
         detail: what follows the text, such as a traceback.
+        accused: rank that has read another sample than this worker. Two machines are believed that say so of a third.
     """
     fleet, worker = transition.fleet, transition.fleet.workers[name]
     device, step = f"machine {worker.node}", fleet.recorded_step + 1
@@ -52,17 +55,23 @@ def note_error(transition: Transition, name: str, text: str, *, exit_code: int, 
         for other, seen in fleet.broken.items()
         if seen.may_be_code and seen.step == step and (other != device or _is_needed(fleet, worker.node, seen))
     ]
-    if again or not fleet.config.elastic or is_only_machine(fleet, worker.node) or fleet.recorded_step < 0:
+    other = next((fleet.workers.get(each) for rank, each in enumerate(fleet.members) if rank == accused), None)
+    odd = "" if other is None or other.node == worker.node else other.node
+    is_odd = bool(odd) and any(seen.accused == odd and known != device for known, seen in again)
+    if is_odd:
+        for each in filter(fleet.is_joined, fleet.workers.on(odd)):
+            transition.lose(each, "has read other samples than two other machines", kill=True, rests=True)
+    elif again or not fleet.config.elastic or is_only_machine(fleet, worker.node) or fleet.recorded_step < 0:
         before = f" Step {step} had failed on {again[0][0]} before: {again[0][1].error}" if again else ""
         transition.forget(name)
         transition.end(exit_code, f"{text}{before}{detail}", worker=name)
         return
     transition.notice(
-        f"{text}. Its machine may be to blame, so the run goes on without this worker, and ends if step {step} fails "
-        f"again{detail}",
+        f"{text.rstrip('.')}. Its machine may be to blame, so the run goes on without this worker, and ends if step "
+        f"{step} fails again{detail}",
         warning=True,
     )
-    _rest(transition, name, device, device, text, may_be_code=True)
+    _rest(transition, name, device, device, text, may_be_code=True, accused=odd)
     transition.lose(name, text.removeprefix(f"worker {name} "), kill=True)
 
 
@@ -98,7 +107,16 @@ def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:
     transition.lose(name, f"lost its {what}: {fault.error}", kill=True)
 
 
-def _rest(transition: Transition, name: str, device: str, title: str, error: str, *, may_be_code: bool = False) -> None:
+def _rest(
+    transition: Transition,
+    name: str,
+    device: str,
+    title: str,
+    error: str,
+    *,
+    may_be_code: bool = False,
+    accused: str = "",
+) -> None:
     """Let a device, or a machine, have no worker for a while."""
     fleet = transition.fleet
     before = fleet.broken.get(device)
@@ -112,6 +130,7 @@ def _rest(transition: Transition, name: str, device: str, title: str, error: str
         faults=faults,
         until_s=transition.now_s + rest_s(faults),
         may_be_code=may_be_code,
+        accused=accused,
     )
     transition.update(broken={**fleet.broken, device: broken})
     transition.notice(f"{title} gets no worker for {format_duration(rest_s(faults))}, since it failed", warning=True)

@@ -57,7 +57,7 @@ def note_failed(transition: Transition, name: str, failed: Failed) -> None:
         note_fault(transition, name, fault)
     elif standing is not WorkerStatus.DISMISSED:
         text = f"worker {_title(transition.fleet, name)} failed: {failed.summary}"
-        _conclude_error(transition, name, text, failed.exit_code, f"\n{failed.traceback}".rstrip())
+        _conclude_error(transition, name, text, failed.exit_code, f"\n{failed.traceback}".rstrip(), failed.accused)
 
 
 def note_leaving(transition: Transition, name: str, training: int, step: int = 0) -> None:
@@ -177,7 +177,9 @@ def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
     _conclude_error(transition, worker.name, text, exit_.code if exit_.code in (1, 2, 3) else 1, tail)
 
 
-def _conclude_error(transition: Transition, name: str, text: str, exit_code: int, detail: str) -> None:
+def _conclude_error(
+    transition: Transition, name: str, text: str, exit_code: int, detail: str, accused: int | None = None
+) -> None:
     """Go on without a worker that failed, as long as that may be the matter of its machine alone; else end the run."""
     if _is_outsider(transition.fleet, name):
         transition.do_without(name, f"{text}. {_WITHOUT}{detail}")
@@ -190,7 +192,7 @@ def _conclude_error(transition: Transition, name: str, text: str, exit_code: int
         transition.forget(name)
         transition.end(exit_code, text + detail, worker=name)
     else:
-        note_error(transition, name, text, exit_code=exit_code, detail=detail)
+        note_error(transition, name, text, exit_code=exit_code, detail=detail, accused=accused)
 
 
 _WITHOUT = "The run trains without it: look at what this machine lacks (packages, mounts, drivers)"

@@ -19,6 +19,8 @@ class BrokenDevice:
     """When it may have a worker again."""
     may_be_code: bool = False
     """Its error does not say whose matter it is."""
+    accused: str = ""
+    """Machine that has read other samples than this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -429,6 +429,30 @@ def test_workers_of_one_machine_that_fail_together_say_no_more_than_one_and_once
     assert len(ends(driver)) == 1
 
 
+@pytest.mark.parametrize(("accused", "stays"), [("w0", True), ("w2", False)])
+def test_two_machines_that_have_read_other_samples_than_a_third_cost_that_one_and_not_the_run(
+    accused: str, stays: bool
+) -> None:
+    driver = on_vms(8)
+
+    def disputes(worker: str, other: str) -> None:
+        rank = driver.fleet.rank_of(other)
+        driver.say(worker, Failed(summary="dataset[3] is not the same here", traceback="T", accused=rank))
+
+    driver.say("w5", Failed(summary="what", traceback="T", accused=6))
+    goes_on(driver)
+    driver.voted(2)
+    disputes("w1", "w0")
+    goes_on(driver)
+    disputes("w3", accused)
+    assert bool(ends(driver)) != stays
+    if stays:
+        assert {lost.worker for lost in driver.told(WorkerLost)} == {"w0", "w1", "w3", "w5"}
+        goes_on(driver)
+        driver.voted(3)
+        assert driver.fleet.recorded_step == 3
+
+
 @pytest.mark.parametrize("spared", [True, False])
 def test_a_machine_that_fails_again_in_a_long_step_ends_the_run_unless_a_generation_did_without_it(
     spared: bool,
