@@ -488,6 +488,13 @@ def test_who_has_closed_its_connection_has_a_part_if_no_plan_can_do_without_it()
     assert set(driver.fleet.record.grid) == {"w1", "w2"}
 
 
+def test_who_leaves_has_a_part_rather_than_who_has_closed_its_connection() -> None:
+    driver = on_machines("abcd")
+    driver.feed(preempted("b", in_s=300.0))
+    parts_between_generations(driver, "w0", dead="w3")
+    assert set(driver.fleet.record.grid) == {"w1", "w2"}
+
+
 def test_who_has_closed_its_connection_has_a_part_if_some_state_is_nowhere_else() -> None:
     driver = on_machines("abcd")
     parts_between_generations(driver, "w1", dead="w3")
