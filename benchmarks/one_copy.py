@@ -65,7 +65,7 @@ def lost(cluster: Cluster, network: Network, machine: str, cut: set[str]) -> dic
     cut.add(machine)
     begin_s = time.monotonic()
     network.part(cut)
-    newest = 0
+    newest = max(cluster.steps())
 
     def goes_on() -> bool:
         nonlocal newest

@@ -15,7 +15,7 @@ from varuna.core.errors import VarunaError
 from varuna.engine.base.spans import Span
 from varuna.engine.copies import sending
 from varuna.engine.links.traffic import traffic_over
-from varuna.engine.worker import sums_saver
+from varuna.engine.worker import generation, sums_saver
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.job import start
 from varuna.schedule.copy_pace import SumsPace
@@ -38,8 +38,9 @@ def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums are copied all the time."""
+    """State is copied after each step, and sums all the time."""
     monkeypatch.setattr(sending, "sums_pace", lambda *_: SumsPace(1, 0.0))
+    monkeypatch.setattr(generation, "checkpoint_every_s", lambda *_, **__: 0.0)
 
 
 class OnceKept(Fault):
