@@ -76,7 +76,9 @@ def same_attributes(module: nn.Module) -> Iterator[None]:
     A forward may register its hooks when it is first called, and note that in an attribute.
     """
     before = [(each, _attributes(each)) for each in module.modules()]
-    hooks = [(table, dict(table)) for _, values in before for name, table in values.items() if name.endswith(_HOOKS)]
+    attributes = [each for _, values in before for each in values.items()]
+    tables = [table for name, table in attributes if name.endswith(_HOOKS) and isinstance(table, dict)]
+    hooks = [(table, dict(table)) for table in tables]
     try:
         yield
     finally:

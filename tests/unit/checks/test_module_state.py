@@ -14,6 +14,7 @@ class Noting(nn.Module):
         self.layer = nn.Linear(2, 2)
         self.layer.register_forward_hook(lambda *_: None)
         self.is_hooked = False
+        self.own_hooks = ["a list of the model's own"]
 
     def call(self) -> None:
         self.is_hooked = True
