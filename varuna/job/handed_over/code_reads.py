@@ -185,7 +185,7 @@ class Reads:
             return
         if isinstance(value, Mapping | list | tuple | set | deque):
             for each in list(value.values() if isinstance(value, Mapping) else value)[:16]:
-                if callable(each):
+                if not isinstance(each, torch.Tensor | _PLAIN):
                     self.follow(each, place.name)
             return
         self.follow(value, place.name)

@@ -68,13 +68,18 @@ def _is_data(value: Sequence[Any]) -> bool:
 
 def ways_into(value: Any) -> Iterator[tuple[tuple[str, Any], ...]]:
     """Yield ways to entries to look at, of a list that is data: a sample may get more of them, as a cache does."""
-    if isinstance(value, list | tuple) and _is_data(value):
-        for number in _spread(range(len(value)), _FEW):
-            sample = value[number]
-            names = [(".", key) for key in getattr(sample, "__dict__", ())]
-            keys = sample if isinstance(sample, Mapping) else range(len(sample) if type(sample) in (list, tuple) else 0)
-            inner = names or [("[", key) for key in keys]
-            yield from ((("[", number), key) for key in inner[:_SMALL]) if inner else [(("[", number),)]
+    if not isinstance(value, list | tuple):
+        return
+    if not _is_data(value):  # several data sets, for one
+        for number, each in enumerate(value[:_SMALL]):
+            yield from ((("[", number), *way) for way in ways_into(each))
+        return
+    for number in _spread(range(len(value)), _FEW):
+        sample = value[number]
+        names = [(".", key) for key in getattr(sample, "__dict__", ())]
+        keys = sample if isinstance(sample, Mapping) else range(len(sample) if type(sample) in (list, tuple) else 0)
+        inner = names or [("[", key) for key in keys]
+        yield from ((("[", number), key) for key in inner[:_SMALL]) if inner else [(("[", number),)]
 
 
 @lru_cache(maxsize=1024)

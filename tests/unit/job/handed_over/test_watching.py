@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from varuna import UsageError
 from varuna.engine.stage.optimizer import call_before_step
@@ -98,6 +98,8 @@ class Script:
         self.values, self.shifts = np.ones(20, dtype=np.float32), np.zeros(100, dtype=np.float32)
         self.model.register_buffer("mask", torch.from_numpy(self.values))
         self.plain_weight = self.model.head.weight.data
+        self.part, self.others = Course(), [{"x": float(number)} for number in range(20)]
+        self.parts: list[Any] = [self.part, self.others]
         self.samples: list[dict[str, Any]] = [{"x": torch.ones(20), "label": 1} for _ in range(50)]
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         vars(self.optimizer).update(rectify=True, extra={"beta": 0.1})
@@ -132,7 +134,7 @@ class Script:
 
         functions: list[tuple[Role, Any]] = [(LOSS, loss), (LOSS, weighed), (LOSS, self.criterion), (METRICS, metrics)]
         functions += [(BEFORE_STEP, before_step), (COLLATE, collate), (DATASET, Subset(self.data, [1, 2]))]
-        functions += [(DATASET, self.samples)]
+        functions += [(DATASET, self.samples), (DATASET, ConcatDataset(self.parts))]
         functions += [(OPTIMIZER, lambda named: torch.optim.SGD(named, lr=bound.optimizer.defaults["lr"]))]
         made = HandedOver(functions, model=self.model, optimizer=self.optimizer, kept={"kept": self.kept})
         made.begin()
@@ -178,6 +180,11 @@ REFUSED: dict[str, tuple[Loop, str]] = {
     "what collate reads": (lambda s: setattr(s, "bound", 1.0), r"bound, which collate= reads.*set_step\(step\)"),
     "a dataset's attribute": (lambda s: setattr(s.data, "level", 2), "level, which dataset reads: it was 0"),
     "an attribute of a dataset's part": (lambda s: setattr(s.data.transform, "p", 0.0), "transform.p, which dataset"),
+    "an attribute of one of several datasets": (lambda s: setattr(s.part, "level", 2), "level, which dataset reads"),
+    "a sample of one of several datasets": (
+        lambda s: s.others[0].update(x=9.0),
+        r"dataset.datasets\[1\]\[0\]\['x'\], which dataset reads: it was 0.0, and is now 9.0",
+    ),
     "what the optimizer's function reads": (lambda s: s.optimizer.defaults.update(lr=1.0), "which optimizer= reads"),
     "requires_grad": (lambda s: s.model.head.requires_grad_(False), "requires_grad of head.weight"),
     "requires_grad as an attribute": (
