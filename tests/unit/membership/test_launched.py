@@ -27,11 +27,11 @@ from unittest.mock import Mock
 
 import torch
 
-from varuna.core.errors import DeviceError
+from varuna.core.errors import DeviceError, OtherSampleError
 from varuna.membership import launched
 
 told = Mock()
-told.failed = lambda summary, text, code, fault: print(code, fault, flush=True)
+told.failed = lambda summary, text, code, fault, accused: print(code, fault, accused, flush=True)
 for manager, error in [{cases}]:
     if os.fork() == 0:
         launched.manager = lambda: manager
@@ -43,6 +43,7 @@ for manager, error in [{cases}]:
 CASES = {
     'told, torch.AcceleratorError("CUDA error: unspecified launch failure")': "error='CUDA error: unspecified",
     'told, ValueError("CUDA error: said by the user")': "1 None",
+    'told, OtherSampleError("dataset[3] is not the same here", 2)': "1 None 2",
     'told, torch.OutOfMemoryError("CUDA out of memory")': "is_memory=True",
     'told, DeviceError("rank 0 waited 300 s")': "error='it hangs'",
     'None, torch.AcceleratorError("CUDA error: unspecified launch failure")': "Look for Xid",
