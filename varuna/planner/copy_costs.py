@@ -8,6 +8,7 @@ from varuna.planner.pricing.profile import profile
 from varuna.schedule.copy_pace import (
     PROCESSOR_S_PER_BYTE,
     checkpoint_every_s,
+    checkpoint_stall_s,
     copying_s,
     state_copying_s,
     sums_pace,
@@ -62,7 +63,7 @@ def copies_take_s(plan: Plan, request: PlanRequest) -> float:
     sums_s = PROCESSOR_S_PER_BYTE * rounds * largest.sums_bytes
     if plan.copies is not Copies.STATE:
         return sums_s
-    state_s = largest.state_bytes / (request.calibration.snapshot_bytes_per_s or SNAPSHOT_BYTES_PER_S)
+    state_s = _stall_s(plan, request)
     if not request.memory_apart:
         state_s += PROCESSOR_S_PER_BYTE * largest.state_bytes
     return (state_s + sums_s) * plan.step_s / memory_checkpoints_every_s(plan, request)
@@ -85,12 +86,19 @@ def memory_checkpoints_every_s(plan: Plan, request: PlanRequest) -> float:
 
 
 def _pays_every_s(plan: Plan, request: PlanRequest) -> float:
-    size_bytes = largest_stage(plan, request).state_bytes
-    stall_s = size_bytes / (request.calibration.snapshot_bytes_per_s or SNAPSHOT_BYTES_PER_S)
     every_s = checkpoint_every_s(
-        size_bytes, stall_s, on_device=request.memory_apart, losses_per_hour=request.losses_per_hour
+        largest_stage(plan, request).state_bytes,
+        _stall_s(plan, request),
+        on_device=request.memory_apart,
+        losses_per_hour=request.losses_per_hour,
     )
     return max(every_s, plan.step_s)
+
+
+def _stall_s(plan: Plan, request: PlanRequest) -> float:
+    per_s = request.calibration.snapshot_bytes_per_s or SNAPSHOT_BYTES_PER_S
+    aside_s = largest_stage(plan, request).state_bytes / per_s
+    return checkpoint_stall_s(aside_s, plan.step_s, on_device=request.memory_apart)
 
 
 def largest_stage(plan: Plan, request: PlanRequest) -> Largest:

@@ -93,3 +93,8 @@ def checkpoint_every_s(size_bytes: float, stall_s: float, *, on_device: bool, lo
     cost_s = CHECKPOINT_S + stall_s + (0.0 if on_device else PROCESSOR_S_PER_BYTE * size_bytes)
     pays_s = young_s(cost_s, 3600 / losses_per_hour) if losses_per_hour else inf
     return min(cost_s / CHECKPOINT_SHARE, pays_s)
+
+
+def checkpoint_stall_s(aside_s: float, step_s: float, *, on_device: bool) -> float:
+    """For how long training stops while state is copied aside; beside a device only the next update waits for that."""
+    return max(0.0, aside_s - step_s) if on_device else aside_s

@@ -9,6 +9,7 @@ from varuna.schedule.copy_pace import (
     PROCESSOR_S_PER_BYTE,
     SumsPace,
     checkpoint_every_s,
+    checkpoint_stall_s,
     copying_s,
     pause_s,
     state_copying_s,
@@ -40,6 +41,12 @@ def test_a_memory_checkpoint_takes_a_hundredth_of_the_time_or_less_than_losses_u
     assert on_processors == pytest.approx((cost_s + PROCESSOR_S_PER_BYTE * gb) / CHECKPOINT_SHARE)
     assert checkpoint_every_s(gb, 0.2, on_device=True, losses_per_hour=60.0) < seldom
     assert checkpoint_every_s(gb, 0.2, on_device=True, losses_per_hour=1e-3) == seldom
+
+
+def test_beside_a_device_training_stops_for_what_a_step_does_not_hide() -> None:
+    assert checkpoint_stall_s(2.0, 60.0, on_device=False) == 2.0
+    assert checkpoint_stall_s(2.0, 60.0, on_device=True) == 0.0
+    assert checkpoint_stall_s(2.0, 0.5, on_device=True) == 1.5
 
 
 def test_copies_of_sums_divide_a_step_equally_every_few_seconds() -> None:

@@ -7,7 +7,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.extras.replay.job import state_bytes
 from varuna.extras.replay.life import SimulatedWorker
-from varuna.schedule.copy_pace import checkpoint_every_s, state_copying_s
+from varuna.schedule.copy_pace import checkpoint_every_s, checkpoint_stall_s, state_copying_s
 
 
 class KeptStates:
@@ -32,11 +32,13 @@ class KeptStates:
     ) -> None:
         each_bytes = state_bytes(job)
         largest_bytes = max(sum(each_bytes[section] for section in slot.sections) for slot in plan.slots)
-        self.stall_s = largest_bytes / snapshot_bytes_per_s
+        aside_s = largest_bytes / snapshot_bytes_per_s
+        self.stall_s = checkpoint_stall_s(aside_s, plan.step_s, on_device=job.memory_apart)
         self._every_s = checkpoint_every_s(
             largest_bytes, self.stall_s, on_device=job.memory_apart, losses_per_hour=losses_per_hour
         )
-        self.takes_s = state_copying_s(largest_bytes, link_bytes_per_s, max(self._every_s, plan.step_s))
+        sending_s = state_copying_s(largest_bytes, link_bytes_per_s, max(self._every_s, plan.step_s))
+        self.takes_s = aside_s - self.stall_s + sending_s
         self._due_s, self._is_over = float("inf"), False
 
     def is_due(self, now_s: float) -> bool:
