@@ -77,6 +77,7 @@ ATTRIBUTES: dict[str, Callable[[], object]] = {
     "_is_compiling_flag": lambda: torch.compiler,
     "_is_exporting_flag": lambda: torch.compiler,
     "_load_state_dict_post_hooks": nn.Module,
+    "_model_mapping": lambda: pytest.importorskip("transformers").AutoModelForCausalLM,
     "_no_grad_trunc_normal_": lambda: nn.init,
     "_opname": lambda: torch.ops.aten.add.Tensor,
     "_optimizer_step_post_hooks": lambda: torch.optim.SGD([torch.ones(1)]),

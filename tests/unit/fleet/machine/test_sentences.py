@@ -6,7 +6,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[4] / "varuna"
-IDENTITIES = {"worker", "name", "node", "version", "digest", "folder", "secret", "key", "file", "device_class"}
+IDENTITIES = {
+    "worker",
+    "name",
+    "node",
+    "version",
+    "digest",
+    "folder",
+    "secret",
+    "key",
+    "file",
+    "device_class",
+    "accused",
+}
 """Texts that are compared, since they name something."""
 SEARCHES = {"startswith", "endswith", "find", "index", "removeprefix"}
 RULES = [
