@@ -1,5 +1,7 @@
 """Methods of Hugging Face's Trainer that its own training loop calls: which of them a subclass may override here."""
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from varuna.core.errors import UsageError
@@ -48,13 +50,23 @@ REFUSED = {
 """Methods that are never called, at least not in training, and what to do instead."""
 
 
+def library_of(kind: type) -> Any:
+    """Return the class of transformers or TRL that a trainer's class is derived from."""
+    return next(each for each in kind.__mro__ if each.__module__.startswith(("transformers.", "trl.")))
+
+
+def by_name(kind: type, given: Sequence[Any], named: dict[str, Any]) -> dict[str, Any]:
+    """Return a trainer's arguments under the names that its library gives them: their order differs."""
+    return {**inspect.signature(library_of(kind)).bind_partial(*given).arguments, **named}
+
+
 def check_overrides(trainer: Any) -> None:
     """Refuse, by name, every method of the library's loop that a subclass or an instance replaces and nobody calls.
 
     Raises:
         UsageError: there is one.
     """
-    library = next(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("transformers."))
+    library = library_of(type(trainer))
     for name, instead in REFUSED.items():
         theirs = getattr(library, name, None)
         owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), library)

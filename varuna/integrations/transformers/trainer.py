@@ -34,7 +34,7 @@ from varuna.integrations.transformers.arguments import (
 from varuna.integrations.transformers.data import Ordered, one_length
 from varuna.integrations.transformers.main_rank import IS_LAUNCHED, OnMainRank
 from varuna.integrations.transformers.model import ReturningLoss, check_optimizer
-from varuna.integrations.transformers.overrides import check_overrides
+from varuna.integrations.transformers.overrides import by_name, check_overrides
 from varuna.job.built import GivenModel, SchedulerLike, fill
 from varuna.job.given_optimizer import OptimizerLike
 from varuna.job.handed_functions import functions_of
@@ -65,26 +65,26 @@ class _Schedule:
         return -(-self.steps // self.steps_per_epoch)
 
 
-class _OverVaruna(OnMainRank):
+class OverVaruna(OnMainRank):
     """The training loop; see docs/transformers.md."""
 
-    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **named: Any) -> None:
+    def __init__(self, *given: Any, **named: Any) -> None:
         """As for Hugging Face's Trainer.
 
         Args:
-            model: as there.
-            args: as there.
-            rest: as there.
+            given: as there.
             named: as there, and ``varuna={...}``: further arguments of ``varuna.Trainer``, such as ``micro_batch``.
 
         Raises:
             UsageError: an argument cannot be honoured.
         """
+        told = by_name(type(self), given, named)
+        self._options: dict[str, Any] = dict(told.pop("varuna", None) or {})
+        args = told.get("args")
         if args is not None:
             check_arguments(args)
             args._n_gpu = min(1, args.n_gpu)  # a process has one device: batches are not multiplied
-        self._options: dict[str, Any] = dict(named.pop("varuna", None) or {})
-        super().__init__(model, args, *rest, **named)
+        super().__init__(**told)
 
     # -- training -------------------------------------------------------------------------------------------
 
@@ -133,8 +133,7 @@ class _OverVaruna(OnMainRank):
         args = self.args
         whole = args.per_device_train_batch_size * args.gradient_accumulation_steps
         given: Any = self.data_collator
-        if self.train_dataset is not None and has_length(self.train_dataset):
-            self.data_collator = one_length(given, self.train_dataset)
+        self.data_collator = self._collator()
         try:
             loader = self.get_train_dataloader()
         finally:
@@ -160,6 +159,11 @@ class _OverVaruna(OnMainRank):
             per_epoch=per_epoch * whole,
         )
         return _Schedule(order, loader.collate_fn, steps, per_epoch)
+
+    def _collator(self) -> Any:
+        """What joins samples to micro-batches of one shape."""
+        has_rows = self.train_dataset is not None and has_length(self.train_dataset)
+        return one_length(self.data_collator, self.train_dataset) if has_rows else self.data_collator
 
     def _over_varuna(self, schedule: _Schedule) -> varuna.Trainer:
         args = self.args
@@ -381,9 +385,9 @@ _Theirs: Any = transformers.Trainer
 _TheirSeq2Seq: Any = transformers.Seq2SeqTrainer
 
 
-class Trainer(_OverVaruna, _Theirs):
+class Trainer(OverVaruna, _Theirs):
     """Hugging Face's Trainer, training on one device or on any number of workers that come and go."""
 
 
-class Seq2SeqTrainer(_OverVaruna, _TheirSeq2Seq):
+class Seq2SeqTrainer(OverVaruna, _TheirSeq2Seq):
     """Hugging Face's Seq2SeqTrainer, training on one device or on any number of workers that come and go."""
