@@ -94,6 +94,7 @@ OF_OTHERS = {
     *("_asdict", "_replace"),  # of named tuples
     *("_current_frames", "_exit", "_getframe", "_lru_cache_wrapper"),  # of Python
     *("_get_num_items_in_batch", "_n_gpu"),  # of transformers
+    *("_is_vision_dataset", "_tokenizer"),  # of TRL
     "_private",  # of Ray
 }
 
