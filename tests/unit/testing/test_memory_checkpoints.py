@@ -39,6 +39,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
 
 
 def without_replicas(kept: Kept, faults: Sequence[Fault], workers: int = 3) -> RunResult:
+    kept.waiting = workers, 0  # so that there is one of step 1, however long the first one takes
     return disturbed(script, kept.hear, {each: each for each in range(1, workers + 1)}, faults)
 
 
