@@ -199,11 +199,15 @@ _WITHOUT = "The run trains without it: look at what this machine lacks (packages
 
 
 def _is_dispensable(fleet: Fleet, name: str) -> bool:
-    """Whether a worker has left its loop, and rank 0 runs the script to its end on another machine, or has done so."""
+    """Whether a worker is behind its loop, and rank 0 runs the script to its end on another machine, or has done so."""
     worker, main = fleet.workers[name], fleet.workers.get(fleet.members[0]) if fleet.members else None
-    return worker.standing is WorkerStatus.LEFT and (
-        fleet.main_ended or (main is not None and main.node != worker.node)
-    )
+    if not fleet.config.elastic or worker.standing is not WorkerStatus.LEFT:
+        return False
+    if fleet.main_ended or main is None:
+        return fleet.main_ended
+    has_all = fleet.job is not None and fleet.recorded_step + 1 >= fleet.job.steps
+    is_over = has_all or main.standing is WorkerStatus.LEFT  # else the worker has broken its loop off
+    return is_over and main.node != worker.node
 
 
 def _is_outsider(fleet: Fleet, name: str) -> bool:
