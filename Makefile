@@ -34,7 +34,7 @@ help:
 	@echo "make null-gpu  what needs a CUDA device, on one that computes nothing"
 	@echo "make test-torch VERSION=2.15.0  what depends on torch's inside, with that version, beside the one in .venv"
 	@echo "make format   rewrite the sources in the project's format"
-	@echo "make bench-peers  install torch, DeepSpeed and Megatron-core in .peers, for benchmarks/schedule_vs_peers.py"
+	@echo "make bench-peers  install torch, DeepSpeed and Megatron-core in .peers, for benchmarks/schedule_vs_peers.py, instead.py"
 	@echo "make wheel    dist/: wheel and sdist, the same byte by byte from the same sources; make sbom lists what they need"
 	@echo "make image-check  build the image of deploy/Dockerfile without Docker, and run it as Kubernetes would (as root, 10 minutes)"
 	@echo "make clean    remove .venv, caches and build folders"

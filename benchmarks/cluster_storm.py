@@ -6,8 +6,8 @@
 an object store live in network namespaces of their own; real `varuna manager` and `varuna agent` processes train
 benchmarks/elastic_job.py. One fault at a time lasts up to 12 s; afterwards 5 new steps must be recorded within a bound.
 In the end every loss is compared with that of one undisturbed process, the sample ledger is audited, `varuna doctor`
-looks at the run, no process may be left, and no manager or agent may have met an internal error. Exit code 1 if
-not. Needs root, ip, tc and unshare; without nft no packets are lost at random.
+looks at the run, no process may be left, and no manager or agent may have logged an internal error. Exit code 1
+otherwise. Needs root, ip, tc and unshare; without nft no packets are lost at random.
 """
 
 import argparse
@@ -44,7 +44,7 @@ BOUND_S = 150.0
 LONGEST_S = 12.0
 _DISK_BYTES = 64 << 20
 _FAULT = re.compile(r'internal error|^ *File ".*/varuna/(?:fleet|cli)/')
-"""What a manager or an agent says of a fault of its own; tracebacks of workers have no such lines."""
+"""Lines in the logs of managers and agents that show an internal error. Tracebacks of workers never match."""
 _VARUNA = (sys.executable, "-m", "varuna.cli.main")
 
 
@@ -246,7 +246,7 @@ class Storm:
 
     @contextlib.contextmanager
     def workers_killed(self) -> Iterator[str]:
-        """All at once, so that what the bucket has is read."""
+        """Kill all workers at once, so that the run restores from the bucket."""
         pids = self._workers()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -278,7 +278,7 @@ class Storm:
 
     @contextlib.contextmanager
     def disk_full(self) -> Iterator[str]:
-        """Under the journal and the logs, or under what an agent knows."""
+        """Fill the disk of the manager or of an agent."""
         host = self.choose.choice(sorted(self.disks))
         ballast = self.disks[host] / "ballast"
         with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
@@ -296,14 +296,14 @@ class Storm:
 
     @contextlib.contextmanager
     def lying_bucket(self) -> Iterator[str]:
-        """It loses what it says that it has, or gives back something else, or is busy; at times it is read, too."""
+        """The bucket drops objects, changes bytes, or answers 503. Half of the time a restart reads from it."""
         kind, is_read = self.choose.choice(("forgets", "changes", "busy")), self.choose.random() < 0.5
         with self._told("store", kind), self.workers_killed() if is_read else contextlib.nullcontext():
             yield f"{kind}, all workers killed" if is_read else kind
 
     @contextlib.contextmanager
     def disk_read_only(self) -> Iterator[str]:
-        """A manager or an agent comes back, and its disk takes no writes, as after an error of its file system."""
+        """Restart a manager or an agent on a disk that has become read-only."""
         host = self.choose.choice(sorted(self.disks))
         name = "manager" if host == "manager" else f"agent {host}"
         self._kill(name)
@@ -315,7 +315,7 @@ class Storm:
         (self.start_manager if host == "manager" else partial(self.start_agent, host))()
 
     def _remount(self, host: str, how: str) -> bool:
-        """Whether its disk is so now: not while a process that is being killed still has files open."""
+        """Remount a disk ``ro`` or ``rw``; false while a dying process still has files open there."""
         done = subprocess.run(["mount", "-o", f"remount,{how}", self.disks[host]], capture_output=True)
         return done.returncode == 0
 

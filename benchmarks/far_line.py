@@ -1,9 +1,9 @@
-"""What TCP carries over a far line that loses packets, by congestion control and number of streams.
+"""Throughput of TCP over a far line that loses packets, by congestion control and number of streams.
 
     python -m benchmarks.far_line [--delay 0.04] [--lost 0.01] [--seconds 8]
 
-As root, on Linux: two hosts in network namespaces, with a router in user space between them, which carries some 10
-MB/s. ``--delay`` is one way. Figures are MB/s that the other end has read; the last line is JSON.
+As root, on Linux: two hosts in network namespaces, joined by a router in user space that forwards about 10
+MB/s. ``--delay`` is one way, in seconds. Rates are MB/s received; the last line is JSON.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CASES = [("usual", 1), ("usual", 4), ("usual", 8), ("as Varuna sets it", 1), ("a
 
 
 def take(streams: int) -> None:
-    """Let streams in, and say what came until the last has ended."""
+    """Accept streams, and print the rate at which they arrived until the last one ended."""
     came = [0] * streams
 
     def drain(number: int, stream: socket.socket) -> None:
@@ -45,7 +45,7 @@ def take(streams: int) -> None:
 
 
 def give(control: str, streams: int, seconds: float) -> None:
-    """Send for so long by all streams."""
+    """Send over all streams for that long."""
 
     def send() -> None:
         with socket.socket() as stream:
@@ -65,7 +65,7 @@ def give(control: str, streams: int, seconds: float) -> None:
 
 
 def measured(hosts: Hosts, control: str, streams: int, seconds: float) -> float:
-    """MB/s from one host to the other."""
+    """Measure MB/s from one host to the other."""
 
     def command(host: str, *words: str) -> list[str]:
         entered = ["nsenter", f"--net={hosts.environment(host)[NAMESPACE]}", sys.executable]

@@ -1,21 +1,21 @@
-"""Examples per second of Varuna, beside what people use instead, on hosts with narrow lines.
+"""Examples per second of Varuna and of what people use instead, on hosts with slow links.
 
-    make bench-peers  # DeepSpeed, which is left out where this was not done
+    make bench-peers  # installs DeepSpeed; without it, its rows are left out
     python -m benchmarks.instead [--lines 1000 250 100 20] [--hosts 2 4] [--models 4x128 8x256] [--rounds 5]
 
 Model, samples, first values, global batch and optimizer are the same for all, computed in fp32 by one thread a host:
 
-- Varuna, as it plans by itself from what `varuna calibrate` finds on these hosts and lines;
-- DistributedDataParallel, which accumulates without sums in between, its graph static;
-- FSDP2, which gathers parameters once a step and keeps them until its last backward;
-- DeepSpeed's ZeRO-2 and ZeRO-3, at one micro-batch a step, since each one takes sums of its own;
-- torch's pipeline API under 1F1B, cut by hand into equal numbers of layers, which computes nothing twice.
+- Varuna, with the plan that it chooses after `varuna calibrate` on these hosts and links;
+- DistributedDataParallel with a static graph, which accumulates gradients locally and reduces them once a step;
+- FSDP2, which gathers parameters once a step and keeps them until the last backward;
+- DeepSpeed's ZeRO-2 and ZeRO-3 with one micro-batch a step, since they reduce gradients after each;
+- torch's pipeline API under 1F1B, split by hand into equal numbers of layers, without recomputation.
 
-Every host is a network namespace of this machine, with a line of one rate in each direction and the kernel's TCP; all
-hosts share its processors. On each line, every contender that has a micro-batch size tries a few and goes on with its
-fastest. Then all take turns, so that a noisy machine disturbs them alike; those that wait use no processor. A ratio is
-the median over the rounds. Losses of the first steps are compared. Bytes are those that all hosts send in a step.
-Needs root, ip, tc, unshare and nsenter. The last line is JSON.
+Each host is a network namespace with a shaped link in each direction and the kernel's TCP. All hosts share the
+processors of this machine, so ``--gflops`` emulates one for each: kernels sleep. At each rate, contenders first choose
+their fastest micro-batch size. Then they take turns, so that noise disturbs all alike; those that wait use no
+processor. Ratios are medians over the rounds. The losses of the first steps are compared. Bytes are those that all
+hosts send in a step. Needs root, ip, tc, unshare and nsenter. The last line is JSON.
 """
 
 import argparse
@@ -42,10 +42,10 @@ PEERS = ROOT / ".peers" / "bin" / "python"
 PER_HOST = 16
 """Examples of a global batch for each host."""
 MEMORY_BYTES = 2 * 10**9
-"""Of a host: none of the others computes anything twice to save it."""
+"""Of a host: enough that nobody has to recompute."""
 FIRST_STEPS = 3
 TURN_S = 2.0
-_BOUND_S = 900.0
+_BOUND_S, _END_S = 900.0, 30.0
 OURS = "varuna"
 NAMES = {
     OURS: "Varuna",
@@ -58,7 +58,7 @@ NAMES = {
 
 
 class Turn(NamedTuple):
-    """Steps of a contender, one after another."""
+    """Consecutive steps of one contender."""
 
     step_s: float
     sent_bytes: float
@@ -70,7 +70,7 @@ class Contender:
     """A rank on each host."""
 
     def __init__(self, name: str, hosts: Hosts, count: int, arguments: Sequence[str], **environment: str) -> None:
-        """Start them; they wait for their first turn."""
+        """Start the ranks, which wait for their first turn."""
         self.name, self.micro_batch = name, PER_HOST
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the ranks
         python = PEERS if name.startswith("zero") else Path(sys.executable)
@@ -89,7 +89,7 @@ class Contender:
         ]
 
     def turn(self, micro_batch: int, warm: int, measured: int) -> Turn:
-        """Let all ranks take so many steps.
+        """Run ``warm`` steps, then ``measured`` ones, on all ranks.
 
         Raises:
             SystemExit: one failed, or did not end within the bound.
@@ -125,20 +125,21 @@ class Contender:
         return SystemExit(f"{self.name} failed, or took longer than {_BOUND_S:.0f} s:\n{self._errors.read()[-3000:]}")
 
     def close(self) -> None:
-        """They are gone."""
+        """Kill the ranks."""
         for rank in self._ranks:
             rank.kill()
+            rank.wait(_END_S)
 
 
-def sizes(name: str, hosts: int) -> list[int]:
-    """Micro-batch sizes that a contender tries; the others have none to choose."""
+def sizes(name: str) -> list[int]:
+    """List the micro-batch sizes that a contender tries; more than one where it can choose."""
     if name == "pipeline":
-        return [PER_HOST * hosts // (hosts * share) for share in (1, 2, 4, 8)]
+        return [PER_HOST // share for share in (1, 2, 4, 8)]
     return [PER_HOST // share for share in (1, 2, 4)] if name in ("ddp", "fsdp2") else [PER_HOST]
 
 
 def measured(model: str, count: int, names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All lines of a model on so many hosts, the widest first."""
+    """Measure a model on ``count`` hosts at each rate, the fastest first."""
     layers, width = model.split("x")
     arguments = ["--layers", layers, "--width", width, "--global-batch", str(PER_HOST * count)]
     arguments += ["--gflops", str(options.gflops)]
@@ -163,7 +164,7 @@ def measured(model: str, count: int, names: Sequence[str], options: argparse.Nam
 
 
 def _our_own(hosts: Hosts, count: int, arguments: Sequence[str], folder: Path) -> Contender:
-    """Ours, on a line that it has measured."""
+    """Start Varuna with a calibration of these hosts and links."""
     known = assemble(hosts.collect(RANKS, ["--contender", OURS, "--untold", *arguments], count), name="gpt")
     hardware = known.hardware.model_copy(update={"memory_bytes": MEMORY_BYTES})
     file = folder / "calibration.json"
@@ -172,10 +173,10 @@ def _our_own(hosts: Hosts, count: int, arguments: Sequence[str], folder: Path) -
 
 
 def _cell(contenders: Sequence[Contender], count: int, rounds: int) -> dict[str, Any]:
-    """All contenders on one line, by turns."""
+    """Measure all contenders at one rate, by turns."""
     steps = {}
     for each in contenders:
-        tried = {size: each.turn(size, 0, 1).step_s for size in sizes(each.name, count)}
+        tried = {size: each.turn(size, 0, 1).step_s for size in sizes(each.name)}
         each.micro_batch = min(tried, key=tried.__getitem__)
         steps[each] = max(1, min(20, round(TURN_S / tried[each.micro_batch])))
     turns: dict[str, list[Turn]] = {each.name: [] for each in contenders}
@@ -189,7 +190,7 @@ def _cell(contenders: Sequence[Contender], count: int, rounds: int) -> dict[str,
     return {
         "examples_per_s": {name: round(PER_HOST * count / value, 1) for name, value in seconds.items()},
         "megabytes": {name: round(median(t.sent_bytes for t in taken) / 1e6, 2) for name, taken in turns.items()},
-        "micro_batch": {each.name: each.micro_batch for each in contenders if len(sizes(each.name, count)) > 1},
+        "micro_batch": {each.name: each.micro_batch for each in contenders if len(sizes(each.name)) > 1},
         "plan": turns[OURS][-1].plan,
         "best": best,
         "step_over_best": round(median(ratios), 3),
@@ -199,7 +200,7 @@ def _cell(contenders: Sequence[Contender], count: int, rounds: int) -> dict[str,
 
 
 def _text(row: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     low, high = row["from_to"]
     cells = [f"{row['examples_per_s'][name]} ({sent})" for name, sent in row["megabytes"].items()]
     ratio = f"{row['step_over_best']} ({low} to {high}) of {NAMES[row['best']]}"
@@ -213,7 +214,7 @@ def _line(*cells: object) -> str:
 
 
 def main() -> None:
-    """Measure all cells, and print a table."""
+    """Measure all cells and print them as a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, nargs="+", default=[1000, 250, 100, 20], help="Mb/s")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])

@@ -1,4 +1,4 @@
-"""One rank of a contender in ``instead.py``: trains when told to, and tells how long that took.
+"""One rank of a contender in ``instead.py``: trains on request and reports the time.
 
     python benchmarks/instead_ranks.py --contender ddp --layers 8 --width 256 --global-batch 32
 
@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 WORDS, LENGTH, HEADS = 512, 64, 4
 FEW_WORDS = 16
-"""Where processors are emulated: what is computed for real should take no time."""
+"""With emulated processors: the layers that are computed for real should cost nothing."""
 SAMPLES = 4096
 RATE = 1e-4
 MANY = 1_000_000
 Stepper = Callable[[int, int], float]
-"""From the number of a step and m to this rank's part of the loss."""
+"""Runs a step, given its number and m, and returns this rank's part of the loss."""
 
 
 class Block(nn.Module):
@@ -54,21 +54,21 @@ class Block(nn.Module):
 
 @torch.library.custom_op("varuna_instead::slept", mutates_args=())
 def slept(x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-    """A product that takes so long for each example; so do both of its gradients."""
+    """Multiply, sleeping for ``seconds`` per example; both gradients do the same."""
     time.sleep(seconds * x.shape[0])
     return x * weight[: x.shape[-1]]
 
 
 @torch.library.custom_op("varuna_instead::slept_input", mutates_args=())
 def slept_input(gradient: Tensor, weight: Tensor, seconds: float) -> Tensor:
-    """The gradient of the input."""
+    """Compute the gradient of the input."""
     time.sleep(seconds * gradient.shape[0])
     return gradient * weight[: gradient.shape[-1]]
 
 
 @torch.library.custom_op("varuna_instead::slept_weight", mutates_args=())
 def slept_weight(gradient: Tensor, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-    """The gradient of the weight, of which most is zero."""
+    """Compute the gradient of the weight, which is mostly zero."""
     time.sleep(seconds * gradient.shape[0])
     whole = torch.zeros_like(weight)
     whole[: x.shape[-1]] = (gradient * x).sum((0, 1))
@@ -105,7 +105,7 @@ slept.register_autograd(_back, setup_context=_keep)
 
 
 class Emulated(nn.Module):
-    """As many parameters as a layer has, and the time that it takes on a processor of so many FLOP/s."""
+    """A layer with the real number of parameters that takes the time of a processor of ``flops`` FLOP/s."""
 
     def __init__(self, width: int, flops: float) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Emulated(nn.Module):
 
 
 class First(nn.Module):
-    """Tokens and their places."""
+    """The embeddings of tokens and positions."""
 
     def __init__(self, width: int, words: int) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class First(nn.Module):
 
 
 class Last(nn.Module):
-    """Scores of the next token; its weights are its own, so that a pipeline by hand needs no sum over stages."""
+    """The output layer; not tied, so that a hand-made pipeline needs no reduction over stages."""
 
     def __init__(self, width: int, words: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Last(nn.Module):
 
 
 def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
-    """Mean over tokens."""
+    """Return the mean cross-entropy over tokens."""
     return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
@@ -170,7 +170,7 @@ class Gpt(nn.Module):
 
 
 class Job(NamedTuple):
-    """What all contenders train, on which rank."""
+    """The training that all contenders share, and this rank."""
 
     layers: int
     width: int
@@ -180,7 +180,7 @@ class Job(NamedTuple):
     hosts: int
 
     def model(self) -> Gpt:
-        """With the same first values everywhere."""
+        """Build the model with the same initial values everywhere."""
         torch.manual_seed(0)
         return Gpt(self.layers, self.width, self.flops)
 
@@ -195,7 +195,7 @@ class Job(NamedTuple):
 
 
 class Samples:
-    """Random tokens, in order: without a length, nobody shuffles."""
+    """Random tokens in a fixed order; without a length, a dataset is not shuffled."""
 
     def __init__(self, words: int) -> None:
         self._tokens = torch.randint(0, words, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
@@ -211,14 +211,14 @@ class Samples:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """The same for all."""
+    """Build the optimizer that all contenders use."""
     return torch.optim.AdamW(parameters, lr=RATE, fused=True)
 
 
 def replica(
     job: Job, model: Any, optimizer: torch.optim.Optimizer, part: Callable[[bool], AbstractContextManager[Any]]
 ) -> Stepper:
-    """A loop that accumulates over micro-batches; ``part(is_last)`` says whether gradients cross now."""
+    """Return a step that accumulates over micro-batches; ``part(is_last)`` is entered around each."""
     samples = job.samples()
 
     def step(number: int, micro_batch: int) -> float:
@@ -315,7 +315,7 @@ def pipeline(job: Job) -> Stepper:
 
 
 def ours(job: Job) -> Stepper:
-    """A run of ours, whose plan is its own."""
+    """Train with Varuna, as it plans by itself."""
     import varuna
 
     trainer = varuna.Trainer(
@@ -334,7 +334,7 @@ def ours(job: Job) -> Stepper:
 
 
 plans: list[str] = []
-"""The one that ours runs."""
+"""Varuna's, once it has one."""
 CONTENDERS: dict[str, Callable[[Job], Stepper]] = {
     "varuna": ours,
     "ddp": ddp,
@@ -346,7 +346,7 @@ CONTENDERS: dict[str, Callable[[Job], Stepper]] = {
 
 
 def sent_bytes() -> int:
-    """What has left this host."""
+    """Return the bytes that this host has sent."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return sum(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("eth0:"))
 

@@ -1,9 +1,9 @@
-"""Serves moto's S3, and lies as long as a file in a folder asks for it.
+"""An S3 server (moto) that misbehaves while a file in a folder asks for it.
 
     python -m benchmarks.lying_bucket PORT FOLDER
 
-``forgets``: every other object that is put is not kept, and the answer is that it is. ``changes``: one byte of each
-object that is read is another. ``busy``: every other request is answered with 503.
+``forgets``: every second upload is confirmed and dropped. ``changes``: one byte of each downloaded object is wrong.
+``busy``: every second request is answered with 503.
 """
 
 import itertools

@@ -185,19 +185,13 @@ def test_a_store_whose_listings_lag_gets_checkpoints(place: str, monkeypatch: py
     warnings: list[str] = []
     keep = kept_twice(store, place, warnings)
     assert warnings == []
-    found: list[int] = []
-
-    def look() -> None:
-        newest = keep.newest()
-        found.append(-1 if newest is None else newest[0].step)
-
-    looking = threading.Thread(target=look)
-    looking.start()
+    looks = Looks(keep)
+    looks.thread.start()
     wait_for(lambda: bool(warnings), 10)
-    assert found == []
+    assert looks.found == []
     store.late.clear()
-    looking.join(10)
-    assert found == [6]
+    looks.thread.join(10)
+    assert looks.found == [6]
     keep.close()
 
 
@@ -230,6 +224,19 @@ class HidingStore(HookedStore):
         return [] if self.is_hidden and folder != "lease" else super().entries(folder)
 
 
+class Looks:
+    """Asks for the newest checkpoint, once on a thread of its own."""
+
+    def __init__(self, keep: CheckpointCommitter) -> None:
+        self._keep = keep
+        self.found: list[int] = []
+        self.thread = threading.Thread(target=self.look)
+
+    def look(self) -> None:
+        newest = self._keep.newest()
+        self.found.append(-1 if newest is None else newest[0].step)
+
+
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_an_empty_folder_does_not_send_a_run_back(
     place: str, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
@@ -246,23 +253,17 @@ def test_an_empty_folder_does_not_send_a_run_back(
             job, new=False, overwrite=False, say=warnings.append, warn=warnings.append, committed_step=6
         )
     assert keep.newest(waits=False) is None  # nobody needs it yet
-    found: list[int] = []
-
-    def look() -> None:
-        newest = keep.newest()
-        found.append(-1 if newest is None else newest[0].step)
-
-    looking = threading.Thread(target=look)
-    looking.start()
+    looks = Looks(keep)
+    looks.thread.start()
     wait_for(lambda: bool(warnings), 10)
     assert "step-00000006 is not there, though this run has committed it: waiting" in warnings[0]
-    assert found == []
+    assert looks.found == []
     store.is_hidden = False
-    looking.join(10)
-    assert found == [6]
+    looks.thread.join(10)
+    assert looks.found == [6]
     mark_damaged(store, 6, "somebody says so")
-    look()
-    assert found == [6, 3]
+    looks.look()
+    assert looks.found == [6, 3]
     assert len(warnings) == 1
     keep.close()
 
@@ -286,21 +287,15 @@ def test_a_store_that_damages_all_it_is_asked_for_does_not_end_a_run_at_once(
     keep = kept_twice(store, place, warnings)
     store.lies = True
     assert keep.newest(waits=False) is None  # nobody needs it yet
-    found: list[int] = []
-
-    def look() -> None:
-        newest = keep.newest()
-        found.append(-1 if newest is None else newest[0].step)
-
-    looking = threading.Thread(target=look)
-    looking.start()
+    looks = Looks(keep)
+    looks.thread.start()
     wait_for(lambda: bool(warnings), 10)
     assert "step-00000006/manifest.json is damaged" in warnings[0]
     assert "it may err" in warnings[0]
-    assert found == []
+    assert looks.found == []
     store.lies = False
-    looking.join(10)
-    assert (found, len(warnings)) == ([6], 1)
+    looks.thread.join(10)
+    assert (looks.found, len(warnings)) == ([6], 1)
     keep.close()
 
 
