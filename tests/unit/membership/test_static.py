@@ -202,9 +202,9 @@ def test_a_plan_that_rank_0_cannot_make_is_refused_on_all_ranks() -> None:
 
 def test_a_rank_that_never_joins_is_waited_for_aloud_and_with_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
     world = World(0, 2, local_store(), "127.0.0.1", 1)
-    alone = StaticMembership(world, make_plan, join_bound_s=0.05, said_after_s=0.01)
+    alone = StaticMembership(world, make_plan, join_bound_s=0.5, said_after_s=0.0)
     join(alone, make_job())
-    with pytest.raises(FleetError, match=r"not all of 2 ranks have captured .*waited 0 s for rank 1 to capture"):
+    with pytest.raises(FleetError, match=r"not all of 2 ranks have captured .*waited \d s for rank 1 to capture"):
         alone.next_directive()
     assert "varuna: rank 0 has waited 0 s for rank 1 to capture the model" in capsys.readouterr().err
 
