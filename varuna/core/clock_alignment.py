@@ -18,7 +18,7 @@ NEEDS = {"activation": "F", "gradient": "BI"}
 
 
 class Alignment(NamedTuple):
-    """What to add to each clock, and how far that may be off."""
+    """Seconds to add to each clock, and the most by which a clock may be off then."""
 
     added_s: Mapping[str, float]
     uncertain_s: float
@@ -97,7 +97,7 @@ def receiver_of(plan: Plan, rank: int, kind: str) -> int:
 
 
 def _began_after_wait(rank: RankTimeline) -> dict[tuple[str, int], float]:
-    """When actions began for which the rank had waited to the very moment."""
+    """Return when each action began for which the rank had waited to the very moment."""
     ended_s = {wait.end_s for wait in rank.waits}
     return {(did.kind, did.micro_batch): did.begin_s for did in rank.actions if did.begin_s in ended_s}
 
@@ -117,7 +117,7 @@ def _votes(ranks: Iterable[RankTimeline]) -> Iterable[_Later]:
 
 
 def in_words(alignment: Alignment) -> str:
-    """How far times of different ranks can be compared."""
+    """Say how far times of different ranks can be compared."""
     clocks = len(alignment.added_s)
     if clocks < 2:
         return "All ranks share one clock."

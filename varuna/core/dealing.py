@@ -1,4 +1,4 @@
-"""How many micro-batches each replica runs: all as many, or the more the faster it is. Pure."""
+"""Shares of micro-batches by replica: all alike, or larger ones for faster replicas. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ _DEALINGS_KNOWN = 1024
 def ends_of_shares(
     micro_batches: int, replicas: int, rates: tuple[float, ...] = (), stages: int | tuple[int, ...] = 1
 ) -> tuple[int, ...]:
-    """Where the contiguous share of each replica ends, after a 0: one number more than replicas.
+    """Return where the contiguous share of each replica ends, after a 0: one number more than replicas.
 
     Every replica gets a micro-batch, as long as there are enough; the first ones get what is left over.
 

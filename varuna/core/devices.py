@@ -15,7 +15,7 @@ from varuna.core.value import Value
 STAGING_BYTES = 64 * 2**20
 """Most host memory of a worker for parts of state and sums of tied gradients that are on their way."""
 _RESERVED_BYTES = 2**30
-"""What each worker loses to the driver's context, kernels, and workspaces of libraries."""
+"""Bytes that each worker loses to the driver's context, kernels, and workspaces of libraries."""
 _RESERVED_PART = 16
 """A worker also loses a sixteenth of its share, which the allocator cannot give out in one piece."""
 
@@ -62,7 +62,7 @@ class DeviceFacts(Value):
 
 
 class DeviceFault(Value):
-    """What ended a worker and is the matter of its device or machine alone: the same work may go well elsewhere."""
+    """A fault that ended a worker and is of its device or machine alone: the same work may go well elsewhere."""
 
     error: str = Field(max_length=300, description="as a library or the system said it")
     device: str = Field(default="", max_length=255, description="the name in its ``DeviceFacts``; empty: unknown")
@@ -136,7 +136,7 @@ def by_class(sizes: Iterable[ClassSize], values: tuple[float, ...]) -> dict[str,
 
 
 def class_sizes(workers: Iterable[tuple[str, DeviceFacts | None]]) -> tuple[ClassSize, ...]:
-    """How many workers are of each class, by its name; () where none says what it is.
+    """Count the workers of each class, by its name; () where no worker names one.
 
     Args:
         workers: class and device of each; a class of "" is one that is not known.

@@ -1,4 +1,4 @@
-"""Where the core asks for what a run can do without; the core imports no extra."""
+"""Points at which the core asks for what a run can do without; the core imports no extra."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -26,7 +26,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "pictures of steps": ("varuna.extras.pictures.step_sheet:drawn",),
     "charts": ("varuna.extras.trackers.of_job:trackers_of",),
 }
-"""What extras offer, as ``module:name``, by what asks for it."""
+"""Offers of extras, as ``module:name``, by the point that asks for them."""
 
 
 def extras(point: str) -> list[Any]:

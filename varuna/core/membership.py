@@ -39,7 +39,7 @@ class Membership(Protocol):
         ...
 
     def offer(self, calibration: str) -> None:
-        """What plans may be made from (JSON of a ``calibration.format.Calibration``); before ``join``."""
+        """Offer a calibration to plan with (JSON of a ``calibration.format.Calibration``); before ``join``."""
         ...
 
     def join(

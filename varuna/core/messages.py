@@ -1,4 +1,4 @@
-"""What workers and the manager say to each other: JSON, one message per WebSocket frame."""
+"""Messages between workers and the manager: JSON, one message per WebSocket frame."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -143,7 +143,7 @@ class Hello(Value):
 
 
 class WorkerPhase(StrEnum):
-    """What a worker's training thread is at, for whoever decides or shows something by it."""
+    """The phase of a worker's training thread, for whoever decides or shows something by it."""
 
     FORMS = "forms"
     """it gets ready for its generation, and runs no step of it yet"""
@@ -182,7 +182,7 @@ class Beat(Value):
 
 
 class HeldCheckpoint(Value):
-    """What a worker has of a memory checkpoint."""
+    """A worker's parts of a memory checkpoint."""
 
     generation: int = Field(ge=0, description="in which it was made")
     step: int = Field(ge=0, description="steps that the state contains")
@@ -220,7 +220,7 @@ class Voted(Value):
 
 
 class Offered(Value):
-    """What other members of ``generation`` need to find this one, or to know of it; a newer value may follow."""
+    """A value by which other members of ``generation`` find this one, or know of it; a newer one may follow."""
 
     kind: Literal["offered"] = "offered"
     generation: int
@@ -229,7 +229,7 @@ class Offered(Value):
 
 
 class Sought(Value):
-    """What this member needs of others. What they have offered is answered at once, the rest when they offer it."""
+    """Keys that this member needs of others: what is offered by then is answered at once, the rest once it is."""
 
     kind: Literal["sought"] = "sought"
     generation: int
@@ -247,7 +247,7 @@ class WorkSought(Value):
 
 
 class WorkOffered(Value):
-    """What this worker has done, for others; empty: each of them has to do it."""
+    """Work that this worker has done for others; empty: each of them has to do it."""
 
     kind: Literal["work_offered"] = "work_offered"
     key: Key
@@ -317,7 +317,7 @@ class ProfilePart(Value):
 
 
 Shown = StepShown | ProfilePart
-"""What workers tell only if they are asked; it changes nothing in the run."""
+"""Answers that workers give only if they are asked; they change nothing in the run."""
 
 FromWorker = Annotated[
     Hello
@@ -349,7 +349,7 @@ class Hold(Value):
 
 
 Flag = Literal["stop", "regroup", "checkpoint"]
-"""What the manager may ask of all ranks at once, through the vote of a step."""
+"""Requests that the manager may make of all ranks at once, through the vote of a step."""
 
 
 class RaiseFlag(Value):
@@ -376,7 +376,7 @@ class Assign(Value):
 
 
 class Found(Value):
-    """What other members of ``generation`` have published, by key."""
+    """Values that other members of ``generation`` have published, by key."""
 
     kind: Literal["found"] = "found"
     generation: int
@@ -384,7 +384,7 @@ class Found(Value):
 
 
 class WorkFound(Value):
-    """What another worker has done; empty: this one is to do it, and to offer it, unless ``doer`` does it now."""
+    """Work that another worker has done; empty: this one is to do and offer it, unless ``doer`` does it now."""
 
     kind: Literal["work_found"] = "work_found"
     key: Key

@@ -1,4 +1,4 @@
-"""What the planner and the manager know of a model: costs and bytes of its sections."""
+"""Facts of a model for the planner and the manager: costs and bytes of its sections."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -11,14 +11,14 @@ from varuna.core.precision import REDUCTIONS, Precision, Reduction
 from varuna.core.value import Value
 
 Links = Literal["host", "nccl"]
-"""How activations, their gradients and sums of gradients reach other workers' GPUs."""
+"""Paths by which activations, their gradients and sums of gradients reach other workers' GPUs."""
 
 LINKS: tuple[Links, ...] = get_args(Links)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """How devices are relieved of state that is not always at work. Same numbers.
+    """Options that relieve devices of state that is not always at work. Numbers stay the same.
 
     Attributes:
         offload_optimizer: keep it, and with half precision the fp32 parameters, in host memory; at the end of a step
@@ -38,7 +38,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """How tensors reach other workers.
+    """Options for the transfer of tensors to other workers.
 
     Attributes:
         links: ``"nccl"`` sends from GPU to GPU where each has one worker; ``"host"`` through host memory.
@@ -154,7 +154,7 @@ class ModelFacts(Value):
 
 
 class JobFacts(Value):
-    """What a worker tells of its job when it joins; all workers of a run must agree on it."""
+    """Facts of a job, which a worker tells when it joins; all workers of a run must agree on them."""
 
     model: ModelFacts
     global_batch: int = Field(ge=1, description="examples per step, M")

@@ -13,7 +13,7 @@ from varuna.core.value import Value
 
 
 class Copies(StrEnum):
-    """What of each stage has a copy in the memory of another rank, or why nothing has."""
+    """The part of each stage that has a copy in the memory of another rank, or the reason why none has."""
 
     NONE = "none"
     """nobody asked for copies, or there is no other rank"""
@@ -126,7 +126,7 @@ class Pipeline(Value):
 
     @property
     def strength(self) -> float:
-        """How many pipelines of full speed are as fast."""
+        """Number of pipelines of full speed that are as fast."""
         return sum(self.speeds) or self.replicas
 
     def class_of(self, stage: int) -> str:
@@ -207,7 +207,7 @@ class Plan(Value):
 
     @property
     def holders(self) -> int:
-        """How many workers have the state of each section, of the newest step or of a memory checkpoint."""
+        """Number of workers that have the state of each section, of the newest step or of a memory checkpoint."""
         return self.replicas + (self.copies is Copies.STATE)
 
     # -- the same, otherwise ----------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Plan(Value):
         return tuple((range(a, b), each) for (a, b), each in zip(pairwise(ends), self.pipelines, strict=True))
 
     def pipeline_of(self, replica: int) -> Pipeline:
-        """How the pipeline of ``replica`` is divided."""
+        """Return the pipeline of ``replica``, with its division into stages."""
         if self.is_uniform:
             return self.first
         return next((pipeline for replicas, pipeline in self.kinds if replica in replicas), self.first)
@@ -380,7 +380,7 @@ class Plan(Value):
         return self.rates[replica] if self.rates else 1.0
 
     def ends_of(self, micro_batches: int) -> tuple[int, ...]:
-        """Where each replica's share of so many micro-batches ends, after a 0: of a step, or of what is left of one."""
+        """Return where each replica's share of so many micro-batches, of a step or of its rest, ends, after a 0."""
         fills = self.stages if self.is_uniform else self.depths
         return ends_of_shares(micro_batches, self.replicas, self.rates, fills)
 

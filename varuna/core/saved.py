@@ -1,4 +1,4 @@
-"""What workers report of a part of a section that is durable; manifests are made of these. And how often to save."""
+"""Durable parts of a section, as workers report them and manifests list them; and how often to save."""
 
 import json
 from math import inf, prod, sqrt

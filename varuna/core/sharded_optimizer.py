@@ -1,4 +1,4 @@
-"""Which replicas hold which sections' optimizer state, where a stage divides it (``shard_optimizer``). Pure.
+"""Holders of sections' optimizer state, where a stage divides it among replicas (``shard_optimizer``). Pure.
 
 Engine, manager and planner ask here, with equal facts: nothing is ever agreed on over a link.
 """

@@ -1,4 +1,4 @@
-"""Which micro-batches are in which sums of gradients, and which must run again after a loss. Pure.
+"""Micro-batches in sums of gradients, and those that must run again after a loss of a worker. Pure.
 
 A worker that stops in the middle of a step holds, for each of its sections, the sum of the gradients of some
 micro-batches. Of each section disjoint sums are chosen, at most one of each rank; where that rank no longer runs the
@@ -37,12 +37,12 @@ def numbers_of(spans: Spans) -> list[int]:
 
 
 def count(spans: Spans) -> int:
-    """How many numbers are in a set."""
+    """Count the numbers in a set."""
     return sum(end - first for first, end in spans)
 
 
 def union(sets: Iterable[Spans]) -> Spans:
-    """What is in any of the sets."""
+    """Return the numbers that are in any of the sets."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(span for spans in sets for span in spans):
         if found and first <= found[-1][1]:
@@ -53,7 +53,7 @@ def union(sets: Iterable[Spans]) -> Spans:
 
 
 def without(spans: Spans, taken: Spans) -> Spans:
-    """What is in the first set and not in the second."""
+    """Return the numbers that are in the first set and not in the second."""
     left: list[tuple[int, int]] = []
     for first, end in spans:
         for start, stop in taken:
@@ -82,7 +82,7 @@ _NOBODY = -1
 
 
 class SumLocation(NamedTuple):
-    """Where a sum of a section is: a rank has its own, and may keep a copy of another rank's; or it is in a file."""
+    """The location of a section's sum: a rank has its own, and may keep a copy of another one's; or a file has it."""
 
     rank: int
     copied: bool = False
@@ -141,14 +141,14 @@ class InheritedSum(SectionSum):
 
 
 class MicroBatchLoss(Value):
-    """What the last stage noted of a micro-batch: weighted loss, weight, metric sums."""
+    """The last stage's record of a micro-batch: weighted loss, weight, metric sums."""
 
     micro_batch: int
     values: tuple[float, ...]
 
 
 class HeldSums(Value):
-    """What a worker that stopped in the middle of a step has of it."""
+    """Sums and losses of a step that a worker has, if it stopped in the middle."""
 
     micro_batch: int = Field(ge=1, description="m: what the numbers of micro-batches mean")
     sections: tuple[SectionSum, ...] = Field(description="its own")
@@ -164,7 +164,7 @@ class StoredSum(SectionSum):
 
 
 class StoredSums(Value):
-    """What a store has of the step after a checkpoint."""
+    """Sums and losses that a store has of the step after a checkpoint."""
 
     micro_batch: int = Field(ge=1, description="m: what the numbers of micro-batches mean")
     sums: tuple[StoredSum, ...]
@@ -172,7 +172,7 @@ class StoredSums(Value):
 
 
 def joined(parts: Sequence[HeldSums]) -> HeldSums | None:
-    """What a worker has of a step in all; None: nothing."""
+    """Join all that a worker has of a step; None: nothing."""
     if not parts:
         return None
     losses = {each.micro_batch: each for part in parts for each in part.losses}
@@ -186,7 +186,7 @@ def joined(parts: Sequence[HeldSums]) -> HeldSums | None:
 
 
 class StepAssignment(Value):
-    """What of a broken step a rank does, and what it has already: holds for the first step of a generation."""
+    """A rank's work in a broken step, and the sums that it has already: for the first step of a generation."""
 
     work: Spans = Field(description="micro-batches that its replica runs")
     taken: tuple[InheritedSum, ...] = Field(description="sums that it goes on from; others of its own are void")
@@ -197,7 +197,7 @@ class StepAssignment(Value):
 
 
 class RemainingWork(Value):
-    """What is left to do of a broken step, and from which sums a generation goes on."""
+    """The work that is left of a broken step, and the sums from which a generation goes on."""
 
     micro_batches: int = Field(ge=1, description="of the step")
     taken: tuple[tuple[InheritedSum, ...], ...] = Field(
@@ -207,20 +207,20 @@ class RemainingWork(Value):
 
     @property
     def kept(self) -> int:
-        """How many micro-batches do not run again."""
+        """Number of micro-batches that do not run again."""
         return self.micro_batches - sum(count(spans) for spans in self.work)
 
     def sentence(self, step: int, *, stored: bool) -> str:
-        """What a log says of it; ``stored``: the sums were saved."""
+        """Describe the rest of a step for a log; ``stored``: the sums were saved."""
         where = " that were saved during it" if stored else ""
         return f"kept {self.kept} of {self.micro_batches} micro-batches of step {step}{where}; the others run again"
 
     def kept_of(self, section: int) -> Spans:
-        """Which micro-batches the chosen sums of a section contain."""
+        """Return the micro-batches that the chosen sums of a section contain."""
         return union([each.micro_batches for sums in self.taken for each in sums if each.section == section])
 
     def rest_of(self, plan: Plan, rank: int, losses: Sequence[MicroBatchLoss]) -> StepAssignment | None:
-        """What one rank is told; None: it is a spare.
+        """Return the assignment of one rank; None: it is a spare.
 
         Args:
             plan: of the generation.
@@ -248,7 +248,7 @@ def remainder(
     *,
     ends_of: EndsOf | None = None,
 ) -> RemainingWork | None:
-    """What of a broken step has to run; None: everything, so that no sum is worth keeping.
+    """Find the work that is left of a broken step; None: all of it, so that no sum is worth keeping.
 
     Args:
         micro_batches: of the step.
@@ -293,7 +293,7 @@ def _seated(
 
 
 def remainder_of_stored(stored: StoredSums | None, plan: Plan, model: ModelFacts) -> RemainingWork | None:
-    """What of a step has to run by a plan that begins from its checkpoint; None: everything.
+    """Find the work that is left of a step, by a plan that begins from its checkpoint; None: all of it.
 
     Args:
         stored: what the store has of it, if anything.

@@ -1,6 +1,6 @@
-"""How long a rank's steps took: sent with heartbeats, merged by the manager, kept with the run.
+"""Times of a rank's steps: sent with heartbeats, merged by the manager, kept with the run.
 
-And of a single step, if somebody asks, what every rank did and when, as workers tell it and as files of a run keep it.
+And timelines of single steps, if somebody asks: all that every rank did, as workers tell it and files of a run keep it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,14 +14,14 @@ from varuna.core.value import Value
 
 
 class Typical(NamedTuple):
-    """How many seconds something takes, and how often it was seen."""
+    """Seconds that something takes, and the number of times that it was seen."""
 
     seen: int
     seconds: float
 
 
 class Carried(NamedTuple):
-    """How many seconds a transfer takes, how many bytes it has, and how often it was seen."""
+    """Bytes and seconds of a transfer, and the number of times that it was seen."""
 
     seen: int
     size_bytes: float
@@ -144,7 +144,7 @@ class StepParts(Value):
 
 
 class Interval(NamedTuple):
-    """When one thing of a step was done: an action, a wait for what an action needs, a message, a sum."""
+    """One thing that was done in a step, and when: an action, a wait for what an action needs, a message, a sum."""
 
     kind: str
     """F, R, B, I or W; reduce, share, vote, apply, gather or save after them; activation or gradient"""

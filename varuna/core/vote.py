@@ -117,7 +117,7 @@ class VoteLayout(Value):
 
 
 class Tally(Value):
-    """What is recorded about a committed step."""
+    """The record of a committed step."""
 
     loss: float
     weight: float
