@@ -1,4 +1,4 @@
-"""Which samples belong to which micro-batch, and how they are read: a pure function of (seed, position).
+"""The samples of each micro-batch, and the reading of them: a pure function of (seed, position).
 
 Only what needs no torch is exported here; the submodules ``randomness``, ``samples`` and ``loader`` need it.
 """

@@ -75,7 +75,7 @@ class Collator:
         self._reuses = False
 
     def batch(self, samples: Sequence[object], positions: Sequence[int]) -> dict[str, Tensor]:
-        """What it makes of samples.
+        """Return the batch that the function makes of samples.
 
         If it draws random numbers it is given the samples one by one, each with randomness of its own. Samples that
         are None are left out, by it.
@@ -114,7 +114,7 @@ class Collator:
         return False
 
     def _call(self, samples: Sequence[object], keys: Sequence[int]) -> tuple[dict[str, Tensor], bool]:
-        """What it returns, and whether it drew random numbers."""
+        """Call the function; return its batch, and whether it drew random numbers."""
         given = [_shallow_copy(sample) for sample in samples]  # it may add to them and take from them
         with seeded(self._seed, "collate", *keys):
             draws = Draws()

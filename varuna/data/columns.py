@@ -19,18 +19,18 @@ from varuna.process.console import say_once
 
 _LABELS = "labels"
 TARGETS = frozenset(("target", "targets", "label", "labels"))
-"""What loss modules of torch and of others, such as timm's, call what they compare the output with."""
+"""Names that loss modules of torch and of others, such as timm's, give to what they compare the output with."""
 _TARGETS_OF_MODELS = TARGETS | {"tgt", "y"}
-"""What models call the optional parameter that they compare with."""
+"""Names that models give to the optional parameter that they compare with."""
 STEP = "step"
 """The column that the run supplies where the samples lack it: the number of the step, for each example."""
 _LABEL = "label"
-"""What Hugging Face's datasets call the column that its models take as ``labels``."""
+"""Name of the column, in Hugging Face's datasets, that its models take as ``labels``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InputNames:
-    """What a model's ``forward`` takes."""
+    """The parameters of a model's ``forward``."""
 
     model: str
     """name of the model's class"""
@@ -52,7 +52,7 @@ class Columns:
     """Turns samples into dicts of tensors."""
 
     def __init__(self, names: Callable[[], InputNames] | None = None) -> None:
-        """SampleRequest nothing yet.
+        """Ask nothing yet.
 
         Args:
             names: builds the model without data; asked once, and only if samples need it. None: samples must be dicts
@@ -62,7 +62,7 @@ class Columns:
 
     @cached_property
     def names(self) -> InputNames | None:
-        """What ``forward`` takes, if that can be known."""
+        """Parameters of ``forward``, if they can be known."""
         return None if self._ask is None else self._ask()
 
     def tensors(self, sample: object, what: str) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ class Loader:
 
     @property
     def at_once(self) -> int:
-        """How many micro-batches are read at the same time, if so many are requested."""
+        """Number of micro-batches that are read at the same time, if so many are requested."""
         return self._reading.count
 
     def request(

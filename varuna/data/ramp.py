@@ -52,7 +52,7 @@ class Ramp:
         return self.before(step) + place if place < self.size(step) else None
 
     def steps_for(self, samples: Fraction) -> int:
-        """How many steps have so many samples together, at least."""
+        """Return the fewest steps that have so many samples together."""
         step = 0
         while self.before(step) < samples:
             step += 1

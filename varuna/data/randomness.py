@@ -114,7 +114,7 @@ def states_kept() -> Iterator[None]:
 
 
 _blocks, _outside = 0, _taken()
-"""How many blocks of ``states_kept`` are open in all threads, and the states from before the first of them."""
+"""Number of open blocks of ``states_kept`` in all threads, and the states from before the first of them."""
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""What runs in a process that reads samples, and how a micro-batch crosses from it: as plain bytes.
+"""Code of a process that reads samples, and the way of a micro-batch out of it: as plain bytes.
 
-Without shared memory, which a kill could leave behind.
+No memory is shared, since a kill could leave it behind.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from varuna.core.errors import DataError
 from varuna.data.micro_batch import MicroBatch
 
 LOST = (EOFError, ConnectionResetError, BrokenPipeError)
-"""What a link raises whose other end is gone."""
+"""Exceptions that a link raises when its other end is gone."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -106,7 +106,7 @@ def _send(link: "Connection[Any, Any]", batch: MicroBatch) -> None:
 
 
 def receive(link: "Connection[Any, Any]") -> MicroBatch | BaseException:
-    """What a reader sends: a micro-batch, or what its reading raised.
+    """Receive a micro-batch from a reader, or the exception that its reading raised.
 
     Raises:
         EOFError, ConnectionResetError, BrokenPipeError: it is gone.

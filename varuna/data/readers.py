@@ -133,7 +133,7 @@ class InThread:
         return batch
 
     def forget(self) -> None:
-        """What was asked for is not fetched any more."""
+        """Drop the request: nobody fetches it any more."""
         self._asked = None
 
     def waited(self, seconds: float) -> None:
@@ -167,7 +167,7 @@ class Readers:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of the processes."""
         return len(self._readers)
 
     @property
@@ -195,7 +195,7 @@ class Readers:
         return reader.fetch()
 
     def forget(self) -> None:
-        """What was asked for is not fetched any more."""
+        """Drop the requests: nobody fetches them any more."""
         self._idle.extend(self._busy)
         self._busy.clear()
 

@@ -70,12 +70,12 @@ class OpenSizes:
 
 
 def samples_in(batch: Mapping[str, Tensor]) -> int:
-    """How many samples were there when a batch was made; of none, it counts nothing."""
+    """Count the samples that were there when a batch was made; a batch of none counts nothing."""
     return int(batch[SAMPLES]) if SAMPLES in batch else rows_in(batch)
 
 
 def rows_in(batch: Mapping[str, Tensor]) -> int:
-    """How many rows its tensors have; with open sizes nothing follows from it."""
+    """Return the number of rows of a batch's tensors; with open sizes nothing follows from it."""
     value = next(iter(batch.values()))
     return value.size(0) if value.dim() else 1
 
@@ -122,7 +122,7 @@ def _entries(key: str) -> list[tuple[str, int]]:
 
 
 class _Sizes(NamedTuple):
-    """What a dimension was in some batches; dimensions of equal ones are one size."""
+    """The sizes of a dimension in some batches; dimensions of equal ones are one size."""
 
     rows: tuple[tuple[int, ...], ...]
     """of each batch: one number, or that of each entry of a list whose entries have sizes of their own"""
@@ -181,7 +181,7 @@ def _alike_entries(batch: Mapping[str, Tensor], lists: Collection[str]) -> list[
 
 
 def equal_sizes(batch: Mapping[str, Tensor], sizes: OpenSizes) -> int:
-    """How many open sizes of a batch a graph might take for another one, or for a fixed one."""
+    """Count the open sizes of a batch that a graph might take for another one, or for a fixed one."""
     opened = {place for places in sizes.places for place in places}
     fixed = {value.shape[dim] for key, value in batch.items() for dim in range(value.dim()) if (key, dim) not in opened}
     found = sizes.of(batch)

@@ -27,7 +27,7 @@ _ROOM = 2.0
 
 @dataclass(frozen=True)
 class Pace:
-    """What a while of reading and training looked like on one worker; all seconds are per micro-batch."""
+    """The pace of reading and training on one worker over a while; all seconds are per micro-batch."""
 
     period_s: float
     waited_s: float
@@ -45,7 +45,7 @@ class Pace:
 
     @property
     def compute_s(self) -> float:
-        """What is left if no sample is ever waited for."""
+        """Seconds that are left if no sample is ever waited for."""
         return max(self.period_s - self.waited_s, 1e-6)
 
     def period_with(self, readers: float) -> float:
@@ -63,7 +63,7 @@ class Pace:
 
     @property
     def advice(self) -> str:
-        """What to tell a person; training waits for samples."""
+        """Advice for a person, where training waits for samples."""
         seen = (
             f"training waits for samples {self.waited_s / self.period_s:.0%} of the time ({1000 * self.read_s:.0f} ms "
             f"to read a micro-batch, {1000 * self.compute_s:.0f} ms to compute one)"
