@@ -1,1 +1,1 @@
-"""Which action a stage runs next, and how much may wait: actions, orders, the validator, the policies that decide."""
+"""The next action of a stage, and limits on what waits: actions, orders, the validator, the policies that decide."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What is done with a micro-batch. Its backward is either one B, or an I and later a W."""
+    """The kind of an action on a micro-batch. Its backward is either one B, or an I and later a W."""
 
     FORWARD = "F"
     RECOMPUTE = "R"
@@ -33,7 +33,7 @@ class Action(NamedTuple):
 
 
 Row = tuple[Action, ...]
-"""What one stage runs, in order."""
+"""Actions that one stage runs, in order."""
 
 Orders = tuple[Row, ...]
 """A row for each stage: a whole step of a pipeline."""

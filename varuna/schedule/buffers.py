@@ -1,4 +1,4 @@
-"""How many samples, messages and inputs a stage has at once: the engine keeps to it, and plans have memory for it."""
+"""Samples, messages and inputs that a stage has at once: the engine keeps to it, and plans have memory for it."""
 
 SAMPLES_AHEAD = 4
 """Micro-batches whose samples a rank reads ahead of their F."""

@@ -1,4 +1,4 @@
-"""How fast copies are made, and when one is not worth trying. Pure.
+"""The pace at which copies are made, and rules for when one is not worth trying. Pure.
 
 Copies share links and processors with the training, so they pause after each part. The engine makes them by these
 rules, the planner prices them, and a replay models them.
@@ -21,16 +21,16 @@ _SUMS_EVERY_S, _SUMS_SHARE = 5.0, 0.02
 """Seconds between copies of a step's sums of gradients, at least, and the share of time that making them may take."""
 LONGEST_PAUSE_S = 1.0
 CHECKPOINT_S, CHECKPOINT_SHARE = 2e-3, 0.01
-"""What a memory checkpoint takes, however small the state is, and the share of time that making them may take."""
+"""Seconds that a memory checkpoint takes, however small the state is, and the share of time for making them."""
 
 
 def pause_s(part_s: float) -> float:
-    """How long to pause after a part that took ``part_s``, so that copies take their share of a link's time."""
+    """Return the seconds to pause after a part that took ``part_s``, so that copies take their share of a link."""
     return min(LONGEST_PAUSE_S, part_s * (1 / LINK_SHARE - 1))
 
 
 def copying_s(size_bytes: float, link_bytes_per_s: float) -> float:
-    """How long copies of so many bytes are under way, with the pauses between their parts."""
+    """Return the seconds that copies of so many bytes are under way, with the pauses between their parts."""
     return size_bytes / (link_bytes_per_s * LINK_SHARE)
 
 
@@ -40,13 +40,13 @@ def state_pause_s(part_s: float, since_s: float, every_s: float) -> float:
 
 
 def state_copying_s(size_bytes: float, link_bytes_per_s: float, every_s: float) -> float:
-    """How long the copy of a state of so many bytes is under way, where there is one ``every_s``."""
+    """Return the seconds that the copy of a state is under way, where there is one ``every_s``."""
     hurried_bytes = min(size_bytes, link_bytes_per_s * HURRY * every_s)
     return hurried_bytes / link_bytes_per_s + copying_s(size_bytes - hurried_bytes, link_bytes_per_s)
 
 
 class SumsPace(NamedTuple):
-    """When a step's sums are copied: all of them, one section after another, in each of some rounds."""
+    """The rounds in which a step's sums are copied: all of them, one section after another, in each round."""
 
     rounds: int
     """none: the step is too short"""
@@ -77,7 +77,7 @@ def sums_pace(left_s: float, size_bytes: int, round_s: float) -> SumsPace:
 
 
 def sums_pause_s(pace: SumsPace, round_s: float) -> float:
-    """How long to wait after a round that took ``round_s``: links are not busy with copies all the time."""
+    """Return the seconds to wait after a round that took ``round_s``: links are not always busy with copies."""
     return max(round_s, pace.every_s - round_s)
 
 

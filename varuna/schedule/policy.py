@@ -310,7 +310,7 @@ def _orders(name: str, stages: int, micro_batches: int) -> Orders:
 
 @lru_cache(maxsize=4)
 def _interleaving(stages: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
-    """How many B's come before each F in the paper's order, by stage."""
+    """Count the B's that come before each F in the paper's order, by stage."""
     return tuple(map(_backwards_before_each_forward, varuna(stages, micro_batches)))
 
 

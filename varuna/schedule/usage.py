@@ -1,4 +1,4 @@
-"""What a stage holds while it runs an order: inputs in flight, and sets of activations."""
+"""The usage of memory by a stage that runs an order: inputs in flight, and sets of activations."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

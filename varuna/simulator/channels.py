@@ -1,4 +1,4 @@
-"""How messages get to a neighbouring stage: over a link of their own, or over lines of hosts that links share."""
+"""Channels of messages to a neighbouring stage: a link of their own, or lines of hosts that links share."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from varuna.simulator.costs import LinkCosts, mean_travel_s
 
 
 class Arrivals:
-    """Where the messages of a link arrive: times ascend, since they stay in order."""
+    """Arrivals of a link's messages: their times ascend, since messages stay in order."""
 
     __slots__ = ("delay_s", "delays_s", "last_s", "times_s")
 

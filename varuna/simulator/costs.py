@@ -1,4 +1,4 @@
-"""What the simulator is told about a pipeline. All durations in seconds."""
+"""Costs of a pipeline, as the simulator is told them. All durations in seconds."""
 
 import random
 from dataclasses import dataclass, field, replace

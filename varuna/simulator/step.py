@@ -303,7 +303,7 @@ def _pass(passing: list[_Passing], events: list[_Event], flowing: list[_Channel]
 
 
 def _reduced_s(costs: PipelineCosts, pipeline: list[_Stage]) -> list[float]:
-    """When each stage has its gradients summed: its all-reduce starts at its own end, tied ones wait for the last."""
+    """Return when each stage's gradients are summed: an all-reduce starts at its stage's end, tied ones at the last."""
     reduced_s = [
         stage.busy_until_s + its.allreduce_s if stage.sums is None else stage.sums.arrivals.times_s[-1]
         for stage, its in zip(pipeline, costs.stages, strict=True)

@@ -1,4 +1,4 @@
-"""What a simulated step looked like: times, shares, memory. Everything beyond the rows is derived when asked for."""
+"""The trace of a simulated step: times, shares, memory. Everything beyond the rows is derived when asked for."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class Row:
 
 
 class StageTimes(NamedTuple):
-    """How a stage spent the step; the parts add up to it."""
+    """Seconds of a stage's step, by their use; the parts add up to it."""
 
     compute_s: float
     transfer_s: float
@@ -87,7 +87,7 @@ class StepTrace:
     step_s: float
     """Start to end of the optimizer step."""
     reduced_s: tuple[float, ...]
-    """When the gradients of each stage were summed: over the replicas, and over the holders of tied parameters."""
+    """Times at which each stage's gradients were summed: over the replicas, and over holders of tied parameters."""
     costs: PipelineCosts
     rows: tuple[Row, ...]
     """Executed actions, by stage."""
@@ -129,7 +129,7 @@ class StepTrace:
 
     @property
     def stage_times(self) -> tuple[StageTimes, ...]:
-        """How many seconds each stage spent computing, waiting, idling and reducing."""
+        """Seconds that each stage spent computing, waiting, idling and reducing."""
         return tuple(self._times(k) for k in range(len(self.rows)))
 
     def _times(self, stage: int) -> StageTimes:
