@@ -68,7 +68,7 @@ _LATE = {
     "all_reduce_shared": "varuna.engine.stage.cross_stage",
     "owned": "varuna.engine.stage.cross_stage",
 }
-"""Where names are that are loaded when they are asked for: planning and the command line run without torch."""
+"""Modules of the names that are loaded when asked for: planning and the command line run without torch."""
 
 
 def __getattr__(name: str) -> Any:
@@ -106,7 +106,7 @@ def _torch_version() -> str | None:
 
 
 def _remedy(error: Exception, torch_version: str | None) -> str:
-    """What to do about an error while torch, or what uses it, is imported; empty if that is not known."""
+    """Return a remedy for an error while torch, or what uses it, is imported; empty if none is known."""
     if torch_version is None or getattr(error, "name", None) == "torch":
         return "Training needs torch. In a clone of Varuna: pip install '.[torch]'"
     if is_tested_torch(torch_version):

@@ -1,4 +1,4 @@
-"""What the training loop receives: a ``Step`` per committed step, and the ``Evaluation`` of another dataset."""
+"""Results that a training loop receives: a ``Step`` per committed step, and the ``Evaluation`` of a dataset."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Step:
     epoch: float | None
     """Passes over the dataset that the run has made, this step included; None for a dataset without length."""
     targets: float
-    """What the loss is a mean over: the number of target tokens if the model's loss averages over those (ignored ones
+    """Divisor of the mean loss: the number of target tokens if the model's loss averages over those (ignored ones
     do not count), else the number of examples, or the sum of the user's ``weight``."""
     grad_norm: float
     """Global L2 norm of the gradients before clipping."""
@@ -72,7 +72,7 @@ class Evaluation:
 
 
 def values_of(step: Step) -> dict[str, float]:
-    """What charts show of a step."""
+    """Return the values of a step that charts show."""
     values = {
         "loss": step.loss,
         "lr": step.lr,

@@ -28,7 +28,7 @@ _TRIO = 3
 
 
 class Repeats(NamedTuple):
-    """How often each size is sent."""
+    """Rounds in which each size is sent."""
 
     most_rounds: int = 60
     least_rounds: int = 6
@@ -38,7 +38,7 @@ class Repeats(NamedTuple):
     """Time for one size; a slow network gets fewer rounds."""
 
     def rounds(self, seconds: float) -> int:
-        """How often to repeat something that takes ``seconds``."""
+        """Return the number of rounds of something that takes ``seconds``."""
         return max(self.least_rounds, min(self.most_rounds, int(self.budget_s / max(seconds, 1e-6))))
 
 

@@ -30,7 +30,7 @@ _BUDGET_S = 1.5
 
 
 class PilotTimes(NamedTuple):
-    """What a section takes for one micro-batch, as measured in place."""
+    """Seconds that a section takes for one micro-batch, as measured in place."""
 
     forward_s: float
     recompute_s: float
@@ -63,7 +63,7 @@ def pilot_plan(times: Sequence[PilotTimes], *, workers: int, micro_batch: int) -
 
 
 def pilot_steps(times: Sequence[PilotTimes], plan: Plan) -> int:
-    """How many steps of ``plan`` to run, by what its slowest stage computes: more where they are short."""
+    """Choose a number of steps of ``plan`` to run, by what its slowest stage computes: more where they are short."""
     stages = [plan.first.sections_of(stage) for stage in range(plan.stages)]
     step_s = len(plan.micro_batches_of(0)) * max(sum(sum(times[section]) for section in stage) for stage in stages)
     return _WARM_STEPS + max(_LEAST_STEPS, min(_MOST_STEPS, int(_BUDGET_S / max(step_s, 1e-6)) - _WARM_STEPS))

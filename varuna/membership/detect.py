@@ -1,4 +1,4 @@
-"""Which membership this process has: the manager's, torchrun's, or its own."""
+"""Detection of this process's membership: the manager's, torchrun's, or its own."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""How this process was started, and what its launcher must hear when the script fails."""
+"""The launch of this process, and the report to its launcher when the script fails."""
 
 import atexit
 import os
@@ -28,7 +28,7 @@ _LIBRARIES = (
     "<",
 )
 EXIT_BOUND_S = 5.0
-"""How long the end of a process waits for its threads."""
+"""Most seconds that the end of a process waits for its threads."""
 failed = threading.Event()
 """The script is about to end with an exception."""
 

@@ -131,7 +131,7 @@ class ManagedMembership:
 
     @property
     def trainings(self) -> int:
-        """How many trainings this process has begun: the number of the next one."""
+        """Number of trainings that this process has begun: the number of the next one."""
         return self._training + 1
 
     def offer(self, calibration: str) -> None:
@@ -184,7 +184,7 @@ class ManagedMembership:
             start("beat", self._beat)
 
     def seek_work(self, key: str, what: str, bound_s: float = _WORK_S) -> bytes:
-        """What another worker of the run has done, or does now; empty: this worker is to do it, and to offer it.
+        """Return what another worker of the run has done, or does now; empty: this worker is to do it, and to offer it.
 
         Args:
             key: names the work, with all that it depends on.
@@ -215,7 +215,7 @@ class ManagedMembership:
         return b""
 
     def _work_found(self, timeout_s: float) -> WorkFound | None:
-        """What comes next; of no key if nothing does in time, None if nothing will."""
+        """Wait for the next answer; of no key if none comes in time, None if none will."""
         try:
             found = self._work.get(timeout=timeout_s)
         except queue.Empty:
@@ -225,7 +225,7 @@ class ManagedMembership:
         return found
 
     def offer_work(self, key: str, data: bytes) -> None:
-        """What this worker has done, for others; empty, or too long: each of them has to do it."""
+        """Offer others what this worker has done; empty, or too long: each of them has to do it."""
         self._post(WorkOffered(key=key, data=data if len(data) <= MAX_WORK_BYTES else b""))
 
     def _connect(self) -> None:

@@ -83,7 +83,7 @@ def world_from_environment() -> World:
 
 
 class _Choice(Value):
-    """Where the run begins: at a checkpoint, with what was saved of the step after it; or at the beginning."""
+    """The beginning of a run: a checkpoint, with what was saved of the step after it; or none."""
 
     manifest: Manifest | None = None
     sums: StoredSums | None = None

@@ -1,4 +1,4 @@
-"""What goes wrong in a run, and when: at a named phase of a step on one rank."""
+"""Faults in a run, each at a named phase of a step on one rank."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ Phase = Literal[
     "keep", "send-kept", "copy-sum", "kept", "kept-sum",
     "hold", "held", "move", "barrier", "send-rest", "take-rest",
 ]  # fmt: skip
-"""What a rank does in a step: forward, recompute, backward (or its halves I and W), and so on."""
+"""A phase of a rank's step: forward, recompute, backward (or its halves I and W), and so on."""
 
 
 class Killed(BaseException):

@@ -25,7 +25,7 @@ _MOST_ROUNDS = 30
 
 
 class Thoroughness(NamedTuple):
-    """How long to measure."""
+    """Limits on the time and the extent of measuring."""
 
     budget_s: float
     """for the rounds of one size, beyond the fewest rounds"""
@@ -41,7 +41,7 @@ class Thoroughness(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What was measured in one window."""
+    """Measurements of one window."""
 
     sections: tuple[SectionSamples, ...]
     updates: tuple[Sized, ...]

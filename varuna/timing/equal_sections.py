@@ -1,4 +1,4 @@
-"""Which sections run the same graph and are therefore measured once."""
+"""Sections that run the same graph and are therefore measured once."""
 
 import hashlib
 from collections.abc import Mapping
