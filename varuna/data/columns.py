@@ -30,7 +30,7 @@ _LABEL = "label"
 
 @dataclasses.dataclass(frozen=True)
 class InputNames:
-    """The parameters of a model's ``forward``."""
+    """Names of the inputs that a model's ``forward`` takes."""
 
     model: str
     """name of the model's class"""
@@ -62,7 +62,7 @@ class Columns:
 
     @cached_property
     def names(self) -> InputNames | None:
-        """Parameters of ``forward``, if they can be known."""
+        """Names of the inputs of ``forward``, if they can be known."""
         return None if self._ask is None else self._ask()
 
     def tensors(self, sample: object, what: str) -> dict[str, Tensor]:
