@@ -1,4 +1,4 @@
-"""What a batch must look like: the graph was captured for one shape of sample."""
+"""The layout that a batch must have: the graph was captured for one shape of sample."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

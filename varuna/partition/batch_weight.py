@@ -1,4 +1,4 @@
-"""How much a batch counts, and what its sections must know of the whole batch."""
+"""The weight of a batch, and the numbers that its sections must know of the whole batch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ WeightFunction = Callable[[dict[str, Tensor]], float | Tensor]
 def weight_of(
     model: PartitionedModel, weight: WeightFunction | None, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> float:
-    """How much a batch counts: by the user's ``weight``, else in targets, else in examples.
+    """Return the weight of a batch: by the user's ``weight``, else in targets, else in examples.
 
     Args:
         model: with its declared lengths.

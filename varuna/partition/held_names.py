@@ -1,4 +1,4 @@
-"""Where what ``after_step`` computes with must be: which buffers stay in one section, and what sections hold besides.
+"""Places of what ``after_step`` computes with: buffers that stay in one section, and what sections hold besides.
 
 A section that holds a name which the function writes also holds all that goes into it, so that every holder makes the
 same of it. A trained parameter is then tied: its gradient reaches all holders, and each updates it alike. What

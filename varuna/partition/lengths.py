@@ -168,7 +168,7 @@ def at_longest(model: PartitionedModel, batch: Batch) -> dict[str, Tensor]:
 
 
 def variant_of(model: PartitionedModel, batch: Mapping[str, Tensor], indices: Sequence[int]) -> int:
-    """Which of the model's graphs a batch is for.
+    """Return the number of the model's graph that a batch is for.
 
     Args:
         model: with or without declared lengths.

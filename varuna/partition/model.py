@@ -118,7 +118,7 @@ class PartitionedModel:
 
     @property
     def gradient_free(self) -> int:
-        """How many of the first sections need no backward: nothing is trained in them, nor below them."""
+        """Number of first sections that need no backward: nothing is trained in them, nor below them."""
         return _gradient_free(self.split, self.trainable)
 
     def keys_of(self, sections: Iterable[int]) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ class PartitionedModel:
         return (*self.length_keys[:1], *(() if self.sizes is None else self.sizes.keys))
 
     def samples_in(self, batch: Mapping[str, Tensor]) -> int:
-        """How many samples a batch counts for, where examples are counted."""
+        """Return the number of samples that a batch counts for, where examples are counted."""
         found = samples_in(batch)
         return rows_in(batch) if found and self.sizes is None else found
 

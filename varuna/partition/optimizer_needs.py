@@ -33,7 +33,7 @@ _CANNOT_BE_TRIED = (
     ValueError,
     VarunaError,
 )
-"""What code raises that reads values, or wants parameters that are not there: the same on every worker."""
+"""Errors of code that reads values, or wants parameters that are not there: the same on every worker."""
 
 
 _REMEMBERED = 64

@@ -131,7 +131,7 @@ def states_in(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def places_in(optimizer: torch.optim.Optimizer, names: _Names) -> list[StatePlace]:
-    """Where an optimizer may keep state beside its parameters; groups that two optimizers share are there once."""
+    """Find an optimizer's places for state beside its parameters; groups that two optimizers share are there once."""
     found: list[StatePlace] = []
     seen = set[int]()
     for path, part in parts_in(optimizer):

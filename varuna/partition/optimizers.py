@@ -1,4 +1,4 @@
-"""What the user's ``optimizer=`` returns, as one optimizer: several of them step together."""
+"""The optimizers that the user's ``optimizer=`` returns, as one: several of them step together."""
 
 import inspect
 from collections import defaultdict
@@ -41,7 +41,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
 
 def build_optimizer(factory: OptimizerFactory, named: NamedParameters) -> torch.optim.Optimizer:
-    """What the user's function returns for some parameters, as one optimizer.
+    """Build one optimizer of what the user's function returns for some parameters.
 
     Raises:
         UsageError: it returns something else than optimizers that need only gradients, over these parameters.

@@ -1,4 +1,4 @@
-"""Which parameters may be on the device only while their section runs: no step changes them, and autograd says when it
+"""Parameters that may be on the device only while their section runs: no step changes them, and autograd says when it
 keeps them for the backward.
 
 An operation with a backward of its own may keep what it was given wherever it likes: it is tried, without data.

@@ -14,7 +14,7 @@ _evaluate = ShapeEnv.evaluate_expr
 
 @contextmanager
 def general_sizes() -> Iterator[None]:
-    """Where export cannot know a size, a branch takes it for neither 0 nor 1.
+    """Take each size that export cannot know for neither 0 nor 1 in branches.
 
     ``if n == 0: continue`` then always runs the general path, which does the same with nothing to do. Other
     conditions on data stay refused.

@@ -67,7 +67,7 @@ EXPORT_EXAMPLES = 3
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the user said about the model: everything that capture needs."""
+    """The user's choices about the model: everything that capture needs."""
 
     build: Callable[[], nn.Module]
     loss: LossFunction | None = None

@@ -1,4 +1,4 @@
-"""Which dtypes a model's parameters may have, so that none is changed silently.
+"""Dtypes that a model's parameters may have, so that none is changed silently.
 
 In fp32 runs each parameter keeps the dtype that the model gives it, bf16 and fp16 included: a frozen base in bf16 under
 adapters in fp32 computes as it does in plain PyTorch. With ``precision=`` all are computed with in that precision.

@@ -1,4 +1,4 @@
-"""What the branches of ``forward`` took for granted, and what it asserts itself, found in an exported graph.
+"""Assumptions that the branches of ``forward`` make, and its own assertions, found in an exported graph.
 
 Export writes each branch down as an assertion, beside the user's own (``torch._assert_async``, ``torch._check``). One
 that follows from the samples becomes part of the conditions, which are looked at before a micro-batch runs. One that
@@ -37,7 +37,7 @@ _ON_TENSORS: dict[Any, Any] = {
 
 
 class BranchAssumptions(NamedTuple):
-    """What the branches of one graph took for granted."""
+    """Assumptions that the branches of one graph make."""
 
     conditions: Conditions | None
     """that every batch must meet"""
@@ -54,7 +54,7 @@ class _Sources(NamedTuple):
 
 
 class _Past:
-    """What values of a graph are computed from, including earlier writes into the memory that they read."""
+    """Nodes that values of a graph are computed from, with earlier writes into the memory that they read."""
 
     def __init__(self, graph: Graph) -> None:
         self.memory = SharedMemory(graph)
@@ -197,7 +197,7 @@ def _truth(asserted: Node, past: _Past, lines: Mapping[str, str]) -> Truth | Non
 
 
 def _as_tensor(node: Node, before: Node, known: dict[Node, Node | None]) -> Node | None:
-    """What Python computes from tensors' numbers, computed with tensors; None if that is impossible."""
+    """Compute with tensors what Python computes from their numbers; None if that is impossible."""
     if node not in known:
         known[node] = _made(node, before, known)
     return known[node]

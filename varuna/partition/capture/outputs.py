@@ -1,4 +1,4 @@
-"""What a model predicts: tensors with a row for each example."""
+"""Predictions of a model: tensors with a row for each example."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ OUTPUT = "output"
 
 
 def outputs_of(output: Any, _: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
-    """What a model predicts, if nothing else is said: its ``logits``, else the tensor that it returns."""
+    """Return a model's predictions, if nothing else is said: its ``logits``, else the tensor that it returns."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return output if logits is None else {"logits": logits}
 

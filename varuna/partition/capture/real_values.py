@@ -37,7 +37,7 @@ _SYMBOLS = (SymInt, SymFloat, SymBool)
 
 
 class ValueSource(IntEnum):
-    """What a value follows from."""
+    """The source from which a value follows."""
 
     CODE = 0
     SAMPLES = 1

@@ -1,4 +1,4 @@
-"""What a model's constructor does to each parameter and buffer, recorded without running it.
+"""A record of what a model's constructor does to each parameter and buffer, made without running it.
 
 The model is built under fake tensors while a dispatch mode writes every operation down. What made one tensor is
 then run for that tensor alone: no stage ever holds another stage's parameters, and buffers that are in no

@@ -1,4 +1,4 @@
-"""What a model's ``forward`` takes, told without data."""
+"""The inputs of a model's ``forward``, named without data."""
 
 import inspect
 
@@ -17,7 +17,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def input_names(recipe: Recipe, *, is_weighed: bool) -> InputNames:
-    """What ``forward`` takes: of the class if ``model=`` is one, else of a module that is built without data.
+    """Name the inputs of ``forward``: of the class if ``model=`` is one, else of a module that is built without data.
 
     Args:
         recipe: the model.

@@ -23,13 +23,13 @@ aten = torch.ops.aten
 
 
 Kind = Literal["sum", "mean", "rows", "same"]
-"""How a statistic of the whole batch is made: micro-batches' are added up, averaged by their numbers of examples, or
+"""A way to make a statistic of the whole batch: micro-batches' are added up, averaged by numbers of examples, or
 joined in their order, or are all the same."""
 
 
 @dataclass(frozen=True)
 class BufferWrite:
-    """How a micro-batch, or the whole batch, changes some buffers."""
+    """The change that a micro-batch, or the whole batch, makes to some buffers."""
 
     buffers: tuple[str, ...]
     """the model's own names"""

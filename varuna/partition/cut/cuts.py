@@ -13,7 +13,7 @@ MOST_SECTIONS = 256
 NEIGHBOURHOOD = 0.05
 """A valley carries no more bytes than any position within this share of the total cost on either side."""
 BUMP = 0.25
-"""How far, as a share of the total cost, lower places on both sides are searched for."""
+"""Distance, as a share of the total cost, over which lower places on both sides are searched for."""
 LIGHTEST = 0.25
 """Sections lighter than this share of the median one join their neighbour."""
 

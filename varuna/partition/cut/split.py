@@ -49,7 +49,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class BufferUpdate:
-    """How the statistics of one micro-batch, or of the whole batch, change buffers; applied at commit."""
+    """The change that the statistics of one micro-batch, or of the whole batch, make to buffers; applied at commit."""
 
     buffers: tuple[str, ...]
     statistics: tuple[str, ...]

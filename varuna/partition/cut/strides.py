@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, which a cut changes: whatever crosses one arrives contiguous.
+"""Strides of tensors in memory, which a cut changes: whatever crosses one arrives contiguous.
 
 Almost no op minds. ``view`` refuses what it could do before, and ``as_strided`` would read other elements.
 """

@@ -1,4 +1,4 @@
-"""What capture makes of a model: one flat graph, with the names of everything that flows into it."""
+"""The capture of a model: one flat graph, with the names of everything that flows into it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from varuna.partition.graph.sample_guards import Conditions
 
 
 class Truth(NamedTuple):
-    """What a branch of forward() on activations took for granted."""
+    """An assumption that a branch of forward() makes about activations."""
 
     node: torch.fx.Node
     """true where it goes as it was captured: a tensor of one element, which no other node uses"""

@@ -1,4 +1,4 @@
-"""What depends on what in a flat graph: which ops are rebuilt anywhere, and where it can be cut."""
+"""Dependencies in a flat graph: ops that are rebuilt anywhere, and places where it can be cut."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the operations of a graph are called, and what they are given."""
+"""Names and arguments of the operations of a graph."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from torch.fx import Node
 from varuna.partition.opaque.calls import call_of
 
 Operation = tuple[str, ...]
-"""What an operation is, and the modules that it is in."""
+"""Name of an operation, and the modules that it is in."""
 
 
 def op_name(node: Node) -> str:

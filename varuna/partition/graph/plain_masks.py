@@ -78,7 +78,7 @@ class _Masks:
         return found.pop() if len(found) == 1 else None
 
     def _needed(self, mask: Node) -> list[Node] | None:
-        """What a mask is computed from, in order; None if that is more than constants and the number of samples."""
+        """List the nodes behind a mask, in order; None if they are more than constants and the number of samples."""
         needed, stack = set[Node](), [mask]
         while stack:
             node = stack.pop()

@@ -1,4 +1,4 @@
-"""Which whole numbers of a sample an embedding or a loss can take: looked at when samples are read.
+"""Ranges of whole numbers of a sample that an embedding or a loss can take: looked at when samples are read.
 
 A token beyond the vocabulary, or a label beyond the classes, is the data's fault. On a GPU it ends the process; on a
 CPU it is an error in the middle of a graph. Neither names the sample.

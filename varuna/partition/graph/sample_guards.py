@@ -15,7 +15,7 @@ from varuna.core.errors import DataError
 
 @dataclass(frozen=True)
 class Conditions:
-    """What every batch must meet."""
+    """Conditions that every batch must meet."""
 
     module: GraphModule
     """``(*inputs, *buffers, *constants) -> truths``"""

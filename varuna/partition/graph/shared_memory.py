@@ -1,4 +1,4 @@
-"""Which values of a graph share memory: an operation that writes to one of them in place changes the others.
+"""Values of a graph that share memory: an operation that writes to one of them in place changes the others.
 
 The tensors of the capture say so: values that shared a storage there do whenever the graph runs. Some operations return
 what they were given, or else a copy of it (``reshape``, ``to``, a dropout of zero): such values may share memory.

@@ -1,4 +1,4 @@
-"""What a run starts from: the constructor's values, each parameter's own draws, or a checkpoint's tensors.
+"""First values of a run: the constructor's values, each parameter's own draws, or a checkpoint's tensors.
 
 All three are the same for every P and D. Only the first needs the memory of a whole model, for a moment.
 """
@@ -34,7 +34,7 @@ CHECKED_BELOW_BYTES = 2**30
 
 
 class InitialParameters(Protocol):
-    """Where first values come from."""
+    """A source of first values."""
 
     @property
     def name(self) -> str:

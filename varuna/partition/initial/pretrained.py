@@ -16,7 +16,7 @@ from varuna.core.errors import CheckpointError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """As transformers calls them; another library's names are taken where there is one of each."""
 _WRAPPED = ".base_layer."
-"""Where PEFT keeps a layer that has adapters."""
+"""Part of the name under which PEFT keeps a layer that has adapters."""
 _NAMED = 5
 """Most names that a message lists."""
 
@@ -33,7 +33,7 @@ class TensorEntry(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """How files fit a model: which entry is which parameter, which are left over, and which parameters have none."""
+    """The fit of files to a model: each parameter's entry, entries that are left over, and parameters without one."""
 
     entries: dict[str, TensorEntry]
     unexpected: tuple[str, ...]
@@ -212,5 +212,5 @@ def _prefix(unmatched: list[list[str]], entries: Mapping[str, TensorEntry]) -> t
 
 
 def _starts(name: str) -> list[int]:
-    """Where a shorter name could begin: after each dot."""
+    """Return the positions where a shorter name could begin: after each dot."""
     return [position + 1 for position, letter in enumerate(name) if letter == "."]

@@ -1,4 +1,4 @@
-"""What a loss is made of: which operations mix the examples of a batch, and by which counts its terms are divided.
+"""Analysis of a loss: operations that mix the examples of a batch, and counts by which its terms are divided.
 
 In: a captured graph. Out: the graph with each term divided by a count of the whole batch, or a refusal that names the
 operation. Reads graphs, runs nothing but ``unknown_operations``.

@@ -1,4 +1,4 @@
-"""What a value of the graph has to do with the examples of a batch, and along which dimension they lie.
+"""The relation of a graph's values to the examples of a batch, and the dimension along which examples lie.
 
 Dimensions are counted from the last, -1: broadcasting and leading dimensions that come and go leave them alone.
 """
@@ -25,7 +25,7 @@ Blames = tuple[MixingSource, ...]
 
 
 class RowOrder(NamedTuple):
-    """Whose elements follow each other along a dimension of ``outer * count * inner``: element i is that of example
+    """The order of elements along a dimension of ``outer * count * inner``: element i is that of example
     ``i // inner % count``. The examples are those of the batch, or the elements that a mask picks.
     """
 

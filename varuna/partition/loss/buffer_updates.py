@@ -158,7 +158,7 @@ class _Part:
                 stack += each.all_input_nodes
 
     def _kind(self, node: Node) -> Kind | None:
-        """How micro-batches make a value of the whole batch; None: it is computed from such values."""
+        """Return how micro-batches make a value of the whole batch; None: it is computed from such values."""
         if node.op == "get_attr" or self._copy_of(node) is not None or self._size(node) is not None:
             return None
         if not isinstance(node.meta.get("val"), torch.Tensor) or not self._is_steady(node):

@@ -1,4 +1,4 @@
-"""Which operations of a graph mix the examples of a batch: found in the graph, whatever the numbers are.
+"""Operations of a graph that mix the examples of a batch: found in the graph, whatever the numbers are.
 
 Every value is followed from the inputs: along which dimension the examples lie, also where it was flattened or put in
 another order; and once there is none any more, whether it is a sum over the examples, a mean, or something that no sum
@@ -119,7 +119,7 @@ class Tracking:
         return Fixed(given=node.name not in self._capture.parameters and not self._memory.is_written(node))
 
     def _write(self, node: Node) -> None:
-        """What an operation writes in place has its state from then on, and so has what that is a view of."""
+        """Give what an operation writes in place its state from then on, and adapt what shares that memory."""
         for target in written_arguments(node):
             found = self.states[node]
             state = found[0] if isinstance(found, tuple) else found

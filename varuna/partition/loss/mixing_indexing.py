@@ -1,4 +1,4 @@
-"""Where the examples lie after indexing: by numbers, masks, and the places where a mask is true."""
+"""Dimensions of the examples after indexing: by numbers, masks, and the places where a mask is true."""
 
 from typing import Any
 
@@ -124,7 +124,7 @@ def masked(t: Tracking, node: Node) -> Found:
 
 
 def nonzero(t: Tracking, node: Node) -> Found:
-    """Where a mask is true."""
+    """Track the places where a mask is true."""
     source = node.args[0]
     state = t.of(source)
     if not isinstance(state, Rows) or not isinstance(source, Node) or "nonzero.default" in str(node.target):

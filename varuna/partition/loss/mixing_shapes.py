@@ -1,4 +1,4 @@
-"""Where the examples lie after an operation that moves elements: views, concatenations, indexing."""
+"""Dimensions of the examples after an operation that moves elements: views, concatenations, indexing."""
 
 from typing import Any
 
@@ -123,7 +123,7 @@ def random(t: Tracking, node: Node) -> Found:
 
 
 def written(t: Tracking, node: Node) -> Found:
-    """What is copied or filled in, with the shape of what it goes into."""
+    """Track what is copied or filled in, with the shape of what it goes into."""
     states = [t.of(source) for source in operands(node)]
     if any(isinstance(state, Rows) for state in states):
         return meet(t, node, operands(node))

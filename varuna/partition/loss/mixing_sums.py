@@ -79,7 +79,7 @@ def adding(t: Tracking, node: Node) -> Found:
 
 
 def count_of(state: Rows) -> Count:
-    """How many there are: examples, or elements that a mask picks."""
+    """Return the count of the rows: of examples, or of elements that a mask picks."""
     picked = None if state.order is None else state.order.picked
     return EXAMPLES if picked is None else Count("picked", (picked,))
 
@@ -274,7 +274,7 @@ def losses(t: Tracking, node: Node) -> Found:
 
 
 def _divisor(t: Tracking, node: Node, met: Rows) -> Count:
-    """What a mean loss divides by."""
+    """Return the count that a mean loss divides by."""
     if op_name(node) not in TARGETS or value_of(node.args[1]).is_floating_point():
         return count_of(met)
     target, weight = node.args[1], argument(node, "weight")

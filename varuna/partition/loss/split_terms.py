@@ -163,7 +163,7 @@ class Splitting:
             return self._cast(call(self._graph, aten.div.Tensor, (total, number)), node.meta["val"].dtype)
 
     def _elements(self, source: Node, dims: Any, state: Rows) -> Node:
-        """How many elements of a value a mean is over, in the whole batch."""
+        """Compute the number of elements of a value that a mean is over, in the whole batch."""
         value: Tensor = source.meta["val"]
         if self._capture.sizes is not None:
             return self._counted_number(count_elements(self._capture, source, dims), (source, str(dims)))
@@ -299,7 +299,7 @@ class Splitting:
         return self._finish.placeholder(f"leaf_{len(self._leaves)}")
 
     def whole(self, flow: Flow, sections: int) -> Whole:
-        """What the rewritten graph needs of the whole batch, once it has been cut into ``sections`` sections."""
+        """Return what the rewritten graph needs of the whole batch, once it is cut into ``sections`` sections."""
         leaves = [node for node in self._finish.nodes if str(node.target).startswith("leaf_")]
         fixed = [node for node in self._finish.nodes if node.op == "placeholder" and node not in leaves]
         for node in reversed((*leaves, *fixed)):

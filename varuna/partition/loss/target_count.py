@@ -1,4 +1,4 @@
-"""How much a micro-batch counts: the number of targets that the captured loss itself averages over.
+"""The weight of a micro-batch: the number of targets that the captured loss itself averages over.
 
 Averaging the means of micro-batches is wrong under padding by up to 170 %,
 and Hugging Face shifts its labels, so an unshifted count is wrong too. The graph knows better.

@@ -1,4 +1,4 @@
-"""What a loss is made of, read from the graph: sums over the batch, and what divides each of them."""
+"""Terms of a loss, read from the graph: sums over the batch, and what divides each of them."""
 
 from dataclasses import dataclass
 from textwrap import shorten

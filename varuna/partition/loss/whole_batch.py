@@ -37,7 +37,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Whole:
-    """What one graph's loss needs to know of the whole batch."""
+    """Numbers of the whole batch that one graph's loss needs, and how to count them."""
 
     keys: tuple[str, ...]
     """of the numbers, in the order of ``finish``'s results"""

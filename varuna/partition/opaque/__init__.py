@@ -1,4 +1,4 @@
-"""What capture cannot or need not follow: submodules and autograd functions, one operation of the graph each.
+"""Code that capture cannot or need not follow: submodules and autograd functions, one operation of the graph each.
 
 In: a module that export refuses. Out: an operation that runs it eagerly, with shapes, work and bytes learned from runs.
 """

@@ -90,7 +90,7 @@ def kept_functions() -> Iterator[None]:
 
 
 def _as_called(run: Callable[..., Any], _preserves_randomness: bool, *args: Any) -> Any:
-    """What ``checkpoint(run, *args, use_reentrant=True)`` computes: Varuna recomputes by itself.
+    """Call ``run`` as ``checkpoint(run, *args, use_reentrant=True)`` would: Varuna recomputes by itself.
 
     As there, nothing within learns if no argument does: ``CheckpointFunction`` would run it without a graph and, as
     nothing leads back to it, never again with one.

@@ -68,7 +68,7 @@ class GrowingSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Learned:
-    """What real runs of a module have shown."""
+    """Findings from real runs of a module."""
 
     results: TreeSpec
     leaves: tuple[Any, ...]
@@ -267,7 +267,7 @@ def own_draws() -> Iterator[None]:
 
 
 def name_of_kind(module: nn.Module) -> str:
-    """What stands for the path of a module that ``forward`` makes, and that is no part of the model."""
+    """Return a stand-in for the path of a module that ``forward`` makes, and that is no part of the model."""
     return f"{type(module).__module__}:{type(module).__qualname__}"
 
 

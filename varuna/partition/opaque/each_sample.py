@@ -139,7 +139,7 @@ class _Is:
 
 
 def listed(whole: Tensor) -> tuple[AllSamples, AllSamples]:
-    """What stands for the samples of a tensor."""
+    """Return two elements that stand for the samples of a tensor."""
     made, ways = (next(_roots), 0), dict[Any, int]()
     return AllSamples(whole, 0, made, ways), AllSamples(whole, 1, made, ways)
 
@@ -204,14 +204,14 @@ def _for_all(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _told(leaf: Any) -> Any:
-    """What tells an argument from another one."""
+    """Return a key that tells an argument from others."""
     if isinstance(leaf, AllSamples):
         return leaf._made
     return _Is(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
 
 
 def number_listed(value: Sequence[Any]) -> Any:
-    """How many samples a list has in which elements stand for all; None if it is another list."""
+    """Return the number of samples of a list in which elements stand for all; None if it is another list."""
     first = value[0] if value else None
     if isinstance(first, dict):
         first = next(iter(first.values()), None)

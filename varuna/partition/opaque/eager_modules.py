@@ -1,4 +1,4 @@
-"""Which modules of a model run eagerly as one operation each: found while the model is exported.
+"""Modules of a model that run eagerly as one operation each: found while the model is exported.
 
 Where export fails inside a module, the innermost one whose arguments and results are trees of tensors and plain values
 becomes an operation. All else stays a graph. A module that ``forward`` or ``loss=`` makes or holds without it being a
@@ -54,7 +54,7 @@ class NotFollowedError(ModelError):
 
 
 class AgainError(Exception):
-    """What was traced so far is unusable; try again."""
+    """The trace so far is unusable; try again."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What only real runs of a module tell: the shapes of its results for any batch, its work, the bytes that it keeps.
+"""Facts that only real runs of a module tell: shapes of its results for any batch, its work, bytes that it keeps.
 
 A module runs alone, on the CPU, at two batch sizes: with its initial parameters, with arguments that follow from the
 samples as they are, and with random numbers in place of activations. The kernel compares what it gets later with what
@@ -140,7 +140,7 @@ def _once(call: Call, arguments: Arguments, size: int, module: nn.Module | None 
 
 
 def _scratch(call: Call, arguments: Arguments, fresh: list[Any], ran: Ran) -> frozenset[str]:
-    """What a call wrote, if that is nothing but scratch: it was empty before, and a later call does not read it.
+    """Return what a call wrote, if that is mere scratch: it was empty before, and a later call does not read it.
 
     Args:
         call: of the module.

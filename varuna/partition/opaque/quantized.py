@@ -22,7 +22,7 @@ def quantized_layers(model: nn.Module) -> list[str]:
 
 
 def quantized_by_function(layers: Sequence[str]) -> str:
-    """What is wrong with a function that builds them: quantizing needs values, and there are none yet."""
+    """Say what is wrong with a function that builds quantized layers: that needs values, and there are none yet."""
     return (
         f"model= is a function that builds a quantized model ({layers[0]} and {len(layers) - 1} more layers), but its "
         "layers cannot be quantized where tensors have shapes and no data. Pass the model that is built and quantized: "
@@ -100,7 +100,7 @@ def _assemble(plan: Any, parts: Iterator[Tensor]) -> Tensor:
 
 
 class _Linear4Bit(nn.Module):
-    """What ``bitsandbytes.nn.Linear4bit`` computes where gradients are wanted, its scales among the parameters."""
+    """A module that computes as ``bitsandbytes.nn.Linear4bit`` with gradients, its scales among the parameters."""
 
     def __init__(self, layer: Any, path: str) -> None:
         super().__init__()

@@ -82,7 +82,7 @@ class Outside(NamedTuple):
 
 @dataclass
 class ForwardFindings:
-    """What ``forward`` did, by the line of the user's code; None where it did not."""
+    """Findings about ``forward``, each with a line of the user's code; None where it did no such thing."""
 
     data_at: str | None = None
     """took a parameter's ``.data``"""

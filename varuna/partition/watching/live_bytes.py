@@ -1,6 +1,6 @@
-"""How many bytes of tensors are alive, exactly: each storage counts from the op that made it until it is freed.
+"""Exact bytes of the tensors that are alive: each storage counts from the op that made it until it is freed.
 
-Works on real and on fake tensors. What a kernel allocates for itself and frees before it returns is not seen.
+Real and fake tensors are counted. What a kernel allocates for itself and frees before it returns is not seen.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""What ``forward`` does, seen while it is exported, that explains why it cannot be."""
+"""Observations of ``forward`` while it is exported, which explain why it cannot be."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

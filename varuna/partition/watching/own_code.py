@@ -1,4 +1,4 @@
-"""Which files are torch's and Varuna's own: a user who is to act on an error works outside of both."""
+"""Files of torch and of Varuna itself: a user who is to act on an error works outside of both."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What user code does besides computing: hooks on gradients, draws from Python and NumPy.
+"""Side effects of user code: hooks on gradients, draws from Python and NumPy.
 
 A captured graph has neither: no hook is called, and what was drawn once holds for the whole run.
 """
@@ -34,7 +34,7 @@ Respond = Callable[[str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 @dataclass
 class Seen:
-    """What was seen while user code ran."""
+    """Side effects that were seen while user code ran."""
 
     hooks: list[str] = field(default_factory=list)
     """hooks on gradients, and where they were registered"""

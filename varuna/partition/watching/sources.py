@@ -1,4 +1,4 @@
-"""Which code a model is made of, so that a resumed run notices changes.
+"""Sources of the code that a model is made of, by which a resumed run notices changes.
 
 A captured graph does not show everything: hooks on gradients, draws from Python's generator and writes to attributes
 leave no trace in it. The check before step 0 finds them, and looks again when the code is another one.

@@ -14,7 +14,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _CAST: Any = getattr(symbolic_shapes, "cast_symbool_to_symint_guardless", None)
-"""How 2.12 and earlier say that a truth is 1 or 0, where later ones say ``torch.sym_ite(truth, 1, 0)``."""
+"""Function by which 2.12 and earlier make a truth 1 or 0, where later ones use ``torch.sym_ite(truth, 1, 0)``."""
 _BEFORE_2_11 = not hasattr(ShapeEnv, "set_real_tensor_prop_unbacked_vals")
 """Three names were others then."""
 

@@ -1,4 +1,4 @@
-"""Which line of the user's code is running, and whether it adds values up over a loop."""
+"""The line of the user's code that is running, and whether it adds values up over a loop."""
 
 import ast
 import inspect

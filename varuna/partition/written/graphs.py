@@ -31,7 +31,7 @@ class CannotShareError(Exception):
 
 
 def graph_values(module: GraphModule, encode: Encode) -> dict[str, Any]:
-    """What a graph is made of.
+    """Return the values that a graph is made of.
 
     Args:
         module: the graph, with what its nodes read of it.

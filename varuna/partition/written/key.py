@@ -13,7 +13,7 @@ from varuna.partition.watching.sources import loaded_digest, source_digest
 
 
 def recipe_digest(recipe: Recipe, *functions: object) -> str | None:
-    """What the keys of all captures of a model have in common; None if it cannot be built: its capture will say more.
+    """Digest what the keys of all captures of a model share; None if it cannot be built: its capture will say more.
 
     Args:
         recipe: the model and its loss.

@@ -16,7 +16,7 @@ _ENUMS = {str(each): each for each in vars(torch).values() if isinstance(each, t
 
 
 class _Form(NamedTuple):
-    """How values of a type are written."""
+    """The written form of values of a type."""
 
     kind: str
     type: Any
