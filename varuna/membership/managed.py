@@ -67,7 +67,7 @@ class Connection(Protocol):
 
     @property
     def close_reason(self) -> str | None:
-        """Why the other side closed it."""
+        """Reason for which the other side closed it."""
         ...
 
     def send(self, message: str, /) -> None:

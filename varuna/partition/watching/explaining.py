@@ -1,4 +1,4 @@
-"""Why a model cannot be built or captured, in words of the user's own code."""
+"""Reasons for which a model cannot be built or captured, in words of the user's own code."""
 
 import contextlib
 import re
@@ -158,7 +158,7 @@ def _unregistered(model: nn.Module) -> tuple[str, str] | None:
 
 
 def one_number(noticed: ForwardFindings) -> str:
-    """Why a model takes one number of samples only, and what to do."""
+    """Say why a model takes one number of samples only, and what to do."""
     place = f", at {noticed.fixed_at}" if noticed.fixed_at else ""
     return (
         "forward() works for one number of samples only, because it turns that number into a Python "
@@ -169,7 +169,7 @@ def one_number(noticed: ForwardFindings) -> str:
 
 
 def without_value(name: str, line: str | None, noticed: ForwardFindings) -> str:
-    """Why a tensor that the graph needs has no value, and what to do.
+    """Say why a tensor that the graph needs has no value, and what to do.
 
     Args:
         name: as export calls it.
