@@ -38,7 +38,7 @@ class EvaluationSums(NamedTuple):
 
 
 class EvaluationWork(NamedTuple):
-    """What to evaluate: model, buffers, samples, number of examples, weights."""
+    """An evaluation to run: model, buffers, samples, number of examples, weights."""
 
     number: int
     """of this evaluation in this process: nothing that ranks exchange depends on it"""

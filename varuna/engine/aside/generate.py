@@ -33,7 +33,7 @@ _NO_TOKEN = -1
 
 
 class Choice(NamedTuple):
-    """How the next token is chosen."""
+    """The rule by which the next token is chosen."""
 
     temperature: float = 0.0
     """0: the likeliest"""
@@ -58,7 +58,7 @@ class Choice(NamedTuple):
 
 
 class LastLogits(NamedTuple):
-    """What the model said of the last token of a text."""
+    """The model's logits for the last token of a text."""
 
     place: int
     """of the token"""
@@ -73,7 +73,7 @@ class LastLogits(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """What to continue, and how."""
+    """Texts to continue, and how to do it."""
 
     number: int
     """as that of an evaluation"""

@@ -1,4 +1,4 @@
-"""What the model predicts for another dataset, in the dataset's order: forward only, as an evaluation."""
+"""Predictions of the model for another dataset, in the dataset's order: forward only, as an evaluation."""
 
 from contextlib import closing
 

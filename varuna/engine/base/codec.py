@@ -34,7 +34,7 @@ class Damaged(Exception):
 
 
 class Form(NamedTuple):
-    """How parts of a kind of message are encoded."""
+    """The form in which parts of a kind of message are encoded."""
 
     number_bytes: int
     coded_bytes: int

@@ -86,7 +86,7 @@ class Coding:
         self._window = window
 
     def form_of(self, kind: int, view: memoryview) -> Form:
-        """How to encode a message, if that should pay."""
+        """Return the form in which to encode a message; ``PLAIN`` where encoding should not pay."""
         if kind not in self._fits:
             self._fits[kind] = best_fit(view, self._codec)
         fit = self._fits[kind]

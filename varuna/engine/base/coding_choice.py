@@ -75,7 +75,7 @@ class Choice(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What encoding does to a kind of message."""
+    """The effect of encoding on a kind of message."""
 
     form: Form = PLAIN
     ratio: float = 1.0

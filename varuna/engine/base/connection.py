@@ -204,7 +204,7 @@ class Connection:
 
     @property
     def compressed(self) -> Compressed:
-        """What compression has done to what was sent."""
+        """Bytes that were sent compressed, before and after compression."""
         return Compressed() if self._coding is None else self._coding.compressed
 
     def send(self, buffer: Tensor, tag: int) -> Work:

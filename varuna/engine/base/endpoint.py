@@ -1,4 +1,4 @@
-"""How other members of a group reach this process: at addresses of its own, or at the one port of its machine."""
+"""Endpoints, at which other members of a group reach this process: addresses of its own, or its machine's one port."""
 
 import socket
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from varuna.process.machine_port import Address, Waiting, network_stack
 
 
 class Way(IntEnum):
-    """How two members come to their connection; each is tried a little after those before it."""
+    """A way in which two members come to their connection; each is tried a little after those before it."""
 
     CALLED = 0
     """the later one in the group calls the earlier"""
@@ -21,7 +21,7 @@ class Way(IntEnum):
 
 
 class Place(NamedTuple):
-    """Where a member can be called, as it tells the others."""
+    """Addresses at which a member can be called, as it tells the others."""
 
     at: tuple[Address, ...]
     """from other machines"""
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where this process waits for calls, and by whom connections can be relayed."""
+    """The address at which this process waits for calls, and the relays that may join its connections."""
 
     host: str
     """an address of this machine"""
@@ -64,7 +64,7 @@ class Listener(Protocol):
     place: Place
 
     def fileno(self) -> int:
-        """What becomes readable when somebody calls."""
+        """Return the file descriptor that becomes readable when somebody calls."""
         ...
 
     def accept(self) -> tuple[socket.socket, bytes]:

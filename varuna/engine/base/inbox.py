@@ -106,11 +106,11 @@ class Inbox:
 
     @property
     def stalled_s(self) -> float:
-        """How long all ranks may wait for one another, or one for its device."""
+        """Seconds that all ranks may wait for one another, or one for its device."""
         return self._stalled_s
 
     def busy_after_s(self, longest_s: float) -> float:
-        """How long this rank's own work may take that others wait for; the longest so far is known."""
+        """Return the seconds that this rank's own work may take that others wait for; the longest so far is known."""
         return self.patience.busy_after_s(longest_s, self._step_s)
 
     def take(self, key: Hashable, awaited: Callable[[], Awaited]) -> Any:

@@ -1,4 +1,4 @@
-"""When a stage's state rests, so that other threads may read it: between two updates."""
+"""The rest of a stage's state between two updates, in which other threads may read it."""
 
 import threading
 from collections.abc import Callable
@@ -67,6 +67,6 @@ class StateGate:
             return not over
 
     def read(self, step: int, look: Callable[[], T]) -> T | None:
-        """What ``look`` returns, which no update interrupts; None: the state is not that of ``step`` any more."""
+        """Return what ``look`` returns, uninterrupted by updates; None: the state is not that of ``step`` any more."""
         with self._changed:
             return look() if self._step == step and not self._closed else None

@@ -91,7 +91,7 @@ class Group:
 
     @property
     def compressed(self) -> Compressed:
-        """What compression has done to what this member has sent."""
+        """Bytes that this member has sent compressed, before and after compression."""
         return reduce(Compressed.plus, (each.compressed for each in self._connections.values()), Compressed())
 
     def abandon(self) -> None:

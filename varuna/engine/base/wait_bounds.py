@@ -1,4 +1,4 @@
-"""How long ranks wait for each other: what a wait that lasts says, and when it cannot be right any more.
+"""Bounds on ranks' waits for each other: the report of a wait that lasts, and its end once it cannot be right.
 
 A rank that computes, reads samples or runs the user's code may take its time: the others wait, and say for whom. What
 cannot be right is that nobody does anything. So a wait ends in an error
@@ -58,16 +58,16 @@ class Patience:
     """Bound on any wait, whatever the reason."""
 
     def stalled_after_s(self, *step_s: float) -> float:
-        """How long all ranks may wait for each other in a step, which takes ``step_s``: predicted, or measured."""
+        """Return the seconds that all ranks may wait for each other in a step of ``step_s``, predicted or measured."""
         return max(self.stalled_s, self.steps * max(step_s, default=0.0))
 
     def busy_after_s(self, longest_s: float, *step_s: float) -> float:
-        """How long one piece of a rank's own work may take that others wait for; the longest so far is known."""
+        """Return the seconds that a piece of a rank's own work may take that others wait for, by the longest so far."""
         return max(self.busy_s, self.busy_times * longest_s, self.busy_steps * max(step_s, default=0.0))
 
 
 class Awaited(NamedTuple):
-    """What a rank waits for, and from whom."""
+    """The object of a rank's wait, and the ranks that it comes from."""
 
     what: str
     on: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class Waiting(NamedTuple):
 
 
 class Doing(Value):
-    """What a rank is doing, as it tells the others."""
+    """The activity of a rank, as it tells the others."""
 
     text: str
     on: tuple[int, ...] = Field(default=(), description="ranks that it waits for; none: it is at work")
@@ -126,7 +126,7 @@ def hear(before: Heard | None, doing: Doing, now_s: float) -> Heard:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a rank knows of a generation while it waits."""
+    """A rank's knowledge of its generation while it waits."""
 
     who: str
     """waits, such as ``rank 1 (stage 0)``"""
@@ -143,7 +143,7 @@ class Scene:
         return f"{self.who} has waited {waited_s:.0f} s for {_source(awaited)}{self._others(awaited)}"
 
     def fault(self, waiting: Waiting, now_s: float, patience: Patience) -> str | None:
-        """Why a wait must end, if it must."""
+        """Return why a wait must end, if it must."""
         awaited, waited_s = waiting.awaited(), now_s - waiting.since_s
         waits = f"{self.who} waited {waited_s:.0f} s for {_source(awaited)}"
         if circle := self.circle(waiting, patience, self.stalled_s):
@@ -185,7 +185,7 @@ class Scene:
         return min(each.read_s for each in known) - max(since_s, *(each.since_s for each in known))
 
     def _others(self, awaited: Awaited) -> str:
-        """What the awaited ranks do: first those at work, then those that wait for others themselves."""
+        """Say what the awaited ranks do: first those at work, then those that wait for others themselves."""
         known = [(rank, self.heard[rank].doing) for rank in awaited.on if rank in self.heard]
         known.sort(key=lambda each: bool(each[1].on))
         said = "; ".join(f"rank {rank}: {doing.text}" for rank, doing in known[:_NAMED])
@@ -206,7 +206,7 @@ def _source(awaited: Awaited) -> str:
 
 
 def doing_of(activity: str, waiting: Waiting | None, *, tick: int = 0, place: str = "", bounded: bool = False) -> Doing:
-    """What a rank tells of itself.
+    """Describe what a rank does or waits for, as it tells the others.
 
     Args:
         activity: what it does, such as "runs step 3".
@@ -226,7 +226,7 @@ def doing_of(activity: str, waiting: Waiting | None, *, tick: int = 0, place: st
 def overdue(
     rank: int, mine: Doing, busy_s: float, bound_s: float, heard: Mapping[int, Heard], patience: Patience
 ) -> str | None:
-    """Why this rank must end itself: others have waited long for work of its own that does not end.
+    """Return why this rank must end itself: others have waited long for work of its own that does not end.
 
     Args:
         rank: this one.

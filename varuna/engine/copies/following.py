@@ -39,7 +39,7 @@ def received_later(assignment: Assignment) -> list[Transfer]:
 
 
 class _Sent(NamedTuple):
-    """What goes to another rank."""
+    """A transfer to another rank, encoded."""
 
     transfer: Transfer
     header: bytes

@@ -1,4 +1,4 @@
-"""How a stage's state crosses to another rank: a header, then the bytes of all tensors as one body, in equal parts.
+"""The layout of a stage's state between ranks: a header, then the bytes of all tensors as one body, in equal parts.
 
 Nothing is copied as a whole: a part is cut out of the tensors as they are, and put into new ones at the other end.
 """

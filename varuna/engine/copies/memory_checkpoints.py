@@ -79,7 +79,7 @@ class Made(NamedTuple):
 
 
 class MemoryCheckpoints:
-    """What a worker has of memory checkpoints: its own stage's state, and that of the stage whose copies it keeps.
+    """A worker's parts of memory checkpoints: its own stage's state, and that of the stage whose copies it keeps.
 
     They outlive generations. What has come to all keepers stays until a newer one has.
     """
@@ -160,7 +160,7 @@ class MemoryCheckpoints:
             self._free = self._free if kept else {}
 
     def held(self) -> tuple[HeldCheckpoint, ...]:
-        """What there is."""
+        """Return what this worker has of each memory checkpoint."""
         with self._lock:
             return tuple(
                 HeldCheckpoint(
@@ -270,7 +270,7 @@ class CheckpointMaker:
             self._changed.notify_all()
 
     def flags(self) -> dict[str, float]:
-        """What this rank says in a vote; ``keep`` counts on rank 0."""
+        """Return what this rank says in a vote; ``keep`` counts on rank 0."""
         self._still.read(self._first_step, self._make_first)  # the vote does not wait for the other thread
         with self._changed:
             is_there = self._made is not None and self._there == self._made.step

@@ -28,7 +28,7 @@ from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, pause_s, state_pause
 
 
 class CopiedStage(NamedTuple):
-    """What is copied of a stage."""
+    """Parts of a stage that are copied."""
 
     still: StateGate
     """says when the state rests"""

@@ -1,4 +1,4 @@
-"""What crosses between the owner of a state and its keeper: one copy after another, each announced and in parts.
+"""Messages between the owner of a state and its keeper: one copy after another, each announced and in parts.
 
 For each copy, of a state or of one section's sums of gradients, and for the rest of a state that moves:
 
@@ -35,7 +35,7 @@ class PeerLost(Exception):
 
 
 class CopyKind(IntEnum):
-    """What a copy is of."""
+    """The content of a copy."""
 
     STATE = 0
     SUM = 1
@@ -52,7 +52,7 @@ class Line(NamedTuple):
 
 
 class CopyHeader(NamedTuple):
-    """What a copy begins with."""
+    """The announcement with which a copy begins."""
 
     kind: int
     step: int

@@ -22,7 +22,7 @@ def hardware_name(device: torch.device) -> str:
 
 
 def device_class(device: torch.device) -> str:
-    """What the user calls this worker's class of devices, else the GPU's name; empty for CPUs, which are all alike."""
+    """Return the user's name for this worker's device class, else the GPU's; empty for CPUs, which are all alike."""
     told = os.environ.get(CLASS_VARIABLE, "").strip()
     return told[:_LONGEST_NAME] or (torch.cuda.get_device_name(device) if device.type == "cuda" else "")
 
@@ -36,7 +36,7 @@ def device_bytes(device: torch.device, workers: int) -> int | None:
 
 
 def sharers(workers: int, gpus: int) -> int:
-    """How many of a machine's workers use one GPU, at most: they are dealt out in turn."""
+    """Return the most workers of a machine that share one GPU: workers are dealt out in turn."""
     return -(-workers // gpus)
 
 

@@ -19,7 +19,7 @@ from varuna.engine.device.capacity import held_by_others
 
 _ACCELERATOR: type[RuntimeError] | tuple[()] = getattr(torch, "AcceleratorError", ())
 HANGS = "it hangs"
-"""What is wrong with a device that says nothing."""
+"""Fault of a device that says nothing."""
 _FULL, _USERS = 2, (1, 9, 98, 209, 710)
 """Numbers of CUDA: out of memory; and what fails on every device of its kind: an invalid argument or launch, a kernel
 that torch was not built with, an assertion on the device."""
@@ -39,7 +39,7 @@ _MACHINES = frozenset(
 
 
 class Kind(Enum):
-    """Whose matter an error is."""
+    """The origin of an error: the device, the machine around it, or the code."""
 
     BROKEN = "the device's"
     MACHINE = "of the machine around it"
@@ -56,12 +56,12 @@ class DeviceFull(Exception):
 
 
 def kind_of(error: BaseException) -> Kind | None:
-    """Whose matter an error of a device or a machine is; None: of neither. What caused an error counts, too."""
+    """Return the origin of an error of a device or machine; None: of neither. What caused an error counts, too."""
     return next((kind for each in _chain(error) if (kind := _own_kind(each)) is not None), None)
 
 
 def fault_of(error: BaseException) -> DeviceFault | None:
-    """What the device that this thread computes on, or this machine, did, if that is why an error was raised.
+    """Return the fault of this thread's device, or of this machine, if that is why an error was raised.
 
     Varuna's own errors say what to do about a disk or a network, but for what happens under ``dataset[i]``.
     """
@@ -78,7 +78,7 @@ def fault_of(error: BaseException) -> DeviceFault | None:
 
 
 def in_words(fault: DeviceFault) -> str:
-    """What a fault means for whoever sees it without a manager."""
+    """Explain a fault to whoever sees it without a manager."""
     if fault.of_machine:
         return (
             "This machine has failed, not the script, unless others fail in the same place. Look at its disks, mounts, "
@@ -135,7 +135,7 @@ def _device() -> str:
 
 
 def _others_bytes() -> int:
-    """What other processes hold of this thread's GPU, as far as it says."""
+    """Return the bytes that other processes hold of this thread's GPU, as far as it says."""
     with contextlib.suppress(Exception):
         return held_by_others(torch.cuda.current_device())
     return 0

@@ -1,4 +1,4 @@
-"""Where values rest that a worker without a GPU needs from time to time: in a file without a name.
+"""A file without a name, where values rest that a worker without a GPU needs from time to time.
 
 The system writes it to the disk and drops its pages whenever it needs memory, as it does with a mapped checkpoint.
 """

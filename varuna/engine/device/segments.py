@@ -13,7 +13,7 @@ _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _set: Any = torch._C._accelerator_setAllocatorSettings
 _stream: Any = torch.cuda.Stream
 _settings: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
-"""What the script has set; up to torch 2.12 nobody says."""
+"""Function that returns the script's settings; up to torch 2.12 nobody says."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""How a section's graph is run: as it is, compiled, or with its backward in two halves.
+"""Ways of running a section's graph: as it is, compiled, or with its backward in two halves.
 
 In: a section's graph module. Out: one that computes the same bits, or the finding that it does not.
 """

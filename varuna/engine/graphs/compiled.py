@@ -112,7 +112,7 @@ def compiler_of(choice: bool | str, device: torch.device) -> Compiler | None:
 
 
 def _missing(device: torch.device) -> str | None:
-    """What inductor needs and does not find; None if nothing is missing."""
+    """Return what inductor needs and does not find; None if nothing is missing."""
     if device.type == "cuda":
         return None if importlib.util.find_spec("triton") else "the package triton"
     cxx = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")

@@ -19,7 +19,7 @@ _functional = torch.nn.functional
 
 
 class GpuLinks(NamedTuple):
-    """What is called in an operator's place."""
+    """The call that takes an operator's place."""
 
     call: Callable[..., Any] | str
     """a function, or the name of a method of the first argument"""

@@ -1,4 +1,4 @@
-"""What a section computes on given arguments, forward and backward: to compare two ways of running it."""
+"""Trial runs of a section on given arguments, forward and backward: to compare two ways of running it."""
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -46,7 +46,7 @@ def outcome(
 
 
 def kind_of(argument: Any) -> Hashable:
-    """What decides which kernels run on an argument."""
+    """Return what decides which kernels run on an argument."""
     if not isinstance(argument, Tensor):
         return type(argument).__name__
     return tuple(argument.shape), argument.stride(), argument.dtype, argument.device, argument.requires_grad

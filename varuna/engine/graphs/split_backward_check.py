@@ -1,4 +1,4 @@
-"""Which sections can run B in two halves: found out on the job's own data, once.
+"""Sections that can run B in two halves: found out on the job's own data, once.
 
 The two halves compute the products that autograd would, so they should give its bits. A section where they do not,
 whatever the reason (a stride, a kernel, an operation that draws without a seed), is never split: splitting may

@@ -1,4 +1,4 @@
-"""Where in the user's model an error of a section comes from."""
+"""The place in the user's model from which an error of a section comes."""
 
 from torch.fx import GraphModule
 

@@ -1,4 +1,4 @@
-"""What travels, and when: the record behind calibrations of links and behind timelines."""
+"""Transfers and their times: the record behind calibrations of links and behind timelines."""
 
 from dataclasses import dataclass
 
@@ -14,5 +14,5 @@ class Carry:
 
     @property
     def seconds(self) -> float:
-        """How long it took; 0 while it is under way."""
+        """Seconds that the transfer took; 0 while it is under way."""
         return 0.0 if self.end_s is None else self.end_s - self.begin_s

@@ -45,7 +45,7 @@ class Groups:
 
     @property
     def compressed(self) -> Compressed:
-        """What compression has done to what this rank has sent."""
+        """Bytes that this rank has sent compressed, before and after compression."""
         distinct = {id(group): group for group in (self.world, self.grid, *self.sums.values()) if group is not None}
         return reduce(Compressed.plus, (each.compressed for each in distinct.values()), Compressed())
 

@@ -220,7 +220,7 @@ class Receiver:
         return DeviceMessage(header, body)
 
     def _free(self) -> int:
-        """How many receives may wait for their message."""
+        """Return the number of receives that may wait for their message."""
         if self._places is None:
             return ACTIVATIONS_COMING
         while self._untaken and not self._inbox.has(self._untaken[0]):
@@ -261,9 +261,9 @@ class Courier:
 
 
 def _failure(error: Exception, what: str) -> Exception:
-    """What the training thread raises: of a link only if the transport said so, which says ``RuntimeError``.
+    """Return the error that the training thread raises: of a link only if the transport said ``RuntimeError``.
 
-    So does this rank's own device, and then no peer is to be suspected.
+    This rank's own device raises that, too, and then no peer is to be suspected.
     """
     if not isinstance(error, RuntimeError) or kind_of(error) is not None:
         return error

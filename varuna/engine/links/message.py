@@ -1,4 +1,4 @@
-"""What crosses a link: the tensors of one cut as one contiguous message, and the digests of the samples.
+"""Messages on a link: the tensors of one cut as one contiguous message, and the digests of the samples.
 
 Both ends know the layout from the plan and the number of examples, so nothing is negotiated.
 """
@@ -37,7 +37,7 @@ class Packed(NamedTuple):
 
 
 class DeviceMessage(NamedTuple):
-    """What has arrived of a message whose tensors travel apart."""
+    """The arrived parts of a message whose tensors travel apart."""
 
     header: Tensor
     """bytes in host memory: the digests"""
@@ -124,7 +124,7 @@ class Layout:
         return Packed(buffer, copies.down(pairs), body if self.apart else None)
 
     def unpack(self, arrived: Tensor | DeviceMessage, copies: HostCopies = CPU_COPIES) -> dict[str, Tensor]:
-        """What ``copies`` makes of views into what has arrived, by crossing name: themselves, or copies on a GPU."""
+        """Return the tensors that have arrived, by crossing name: views into the message, or copies on a GPU."""
         buffer = arrived.body if isinstance(arrived, DeviceMessage) else arrived
         return copies.up(
             {

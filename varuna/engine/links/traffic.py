@@ -1,4 +1,4 @@
-"""How tensors reach and leave the device of a rank, by what they are for. TCP takes host memory, NCCL the device's."""
+"""Transfer of tensors to and from a rank's device, by their purpose. TCP takes host memory, NCCL the device's."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

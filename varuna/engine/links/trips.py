@@ -1,4 +1,4 @@
-"""How long messages take between two neighbours: from the moment one sends until the other one has it, whole.
+"""Times of messages between two neighbours: from the moment one sends until the other one has all of the message.
 
 The transport is through with a message once the sockets have taken it, which may be long before it has passed a narrow
 line. So messages say when they were sent. By the receiver's clock that is off by what the two clocks differ by; the
@@ -35,7 +35,7 @@ _NONE = Trip(0.0, inf)
 
 
 class Trips:
-    """What the ends of one link here, a sender and a receiver, find out together; each has a thread."""
+    """Times that the ends of one link here, a sender and a receiver, find out together; each has a thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What a vote says that keeps its step from being applied: NaN, or ranks that measured different things."""
+"""Signs in a vote that keep its step from being applied: NaN, or ranks that measured different things."""
 
 import math
 from collections.abc import Sequence

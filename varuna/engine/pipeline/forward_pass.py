@@ -39,7 +39,7 @@ from varuna.schedule.work_order import by_work
 
 
 class Purpose(NamedTuple):
-    """What keeps training and an evaluation apart between the same ranks."""
+    """The purpose of a forward pass: keeps training and an evaluation apart between the same ranks."""
 
     tag: int
     """of activations"""
@@ -55,7 +55,7 @@ EVALUATION = Purpose(3, "evaluation's ", " in an evaluation", trains=False)
 
 
 class Arrived(NamedTuple):
-    """What F of a micro-batch begins with."""
+    """The input with which F of a micro-batch begins."""
 
     values: dict[str, Tensor]
     """that crossed into the stage, by name"""
@@ -305,7 +305,7 @@ class ForwardPass:
         self.downstream.send(layout.pack(values, arrived.digests, self.copies_of(layout), there))
 
     def sums(self, micro_batch: int, results: Sequence[Tensor], arrived: Arrived) -> LossSums:
-        """What a micro-batch says about the loss, from the results of the last stage."""
+        """Return what a micro-batch contributes to the loss, from the results of the last stage."""
         examples, batch = arrived.examples, arrived.batch
         read, model = len(self._plan.samples_of(micro_batch)), self._graphs[examples.variant]
         return sums_of(model, self._weight, micro_batch, results, examples, batch, read, self._plan.global_batch)

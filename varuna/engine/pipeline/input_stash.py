@@ -14,7 +14,7 @@ from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies, Ready
 
 
 class StashedInput(NamedTuple):
-    """What R of a micro-batch begins with, by name."""
+    """The input with which R of a micro-batch begins, by name."""
 
     values: dict[str, Tensor]
     """that crossed into the stage, or into its first section with a gradient"""

@@ -1,4 +1,4 @@
-"""Which graph each micro-batch runs, where several lengths are declared; and its sizes, where they are open.
+"""The graph that each micro-batch runs, where several lengths are declared; and its sizes, where they are open.
 
 Both follow from its samples alone, and every stage reads those: a stage that needs no input reads one that tells them.
 So the sizes of messages need no negotiation, nor does the order in which a pipeline

@@ -1,4 +1,4 @@
-"""How far the training thread may run ahead of its device, and what actions took there.
+"""The lead of the training thread over its device, and the times of actions there.
 
 A call to a GPU returns before its work is done. Were actions chosen as fast as they can be launched, the policy would
 decide long before it must, on arrivals of long ago, and every action would seem to take a moment. So the training
@@ -175,7 +175,7 @@ class DeviceLookahead:
 
 
 def times_of(step: int, noted: Sequence[Noted], at_s: Callable[[Event], float], begin_s: float) -> StepTimes:
-    """What a step took on the device: its actions, and how long it stood still for what an action needs."""
+    """Return the times of a step on the device: those of its actions, and of waits for what an action needs."""
     actions, waits, last_s = list[Interval](), list[Interval](), begin_s
     for each in noted:
         began_s, ended_s = at_s(each.began), at_s(each.ended)

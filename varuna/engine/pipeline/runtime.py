@@ -222,12 +222,12 @@ class Runtime:
 
     @property
     def activity(self) -> str:
-        """What the stage does; for any thread."""
+        """Text that says what the stage does; for any thread."""
         acting = self._acting
         return "starting" if acting is None else f"step {acting[0]}: {acting[1]}"
 
     def take_trips(self) -> list[Trip]:
-        """How long messages to and from the next stage took, since the last call: both ends of a link find out."""
+        """Take the times of messages to and from the next stage since the last call: both ends of a link find them."""
         trips = self._forward_pass.trips_down
         return [] if trips is None else trips.take()
 
@@ -257,7 +257,7 @@ class Runtime:
             self._requested += 1
 
     def _arrived(self, step: int, policy: Policy) -> tuple[int, int]:
-        """How many inputs and gradients have come so far, in the order of their use; both only grow.
+        """Count the inputs and gradients that have come so far, in the order of their use; both only grow.
 
         An input counts once its F has a place for what it makes: the next stage, or the network, may be late. Its
         receiver takes whatever comes, so that this waits for no action of any stage, and no order can block itself.
@@ -274,7 +274,7 @@ class Runtime:
 
     @property
     def _places(self) -> int:
-        """How many more forwards may run before the next stage has taken messages."""
+        """Number of forwards that may still run before the next stage has taken messages."""
         return len(self._mine) if self._downstream is None else max(0, MESSAGES_LEAVING - self._downstream.waiting)
 
     def _wait(self, step: int, policy: Policy, arrived: tuple[int, int], awaited: Action) -> None:

@@ -1,4 +1,4 @@
-"""What a rank did in a step, and when: the one record behind heartbeats, calibration and pictures of steps."""
+"""The timeline of a rank in a step: the one record behind heartbeats, calibration and pictures of steps."""
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -11,12 +11,12 @@ from varuna.schedule.actions import Action, Kind
 
 
 def interval_of(action: Action, begin_s: float, end_s: float, inside_s: float = 0.0) -> Interval:
-    """When an action was done, or waited for; seconds of ``time.monotonic``."""
+    """Return the interval in which an action was done, or waited for; seconds of ``time.monotonic``."""
     return Interval(action.kind.value, action.micro_batch, begin_s, end_s, inside_s=inside_s)
 
 
 class Messages(NamedTuple):
-    """What one rank sent and got in a step, each with the micro-batch that it belongs to, within the replica."""
+    """Messages that one rank sent and got in a step, each with its micro-batch, by the number within the replica."""
 
     micro_batches: tuple[int, ...]
     """numbers within the global batch, by those within the replica"""

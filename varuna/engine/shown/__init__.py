@@ -1,4 +1,4 @@
-"""What people may see of a rank's steps: timelines of recent ones, profiles of coming ones.
+"""Answers to people who ask to see a rank's steps: timelines of recent ones, profiles of coming ones.
 
 In: what each step took; what somebody wants to see. Out: the answers, as messages. Nothing here changes a step.
 """

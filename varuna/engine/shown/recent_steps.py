@@ -30,7 +30,7 @@ class RanStep(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How much there is to remember."""
+        """Number of actions and waits to remember."""
         return len(self.times.actions) + len(self.times.waits)
 
 

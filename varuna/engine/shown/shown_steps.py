@@ -1,4 +1,4 @@
-"""What people may ask to see of this worker's steps: timelines of recent ones, profiles of coming ones."""
+"""This worker's answers to people who ask to see steps: timelines of recent ones, profiles of coming ones."""
 
 from collections.abc import Callable
 

@@ -117,7 +117,7 @@ class Statistics:
             self._noted.pop((section, number), None)
 
     def _in(self, section: int, table: Tensor) -> list[dict[str, Tensor]]:
-        """What a table says, by micro-batch."""
+        """Unpack a table, by micro-batch."""
         layouts = self._layouts(section)
         rows = torch.split(table.view(torch.uint8), [layout.size_bytes for layout in layouts])
         return [layout.unpack(row, self._copies) for layout, row in zip(layouts, rows, strict=True)]

@@ -32,7 +32,7 @@ _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class Exchange(Protocol):
-    """What answers the two functions while a step is applied."""
+    """An exchange between stages that answers the two functions while a step is applied."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
         """Combine the stages' parts."""
@@ -227,7 +227,7 @@ class StageExchange:
 
 
 def _site() -> int:
-    """Which line calls: 32 bits, exact in float64."""
+    """Return a number for the line that calls: 32 bits, exact in float64."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back

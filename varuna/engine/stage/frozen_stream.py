@@ -93,7 +93,7 @@ class FrozenStream:
 
 
 _Turn = tuple[Pass, int, int]
-"""How a section came to work: in which pass, after which one, and itself."""
+"""The turn of a section: the pass, the section at work before it, and itself."""
 
 
 class _Place:

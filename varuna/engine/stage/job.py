@@ -21,7 +21,7 @@ Frozen = Callable[[str, int], bool]
 
 @dataclass(frozen=True)
 class Job:
-    """What the user asked for, as the engine needs it: equal on all ranks and in all generations."""
+    """The user's choices, as the engine needs them: equal on all ranks and in all generations."""
 
     model: PartitionedModel
     optimizer: OptimizerFactory

@@ -1,4 +1,4 @@
-"""Which adjacent sections of a stage have one graph, so that one call of autograd runs their backwards.
+"""Adjacent sections of a stage that have one graph, so that one call of autograd runs their backwards.
 
 A call costs as much as some operations, and on a GPU a hand-over to another thread and back:
 
@@ -29,7 +29,7 @@ class Link(NamedTuple):
 
 
 class Links(NamedTuple):
-    """How a section may go on the graph of sections before it."""
+    """A section's links to sections before it, on whose graph it may go on."""
 
     earliest: int
     """the first section with which their graph may begin; the section itself: it begins one"""

@@ -1,4 +1,4 @@
-"""What a stage takes from the states of its sections: parameters, buffers, optimizer state, loss scale."""
+"""Parts of a stage, taken from the states of its sections: parameters, buffers, optimizer state, loss scale."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
@@ -117,13 +117,13 @@ def is_lent_along(name: str) -> bool:
 
 
 def first_of(state: SectionState, dtype: torch.dtype) -> SectionState:
-    """What a section computes with: its state without optimizer state, and parameters in the dtype of computation."""
+    """Return the state that a section computes with: no optimizer state, and parameters in the dtype of computation."""
     first = state.only(is_lent_along)
     return replace(first, tensors={name: cast(value, dtype) for name, value in first.tensors.items()})
 
 
 def rest_of(state: SectionState, dtype: torch.dtype) -> SectionState:
-    """What only an update needs besides: optimizer state, and fp32 parameters that are computed with in ``dtype``."""
+    """Return the state that only updates need: optimizer state, and fp32 parameters that are rounded to compute."""
     rounded = {name for name, value in state.tensors.items() if is_lent_along(name) and is_cast(value, dtype)}
     return state.only(lambda name: name in rounded or not is_lent_along(name))
 

@@ -1,4 +1,4 @@
-"""What micro-batches say about the loss: sums, because means of micro-batches must not be averaged.
+"""Sums in which micro-batches report the loss, because means of micro-batches must not be averaged.
 
 To read a number from a GPU waits for it, and meanwhile nothing is launched. So what a GPU computed comes to the host by
 itself, and nobody waits for it before the vote; how much a micro-batch counts, which its backward needs, is counted on
@@ -24,7 +24,7 @@ from varuna.partition.model import PartitionedModel
 
 
 class LossSums(NamedTuple):
-    """What the last section made of a micro-batch, and how it counts."""
+    """The last section's results for a micro-batch, and their weight."""
 
     results: Sequence[Tensor]
     """scalars on the device: loss, then metric sums"""
@@ -51,7 +51,7 @@ def sums_of(
     read: int,
     global_batch: int,
 ) -> LossSums:
-    """What a micro-batch says about the loss of its batch.
+    """Return what a micro-batch contributes to the loss of its batch.
 
     Where the terms of a loss count different things, it is the micro-batch's part of the loss of ``global_batch``.
 

@@ -32,7 +32,7 @@ def unit_near(weight: float) -> float:
 
 
 class ComputeCopies:
-    """What sections compute with, by parameter: the parameters themselves, or copies in the compute dtype."""
+    """Values that sections compute with, by parameter: the parameters themselves, or copies in the compute dtype."""
 
     def __init__(
         self,

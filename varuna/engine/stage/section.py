@@ -32,7 +32,7 @@ _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a section is given besides its arguments: leaves, buffers, constants, in the graph's order."""
+    """Tensors that a section is given besides its arguments: leaves, buffers, constants, in the graph's order."""
 
     leaves: tuple[Tensor, ...]
     """parameters; a tied one is an alias with a gradient of its own"""

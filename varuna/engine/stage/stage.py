@@ -349,7 +349,7 @@ class Stage:
         return self.loss_scale.value / self.job.unit if self.loss_scale is not None else 1.0
 
     def held_sums(self) -> HeldSums | None:
-        """What another generation may go on from, if this one has ended in the middle of a step; nobody adds to it."""
+        """Seal and return the sums that another generation may go on from, if this one ended within a step."""
         found, without, m = self.sums.seal(), self.sums.without, self.plan.micro_batch
         if not self.sums.outlast or not (found or without):
             return None

@@ -1,4 +1,4 @@
-"""What is in a stage's sums of gradients: which micro-batches, and whether anybody may go on from them after a loss.
+"""Contents of a stage's sums of gradients: micro-batches, and whether anybody may go on from them after a loss.
 
 Of each section the sums are *open* (of this replica's micro-batches), *full* (reduced over the replicas: of all), or
 *void*. They change from open to full at once: what is reduced is a copy. When the worker tells what it holds, they are
@@ -21,7 +21,7 @@ from varuna.engine.stage.gradient_bucket import Bucket
 from varuna.engine.stage.losses import Losses
 
 _LOOK_S = 0.2
-"""How soon it is noticed that a step is over whose sums are waited for."""
+"""Seconds between looks whether a step is over whose sums are waited for."""
 
 
 class ResumedStep(NamedTuple):
@@ -118,7 +118,7 @@ class Sums:
         self.settle()
 
     def distrust(self) -> None:
-        """What the ranks have of this step is not what it should be: nobody goes on from these, nor from a copy."""
+        """Note that the ranks' sums of this step are wrong: nobody goes on from these, nor from a copy."""
         with self._lock:
             self._is_void = self.is_wrong = True
 
@@ -255,7 +255,7 @@ class Sums:
             yield
 
     def counted(self, section: int, replica: int) -> tuple[float, float]:
-        """How many micro-batches this replica has added to a section's sums, and the sum of their (j + 1)^2.
+        """Count the micro-batches that this replica has added to a section's sums; also return their sum of (j + 1)^2.
 
         Sections without gradients are counted by the first replica.
         """

@@ -1,4 +1,4 @@
-"""What forwards leave for backwards, and the backward of one section, or of several that have one graph."""
+"""Tapes that forwards leave for backwards, and the backward of one section, or of several that have one graph."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -37,7 +37,7 @@ class Row:
 
 
 class Tape(NamedTuple):
-    """What B needs from the forward of one section."""
+    """The record of one section's forward that its B needs."""
 
     section: SectionGraph
     taken: dict[str, Tensor]

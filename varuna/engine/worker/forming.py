@@ -1,4 +1,4 @@
-"""How a generation begins: groups, then state for every section of this rank, then a barrier.
+"""The beginning of a generation: groups, then state for every section of this rank, then a barrier.
 
 All of it runs on a disposable thread, since every part of it may block on a peer that has just died.
 """

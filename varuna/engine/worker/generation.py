@@ -44,7 +44,7 @@ from varuna.schedule.copy_pace import checkpoint_every_s
 
 
 class WorkerContext(NamedTuple):
-    """What all generations of a worker have in common."""
+    """The context that all generations of a worker have in common."""
 
     job: Job
     source: SampleSource

@@ -1,4 +1,4 @@
-"""What a worker's training thread is at, as it tells the manager every second, and the ranks that wait for it."""
+"""Activity of a worker's training thread, as it tells the manager every second, and the ranks that wait for it."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ _BOUNDED = (WorkerPhase.STEPS, WorkerPhase.LOOP)
 
 
 class Activity(NamedTuple):
-    """What a training thread is at."""
+    """The activity of a training thread."""
 
     text: str
     phase: WorkerPhase = WorkerPhase.OTHER
@@ -67,7 +67,7 @@ class Heartbeat:
         self.activity = Activity(text, phase)
 
     def doing(self, tick: int = 0) -> Doing:
-        """What this rank does or waits for."""
+        """Describe what this rank does or waits for."""
         (text, phase), waiting, runtime = self.activity, self.inbox.waiting, self.runtime
         if runtime is not None and waiting is None and phase is WorkerPhase.STEPS:
             text = runtime.activity

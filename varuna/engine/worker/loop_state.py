@@ -28,7 +28,7 @@ LARGEST_BYTES = 4 * 2**20
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has a state that can be taken and given back."""
+    """An object whose state can be taken and given back."""
 
     def state_dict(self) -> Any:
         """The state: numbers, texts, small tensors, and lists, tuples and dicts of these."""
@@ -38,7 +38,7 @@ class Stateful(Protocol):
 
 
 Kept = Stateful | MutableMapping[Any, Any]
-"""What the user's ``state=`` may name."""
+"""Objects that the user's ``state=`` may name."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class LoopState:
         return found
 
     def saved(self, newest: LoopStep | None) -> JSON:
-        """What a checkpoint keeps; None if nothing but the model has a state."""
+        """Return what a checkpoint keeps; None if nothing but the model has a state."""
         is_none = self.steering.is_none and not self._kept and not self._writes
         return None if is_none else self.value(newest)
 
@@ -177,12 +177,12 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, loop: LoopState, newest: LoopStep | None) -> Self:
-        """What this worker has."""
+        """Return the state that this worker has."""
         return cls(loop.turns, loop.value(newest))
 
     @classmethod
     def kept(cls, next_step: int, kept: tuple[bool, JSON]) -> Self:
-        """What it has in the memory checkpoint of ``next_step``, if it has one."""
+        """Return the state of this worker in the memory checkpoint of ``next_step``, if it has one."""
         is_there, value = kept
         return cls(next_step if is_there else -1, value)
 

@@ -31,16 +31,16 @@ from varuna.process.background_work import BackgroundWork
 from varuna.process.console import warn
 
 PARTS_BOUND_S = 600.0
-"""How long rank 0 waits for the parts of other ranks."""
+"""Most seconds that rank 0 waits for the parts of other ranks."""
 _LAST_PARTS_S = 10.0
 """The same once another generation has begun: who is lost will write nothing more."""
 FLUSH_BOUND_S = 600.0
-"""How long the end of a run waits for its last publication."""
+"""Most seconds that the end of a run waits for its last publication."""
 _LOOK_S = 0.1
 
 
 class Form(Protocol):
-    """What a publication consists of."""
+    """The form of a publication: its entries and files."""
 
     metadata: Mapping[str, str]
     """of the files of parts"""

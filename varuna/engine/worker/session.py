@@ -445,7 +445,7 @@ class Session:
             check_finite(totals, vector, layout=layout, source=self._setting.source, plan=stage.plan, step=step)
 
     def _flags(self, generation: Generation, step: int) -> dict[str, float]:
-        """What this rank says in the vote besides norms and losses."""
+        """Return what this rank says in the vote besides norms and losses."""
         flags = {"stop": float(self._stopping), "checkpoint": float(self._saves_next)}
         flags["measured"] = self._loop.mark
         flags["written"] = 0.0 if self._loop.written is None else self._loop.written.mark

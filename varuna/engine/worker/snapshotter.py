@@ -1,4 +1,4 @@
-"""When a rank saves, and what: its parts of the sections, copied at the end of a step, written in the background."""
+"""Saves of a rank, and their pace: its parts of sections, copied at the end of a step, written in the background."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ from varuna.store.base import Store
 from varuna.store.retry import writer_id
 
 FLUSH_BOUND_S = 600.0
-"""How long the end of a run waits for the last checkpoint to be durable."""
+"""Most seconds that the end of a run waits for the last checkpoint to be durable."""
 _WRITES = 10
 """However often a state should be saved because of losses, writing it takes 1/10 of the time at most."""
 

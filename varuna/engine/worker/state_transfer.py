@@ -24,7 +24,7 @@ _MESSAGES = 3  # of a transfer: what it is, its header, its body
 
 
 class Received(NamedTuple):
-    """What came from other ranks."""
+    """States and sums that came from other ranks."""
 
     states: dict[int, SectionState]
     """by section"""
@@ -141,7 +141,7 @@ def _await(coming: _Coming) -> SectionState:
 
 
 def _part(state: SectionState, transfer: Transfer, dtype: torch.dtype) -> SectionState:
-    """What of a section's state is sent."""
+    """Return the part of a section's state that is sent."""
     if transfer.copied:
         return sums_copied(state)
 

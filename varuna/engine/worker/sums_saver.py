@@ -33,7 +33,7 @@ from varuna.store.retry import writer_id
 
 Found = TypeVar("Found")
 LOOK_S = 1.0
-"""How soon it is noticed that a save is due, or a step over."""
+"""Seconds between looks whether a save is due, or a step over."""
 _FEWER_LOOKS = 5
 """A store that is asked again and again is asked that much more rarely in the end."""
 
@@ -94,7 +94,7 @@ class SumsSaver:
                 self._saver.saved_sums(time.monotonic() - begin_s)
 
     def _try(self, step: int, work: Callable[[], Found]) -> Found | None:
-        """What ``work`` returns; None: it has failed, which is said, and costs only what it should have saved."""
+        """Return what ``work`` returns; None: it failed, which is said, and costs only what it should have saved."""
         try:
             return work()
         except VarunaError as error:

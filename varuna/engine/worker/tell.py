@@ -1,4 +1,4 @@
-"""What one rank alone knows, told to all ranks of the grid between two steps."""
+"""Facts that one rank alone knows, told to all ranks of the grid between two steps."""
 
 import contextlib
 from collections.abc import Hashable

@@ -1,4 +1,4 @@
-"""Which line of the user's code a thread is running, seen from another thread, for reports of waits."""
+"""The line of the user's code that a thread is running, seen from another thread, for reports of waits."""
 
 import sysconfig
 import threading
@@ -22,7 +22,7 @@ _DEBUGGERS = ("pdb.py", "bdb.py", "debugpy", "pydevd", "IPython")
 
 
 class Whereabouts(NamedTuple):
-    """Where a thread is."""
+    """The place where a thread is."""
 
     place: str
     """``file:line`` of the user's code that runs; empty if none does"""
@@ -37,7 +37,7 @@ class Whereabouts(NamedTuple):
 
 
 def whereabouts(thread: int, *, reads: bool) -> Whereabouts:
-    """Where a training thread is, or the thread that reads samples for it.
+    """Find the place of a training thread, or of the thread that reads samples for it.
 
     Args:
         thread: its identifier.

@@ -164,7 +164,7 @@ class WorkerState:
                 self.serve(None)
 
     def arrived(self, generation: int) -> None:
-        """What others needed of this rank has arrived there. It stays here until the first update, if there is room."""
+        """Note that others have what they needed of this rank. It stays until the first update, if there is room."""
         kept_bytes = sum(value.nbytes for state in self._kept.values() for value in state.tensors.values())
         if self.stage is None or not has_room(kept_bytes):
             self.release(generation)
