@@ -18,7 +18,7 @@ _aten: Any = torch.ops.aten
 _functional = torch.nn.functional
 
 
-class GpuLinks(NamedTuple):
+class DirectCall(NamedTuple):
     """The call that takes an operator's place."""
 
     call: Callable[..., Any] | str
@@ -27,37 +27,37 @@ class GpuLinks(NamedTuple):
     """so many positional arguments at most mean the same"""
 
 
-DIRECT: dict[Any, GpuLinks] = {
-    _aten.add.Tensor: GpuLinks(torch.add, 2),
-    _aten.sub.Tensor: GpuLinks(torch.sub, 2),
-    _aten.mul.Tensor: GpuLinks(torch.mul, 2),
-    _aten.div.Tensor: GpuLinks(torch.div, 2),
-    _aten.pow.Tensor_Scalar: GpuLinks(torch.pow, 2),
-    _aten.neg.default: GpuLinks(torch.neg, 1),
-    _aten.rsqrt.default: GpuLinks(torch.rsqrt, 1),
-    _aten.tanh.default: GpuLinks(torch.tanh, 1),
-    _aten.sigmoid.default: GpuLinks(torch.sigmoid, 1),
-    _aten.relu.default: GpuLinks(torch.relu, 1),
-    _aten.gelu.default: GpuLinks(_functional.gelu, 1),
-    _aten.mean.dim: GpuLinks(torch.mean, 3),
-    _aten.matmul.default: GpuLinks(torch.matmul, 2),
-    _aten.bmm.default: GpuLinks(torch.bmm, 2),
-    _aten.addmm.default: GpuLinks(torch.addmm, 3),
-    _aten.embedding.default: GpuLinks(torch.embedding, 5),
-    _aten.linear.default: GpuLinks(_functional.linear, 3),
-    _aten.layer_norm.default: GpuLinks(torch.layer_norm, 6),
-    _aten.scaled_dot_product_attention.default: GpuLinks(_functional.scaled_dot_product_attention, 6),
-    _aten.dropout.default: GpuLinks(torch.dropout, 3),
-    _aten.cat.default: GpuLinks(torch.cat, 2),
-    _aten.transpose.int: GpuLinks(torch.transpose, 3),
-    _aten.permute.default: GpuLinks(torch.permute, 2),
-    _aten.unsqueeze.default: GpuLinks(torch.unsqueeze, 2),
-    _aten.select.int: GpuLinks(torch.select, 3),
-    _aten.reshape.default: GpuLinks(torch.reshape, 2),
-    _aten.view.default: GpuLinks("view", 2),
-    _aten.expand.default: GpuLinks("expand", 2),
-    _aten.contiguous.default: GpuLinks("contiguous", 1),
-    _aten.to.dtype: GpuLinks("to", 2),
+DIRECT: dict[Any, DirectCall] = {
+    _aten.add.Tensor: DirectCall(torch.add, 2),
+    _aten.sub.Tensor: DirectCall(torch.sub, 2),
+    _aten.mul.Tensor: DirectCall(torch.mul, 2),
+    _aten.div.Tensor: DirectCall(torch.div, 2),
+    _aten.pow.Tensor_Scalar: DirectCall(torch.pow, 2),
+    _aten.neg.default: DirectCall(torch.neg, 1),
+    _aten.rsqrt.default: DirectCall(torch.rsqrt, 1),
+    _aten.tanh.default: DirectCall(torch.tanh, 1),
+    _aten.sigmoid.default: DirectCall(torch.sigmoid, 1),
+    _aten.relu.default: DirectCall(torch.relu, 1),
+    _aten.gelu.default: DirectCall(_functional.gelu, 1),
+    _aten.mean.dim: DirectCall(torch.mean, 3),
+    _aten.matmul.default: DirectCall(torch.matmul, 2),
+    _aten.bmm.default: DirectCall(torch.bmm, 2),
+    _aten.addmm.default: DirectCall(torch.addmm, 3),
+    _aten.embedding.default: DirectCall(torch.embedding, 5),
+    _aten.linear.default: DirectCall(_functional.linear, 3),
+    _aten.layer_norm.default: DirectCall(torch.layer_norm, 6),
+    _aten.scaled_dot_product_attention.default: DirectCall(_functional.scaled_dot_product_attention, 6),
+    _aten.dropout.default: DirectCall(torch.dropout, 3),
+    _aten.cat.default: DirectCall(torch.cat, 2),
+    _aten.transpose.int: DirectCall(torch.transpose, 3),
+    _aten.permute.default: DirectCall(torch.permute, 2),
+    _aten.unsqueeze.default: DirectCall(torch.unsqueeze, 2),
+    _aten.select.int: DirectCall(torch.select, 3),
+    _aten.reshape.default: DirectCall(torch.reshape, 2),
+    _aten.view.default: DirectCall("view", 2),
+    _aten.expand.default: DirectCall("expand", 2),
+    _aten.contiguous.default: DirectCall("contiguous", 1),
+    _aten.to.dtype: DirectCall("to", 2),
 }
 """By operator; none draws or writes to its arguments in another way than the operator."""
 
@@ -79,7 +79,7 @@ def direct(module: GraphModule) -> GraphModule:
     return _made[module]
 
 
-def _means_the_same(node: Node, found: GpuLinks) -> bool:
+def _means_the_same(node: Node, found: DirectCall) -> bool:
     """Whether its arguments are such that torch reads them as the operator's schema does."""
     if len(node.args) > found.most or "self" in node.kwargs:
         return False
