@@ -24,7 +24,7 @@ _TIMEOUT_S = 10
 
 
 def explain_activity(message: str) -> Refusal | None:
-    """What a failed launch's message says, if it is about machines: Auto Scaling gives no codes."""
+    """Read the refusal from a failed launch's message, if it is about machines: Auto Scaling gives no codes."""
     words = message.lower()
     if any(word in words for word in _QUOTA):
         return Refusal.QUOTA

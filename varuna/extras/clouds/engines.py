@@ -40,7 +40,7 @@ class GroupEngine(GroupProvider):
         keep_join(self._run_dir, command.join)
 
     def describe(self) -> str:
-        """Where machines come from."""
+        """Say where machines come from."""
         join = self._run_dir / "join"
         return f"machines come from {self._api.name}; what they start needs the JOIN string in {join}"
 
@@ -63,7 +63,7 @@ class AgentSetEngine(GroupEngine):
         self._agents.keep_join(command.join)
 
     def describe(self) -> str:
-        """Where agents run."""
+        """Say where agents run."""
         return f"agents are the pods of {self._agents.name}: kubectl get pods"
 
 

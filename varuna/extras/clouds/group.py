@@ -13,7 +13,7 @@ _CONTESTED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupState:
-    """What a cloud says of a group."""
+    """Sizes of a group, as its cloud reports them."""
 
     desired: int
     """Machines that it should have."""

@@ -9,7 +9,7 @@ _LONGEST = 300
 
 
 class Refusal(Enum):
-    """What stands in the way."""
+    """The reason for which a cloud does not do what it was asked."""
 
     THROTTLED = "asks to retry later"
     CAPACITY = "has no such machines now"
@@ -47,7 +47,7 @@ def refused(cloud: str, why: Refusal, said: str, code: str = "") -> FleetError:
 
 
 def by_status(status: int) -> Refusal:
-    """What an HTTP status says, where the cloud's own code says no more."""
+    """Return the refusal that an HTTP status stands for, where the cloud's own code says no more."""
     if status == 429:
         return Refusal.THROTTLED
     if status in (401, 403):

@@ -49,7 +49,7 @@ class Bearer:
 
 @dataclass(frozen=True, slots=True)
 class RestAnswer:
-    """What the API said."""
+    """An answer of the API."""
 
     status: int
     headers: Mapping[str, str]
@@ -95,7 +95,7 @@ class Rest:
         self._timeout_s, self._largest_bytes = timeout_s, largest_bytes
 
     def request(self, method: str, path: str, content: object = None, kind: str = "application/json") -> HttpRequest:
-        """What ``send`` would send, without the token.
+        """Build the request that ``send`` would send, without the token.
 
         Args:
             method: of the request.

@@ -1,4 +1,4 @@
-"""When the demo kills workers and when one returns. Pure: committed steps in, acts out."""
+"""Schedule of the demo's kills and of a worker's return. Pure: committed steps in, acts out."""
 
 from enum import Enum
 

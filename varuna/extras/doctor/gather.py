@@ -26,7 +26,7 @@ from varuna.store.opening import is_local, open_store
 from varuna.store.retry import SHOWN_S, impatient
 
 READ_S = 120.0
-"""How long 16 MiB of a checkpoint may take, over a slow line."""
+"""Seconds that reading 16 MiB of a checkpoint may take, over a slow line."""
 AUDITED_STEPS = 20_000
 """The newest ones, whose samples are counted: a second's work."""
 
@@ -80,7 +80,7 @@ def _copied(plan: Mapping[str, Any]) -> bool:
 
 
 def _events(folder: Path) -> tuple[NewestEvents, str]:
-    """What the run's journal says, or why it cannot be read."""
+    """Read the newest events of the run's journal, or say why it cannot be read."""
     try:
         return newest_events(folder, AUDITED_STEPS), ""
     except VarunaError as error:
@@ -88,14 +88,14 @@ def _events(folder: Path) -> tuple[NewestEvents, str]:
 
 
 def _ending(folder: Path) -> RunEnded | None:
-    """How the newest run in the folder ended; None if it has not."""
+    """Read the end of the newest run in the folder; None if it has not ended."""
     with suppress(UsageError):  # the journal cannot be read, which is a finding of its own
         return ending(folder)
     return None
 
 
 def _kept_directory(folder: Path) -> str | None:
-    """Where the run keeps checkpoints that outlive it, if no manager says so."""
+    """Read from the run's folder where it keeps checkpoints that outlive it, for when no manager says so."""
     with suppress(UsageError):  # the journal cannot be read, which is a finding of its own
         job = kept_job(folder)
         return job.checkpoint_dir if job is not None and not job.rescues else None

@@ -1,4 +1,4 @@
-"""How findings look: a line each, and for several machines a table of their links."""
+"""Findings as text: a line each, and for several machines a table of their links."""
 
 import dataclasses
 import json

@@ -28,7 +28,7 @@ class DrawnFleet(NamedTuple):
 
 
 class DrawnJob(NamedTuple):
-    """What is to be trained, and its limits."""
+    """Amount of training that a drawn job needs, and its limits."""
 
     examples: float
     deadline_hours: float | None = None

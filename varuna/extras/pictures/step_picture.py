@@ -21,7 +21,7 @@ _ENDS = {"reduce": "reduce", "share": "vote", "vote": "vote", "apply": "optimize
 
 
 def begin_s(timeline: StepTimeline, alignment: Alignment) -> float:
-    """When the first rank began its first action, by the aligned clock."""
+    """Return the time at which the first rank began its first action, by the aligned clock."""
     return min(
         (_since(rank, alignment, 0.0) + did.begin_s for rank in timeline.ranks for did in rank.actions[:1]), default=0.0
     )
@@ -89,7 +89,7 @@ def _notes(timeline: StepTimeline, alignment: Alignment, shown: int) -> Iterator
 
 
 def _since(rank: RankTimeline, alignment: Alignment, zero_s: float) -> float:
-    """What to add to a rank's times."""
+    """Return the seconds to add to a rank's times."""
     return rank.zero_s + alignment.added_s[rank.clock] - zero_s
 
 
@@ -135,7 +135,7 @@ def _message(kind: str, micro_batch: int, end_s: float, link: LinkCosts, seriali
 
 
 def _busy(rows: Sequence[Sequence[Interval]]) -> str:
-    """How much of the pipeline's time its stages computed."""
+    """Say for which share of the pipeline's time its stages computed."""
     actions = [bar for row in rows for bar in row if bar.kind in "FRBIW"]
     end_s = max((bar.end_s for bar in actions), default=0.0)
     if not end_s:

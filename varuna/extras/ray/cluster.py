@@ -87,7 +87,7 @@ def bounded(call: Callable[[], T], bound_s: float, what: str) -> T:
 
 
 def last_line(error: BaseException) -> str:
-    """What an error of Ray's says in the end, after the stacks of several processes."""
+    """Return the last line of an error of Ray's, which follows the stacks of several processes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__
 

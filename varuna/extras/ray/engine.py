@@ -107,7 +107,7 @@ class RayEngine:
             return len(self._agents)
 
     def describe(self) -> str:
-        """Where agents run."""
+        """Say where agents run."""
         return (
             f"agents run in the Ray cluster at {self._address}, as actors {self._name}/agent-* in namespace "
             f"{ray_cluster.NAMESPACE}; `ray list actors` shows them"
@@ -231,7 +231,7 @@ class RayEngine:
         return self._workers() or 1
 
     def _demand(self, workers: int) -> dict[str, float]:
-        """What so many workers take of a node."""
+        """Return the resources of a node that so many workers take."""
         if self._cpus_per_worker is not None:
             return {"CPU": workers * self._cpus_per_worker}
         return {"CPU": workers, "GPU": workers}

@@ -55,7 +55,7 @@ def follow(place: EnginePlace, options: Mapping[str, str], words: Sequence[str])
 
 
 def access_of(name: str) -> str:
-    """What the manager of a run says of how to reach it (JSON).
+    """Ask the manager of a run how to reach it (JSON).
 
     Raises:
         UsageError: Ray is not installed, or there is no such run.

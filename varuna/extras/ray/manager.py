@@ -27,7 +27,7 @@ _EXIT_FILE = "manager.exit"
 _KEPT_BYTES = 2**20
 _AGAIN_S = 1.0
 _UNREAD_S = 30.0
-"""How long the actor of a run that is over waits for somebody who reads how it ended."""
+"""Seconds that the actor of a run that is over waits for somebody who reads how it ended."""
 
 
 def run_name(place: EnginePlace, options: Mapping[str, str]) -> str:
@@ -70,7 +70,7 @@ class KeptCommand:
 
 @dataclass(frozen=True)
 class ManagerOutput:
-    """What the manager said since it was asked last.
+    """Output of the manager since it was asked last.
 
     Args:
         life: of the actor; offsets count from its start.
@@ -104,11 +104,11 @@ class ManagerActor:
         threading.Thread(target=self._keep, name="varuna-manager", daemon=True).start()
 
     def command(self) -> KeptCommand:
-        """What it runs."""
+        """Return the command that this actor runs."""
         return self._command
 
     def hear(self, life: int, out: int, err: int) -> ManagerOutput:
-        """What was said after these offsets, which are of that life."""
+        """Return the output after these offsets, which are of that life."""
         self._heard_s = time.monotonic()
         code = self._code  # first: what was said before the end is all there then
         out_end, said = self._out.after(out if life == self._life else 0)
@@ -121,7 +121,7 @@ class ManagerActor:
             self._child.send_signal(signal.SIGINT)
 
     def access(self) -> str:
-        """Where the manager answers people, from each node, with the operator's token (JSON); empty: not yet."""
+        """Return where the manager answers people, from each node, with the operator's token (JSON); empty: not yet."""
         import ray
 
         known = read_access(Path(self._command.run_dir))

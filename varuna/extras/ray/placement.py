@@ -1,4 +1,4 @@
-"""Which nodes of a Ray cluster get an agent, and when one that failed is tried again. Pure: time is an argument."""
+"""Choice of the nodes of a Ray cluster that get an agent, also after one failed. Pure: time is an argument."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class _Past:
 
 @dataclass
 class NodeHistory:
-    """What became of agents on each node."""
+    """History of the agents on each node."""
 
     _nodes: dict[str, _Past] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ class NodeHistory:
         return {node for node, past in self._nodes.items() if past.has_left or now_s < past.again_s}
 
     def complaint(self, living: Collection[str]) -> str:
-        """What goes wrong again and again on some living node; empty if nothing does."""
+        """Return why agents fail again and again on some living node; empty if they do on none."""
         failing = [self._nodes[node] for node in living if node in self._nodes and self._nodes[node].failures > 1]
         return max(failing, key=lambda past: past.again_s).why if failing else ""
 

@@ -1,7 +1,7 @@
-"""How far each rank is at any moment of a step, so that a loss costs what the survivors' sums lack.
+"""Progress of each rank at any moment of a step, so that a loss costs what the survivors' sums lack.
 
-One simulated pipeline stands for all that are cut alike. What survivors then say they hold is judged by the state
-machine of a run, which chooses sums and deals out the rest.
+One simulated pipeline stands for all that are cut alike. The state machine of a run judges what survivors then say they
+hold: it chooses sums and deals out the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class _Course(NamedTuple):
 
 
 def _kind_of(plan: Plan, replica: int) -> int:
-    """Which of the plan's cuts a replica has."""
+    """Return the number of a replica's cut among those of the plan."""
     return next(kind for kind, (replicas, _) in enumerate(plan.kinds) if replica in replicas)
 
 
@@ -73,7 +73,7 @@ class BrokenSteps:
         self._courses: dict[tuple[Plan, int, int], _Course] = {}
 
     def seconds(self, plan: Plan, work: Sequence[Spans]) -> float:
-        """How long a step takes of which each replica runs some micro-batches."""
+        """Return the seconds of a step in which each replica runs some micro-batches."""
         longest: dict[int, int] = {}
         for each, spans in enumerate(work):
             kind = _kind_of(plan, each)
@@ -81,7 +81,7 @@ class BrokenSteps:
         return max(self._course(plan, number, kind).step_s for kind, number in longest.items()) * self.longer(plan)
 
     def longer(self, plan: Plan) -> float:
-        """How many times as long a step takes with the copies that are made in it, if any are, as without."""
+        """Return the ratio of a step's time with the copies made in it, if any are, to its time without them."""
         known = self._longer.get(plan)
         if known is None:
             cost_s = copies_take_s(plan, self._request(plan)) if plan.copies.are_made else 0.0
@@ -89,7 +89,7 @@ class BrokenSteps:
         return known
 
     def held(self, plan: Plan, rank: int, rest: StepAssignment | None, stopped_s: Sequence[float]) -> HeldSums | None:
-        """What a rank says that it has of a step.
+        """Return the sums that a rank says it has of a step.
 
         Args:
             plan: of the generation.
@@ -114,7 +114,7 @@ class BrokenSteps:
     def copied(
         self, plan: Plan, rank: int, rest: StepAssignment | None, *, state_complete_s: float, until_s: float
     ) -> HeldSums | None:
-        """What a rank's keeper has of its sums; None: nothing.
+        """Return the sums of a rank that its keeper has; None: nothing.
 
         Args:
             plan: of the generation.

@@ -82,7 +82,7 @@ def _sentences(outcome: "ReplayOutcome") -> str:
 
 
 def _lost(outcome: "ReplayOutcome") -> str:
-    """Where the rest went; nothing that rounds to 0."""
+    """List the causes of what was lost, with their shares; nothing that rounds to 0."""
     shares = sorted(outcome.lost.items(), key=lambda each: -each[1])
     lost = ", ".join(f"{cause} {100 * share:.1f} %" for cause, share in shares if abs(share) >= _LEAST_LOST)
     return f"\n  lost: {lost}" if lost else ""

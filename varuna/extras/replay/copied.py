@@ -1,4 +1,4 @@
-"""What a rank's keeper has of its sums of gradients at any moment of a step, by the engine's pace."""
+"""Copy of a rank's sums of gradients that its keeper has at any moment of a step, by the engine's pace."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

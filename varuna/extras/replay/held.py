@@ -1,4 +1,4 @@
-"""What a simulated worker says that it has of a step that was broken off."""
+"""Sums that a simulated worker says it has of a broken step."""
 
 from collections.abc import Sequence
 

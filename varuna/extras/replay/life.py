@@ -1,4 +1,4 @@
-"""What a replay knows of its workers, and of the generation that they are in."""
+"""State of a replay's workers, and of the generation that they are in."""
 
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ def beat_of(assignment: Assignment, *, whole: bool) -> Beat:
 
 @dataclass(slots=True)
 class SimulatedWorker:
-    """What a simulated worker holds."""
+    """A simulated worker, with what it holds."""
 
     name: str
     alive: bool = True
@@ -53,11 +53,11 @@ class Life:
     formed: bool = False
     step: int = -1
     began_s: float | None = None
-    """When its step began; None between steps."""
+    """Time at which its step began; None between steps."""
     held_s: float | None = None
-    """When its ranks heard that it is over."""
+    """Time at which its ranks heard that it is over."""
     gone_s: dict[str, float] = field(default_factory=dict)
     kept_s: float = float("inf")
-    """When keepers have the state that its step began with, since then; infinite: they do not get it."""
+    """Seconds until keepers have the state that its step began with, since then; infinite: they do not get it."""
     whole: bool = False
     """No optimizer state is on its way any more."""

@@ -1,4 +1,4 @@
-"""What a replay lost against an ideal run, by cause: the parts add up to the difference.
+"""Samples that a replay lost against an ideal run, by cause: the parts add up to the difference.
 
 An ideal run is always on the best plan for the nodes that there are. In every moment what is missing from its rate has
 one cause, or two; steps that run again are counted once they do.
@@ -28,10 +28,10 @@ class LostBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OutageSpan:
-    """What a run does for a while."""
+    """Speed of a run for a while, and what makes it less than the ideal one."""
 
     why: LostBy
-    """What is missing while it trains too slowly, or not at all."""
+    """Cause of the samples that are missing while it trains too slowly, or not at all."""
     samples_per_s: float = 0.0
     copied_per_s: float = 0.0
     """Samples that it would train more, if no copies were made."""

@@ -9,7 +9,7 @@ from varuna.extras.replay.life import SimulatedWorker
 
 
 class Moves:
-    """What moves in one generation. All ranks send and receive at once, so the busiest end of a line decides.
+    """Bytes that move in one generation. All ranks send and receive at once, so the busiest end of a line decides.
 
     Args:
         job: says how large sections are.

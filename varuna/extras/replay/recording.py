@@ -26,7 +26,7 @@ class _Availability(BaseModel):
     """Numbers of nodes at equal intervals, as SkyPilot's public traces are written."""
 
     class Metadata(BaseModel):
-        """What holds for the whole recording."""
+        """Facts that hold for the whole recording."""
 
         gap_seconds: float = Field(gt=0)
 

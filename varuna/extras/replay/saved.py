@@ -1,4 +1,4 @@
-"""What a store has of a step in progress: sums of gradients, beside the checkpoint that the step began from."""
+"""Sums of gradients that a store has of a step in progress, beside the checkpoint that the step began from."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from varuna.fleet.state.questions import Checkpoint
 
 
 class StepSaves(NamedTuple):
-    """When ranks save their sums in the step after a checkpoint: all at the same moments."""
+    """Times at which ranks save their sums in the step after a checkpoint: all at the same moments."""
 
     step: int
     first_s: float
@@ -20,7 +20,7 @@ class StepSaves(NamedTuple):
     """of the rank that takes longest"""
 
     def newest_s(self, until_s: float) -> float | None:
-        """When the newest save began that was complete by then; None: there is none."""
+        """Return when the newest save began that was complete by then; None: there is none."""
         rounds = (until_s - self.write_s - self.first_s) // (self.every_s + self.write_s)
         return None if rounds < 0 else self.first_s + rounds * (self.every_s + self.write_s)
 
@@ -53,7 +53,7 @@ def _stored_sums(
     broken_steps: BrokenSteps,
     now_s: float,
 ) -> StoredSums | None:
-    """What the store has, if the step after its newest checkpoint was broken off.
+    """Return the sums that the store has, if the step after its newest checkpoint was broken off.
 
     Args:
         before: what earlier generations have saved of the same step.

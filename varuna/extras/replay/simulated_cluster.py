@@ -246,7 +246,7 @@ class SimulatedCluster:
             self._say(worker.name, held)
 
     def _sums(self, worker: SimulatedWorker) -> HeldSums | None:
-        """What a worker has of a step that was broken off: of this generation, or of one before if it did not form."""
+        """Return a worker's sums of a broken step: of this generation, or of one before if it did not form."""
         life, assignment = self._life, worker.assignment
         if not life.formed or assignment is None or not self._costs.keeps_sums:
             return worker.sums

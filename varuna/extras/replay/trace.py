@@ -25,7 +25,7 @@ class Trace:
     changes: tuple[Change, ...]
     end_s: float
     clock: str = "seconds"
-    """How the times of the recording were read, for people."""
+    """Unit of the recording's times, or ``timestamps``, for people."""
 
     @property
     def most_nodes(self) -> int:
@@ -44,7 +44,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """What one line of a recording says."""
+    """An event that one line of a recording reports."""
 
     at_s: float
     """Seconds since the start of the trace."""
@@ -52,7 +52,7 @@ class Happening:
     """The node that comes or goes; None where only a number is given."""
     comes: bool = True
     count: int = 0
-    """How many nodes there are from now on, if no node is named."""
+    """Number of nodes from now on, if no node is named."""
 
 
 def assembled(happenings: Sequence[Happening], end_s: float, clock: str) -> Trace:
@@ -91,7 +91,7 @@ def assembled(happenings: Sequence[Happening], end_s: float, clock: str) -> Trac
 
 
 def _named(at_s: float, told: Iterable[Happening], alive: dict[str, None]) -> tuple[list[str], list[str]]:
-    """Who is added and who is removed, at one instant: recorders write an instant's lines in any order."""
+    """Return the nodes added and removed at one instant: recorders write an instant's lines in any order."""
     comings: dict[str, list[bool]] = {}
     for each in told:
         assert each.node is not None

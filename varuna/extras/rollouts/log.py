@@ -59,7 +59,7 @@ def append(place: str | os.PathLike[str], samples: Mapping[str, Tensor], *, vers
 
 
 class Log:
-    """What a learner asks of a log."""
+    """A log, as a learner reads it."""
 
     def __init__(self, place: str | os.PathLike[str]) -> None:
         self.place = location(place)

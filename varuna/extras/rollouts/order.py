@@ -1,4 +1,4 @@
-"""Which samples a step uses: a pure function of what has been appended, and of what the steps before it used.
+"""Choice of the samples of a step: a pure function of what has been appended, and of what the steps before it used.
 
 A sample has the version of the model that made it: the number of steps after which that was published. Step s uses
 samples of the versions from s - staleness to s, the oldest first. So what a step may use was used, if at all, by one
@@ -32,7 +32,7 @@ class StepOrder(Value):
 
 
 class Usable(NamedTuple):
-    """What a step can choose from."""
+    """Samples that a step can choose from, and how many became too old."""
 
     rows: tuple[Row, ...]
     skipped: int
@@ -44,7 +44,7 @@ def versions(step: int, staleness: int) -> range:
 
 
 def usable(step: int, staleness: int, appended: Iterable[Appended], used: Collection[Row]) -> Usable:
-    """What is left for a step.
+    """Return the samples that are left for a step.
 
     Args:
         step: that is to be decided on.

@@ -208,7 +208,7 @@ def _unpacked(shard: Shard, packed: bytes) -> bytes:
 
 
 class _Damaged(Exception):
-    """What arrived is not what was written."""
+    """The bytes that arrived are not those that were written."""
 
 
 class _Sums:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
-    """What torchrun registers as ``varuna``."""
+    """Return the factory that torchrun registers as ``varuna``."""
     return _create
 
 

@@ -53,7 +53,7 @@ class VarunaRendezvous(RendezvousHandler):
         return _BACKEND
 
     def get_run_id(self) -> str:
-        """What ``--rdzv-id`` says."""
+        """Return the value of ``--rdzv-id``."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:

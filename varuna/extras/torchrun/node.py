@@ -79,14 +79,14 @@ class TorchrunAgent:
         self._remote: ManagerRemote | None = None
         self._moved = MovedManager(None, "")
         self.node = ""
-        """What the manager calls it."""
+        """Name that the manager gives this node."""
         self.waiting = 0
         """More than 0: this node's workers have to stop for another world."""
         self._refused = ""
 
     @property
     def place(self) -> str:
-        """Where the manager is, for messages."""
+        """Address of the manager, for messages."""
         return f"{self._remote.host}:{self._remote.port}" if self._remote is not None else self._invited().address
 
     # -- what torchrun asks ----------------------------------------------------------------------------------

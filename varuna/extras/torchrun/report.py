@@ -1,4 +1,4 @@
-"""What a torchrun agent and the manager say to each other: a report a second by HTTP, and the answer to it."""
+"""Messages between a torchrun agent and the manager: a report a second by HTTP, and the answer to it."""
 
 from typing import Annotated, Literal
 
@@ -17,7 +17,7 @@ Text = Annotated[str, Field(max_length=MAX_REASON)]
 
 
 class TorchrunReport(Value):
-    """What a node does, and what a manager must hear that knows nothing of its world."""
+    """State of a node, with all that a manager must hear that knows nothing of its world."""
 
     version: str = Field(max_length=64)
     run_id: str = Field(max_length=256, description="--rdzv-id")
@@ -31,7 +31,7 @@ class TorchrunReport(Value):
 
 
 class TorchrunAnswer(Value):
-    """What the node is to do. With ``members`` it is one of them."""
+    """Orders of the manager for a node. With ``members``, the node is one of them."""
 
     world: int = -1
     members: tuple[NodeName, ...] = ()

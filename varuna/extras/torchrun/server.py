@@ -50,7 +50,7 @@ class TorchrunServer:
         return list(self._world.nodes)
 
     def status(self) -> dict[str, object]:
-        """What ``GET /status`` says of the world, if there is one; any thread may ask."""
+        """Return what ``GET /status`` says of the world, if there is one; any thread may ask."""
         world = self._world
         if not world.nodes:
             return {}

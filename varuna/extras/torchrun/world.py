@@ -1,7 +1,7 @@
-"""Which torchrun agents make up the world: one that stands until a node of it is lost, leaves, or another arrives.
+"""World of torchrun agents: it stands until a node of it is lost, leaves, or another arrives.
 
-A pure state machine: report of a node, time -> world. All that it knows it can hear again: nodes repeat the number and
-the members of their world in each report, so a manager that starts anew takes over the world that is at work.
+A pure state machine: report of a node, time -> world. The manager can hear again all that it knows: nodes repeat the
+number and the members of their world in each report, so a manager that starts anew takes over the world at work.
 """
 
 from collections.abc import Mapping
@@ -76,7 +76,7 @@ def stopped(world: TorchrunWorld, reason: str, exit_code: int) -> TorchrunWorld:
 
 
 def answer(world: TorchrunWorld, node: str) -> TorchrunAnswer:
-    """What a node is told."""
+    """Return the answer for a node."""
     there = world.nodes.get(node)
     if there is None:
         return TorchrunAnswer()
@@ -145,7 +145,7 @@ def _ended(world: TorchrunWorld) -> TorchrunWorld:
 
 
 def _checked(world: TorchrunWorld, node: str, report: TorchrunReport) -> TorchrunWorld:
-    """What a member's report says of the world."""
+    """Update the world by a member's report."""
     if report.world == world.number and node == world.members[0] and report.store:
         world = replace(world, store=report.store)
     if world.broken or world.finished:
@@ -208,7 +208,7 @@ def _bounds(world: TorchrunWorld) -> tuple[int, int]:
 
 
 def _lacking(world: TorchrunWorld) -> str:
-    """What the next world waits for."""
+    """Say what the next world waits for."""
     if stopping := _at_work(world):
         return f"{', '.join(stopping)} to stop the workers of world {world.number}"
     least, _ = _bounds(world)

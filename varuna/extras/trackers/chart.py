@@ -1,4 +1,4 @@
-"""Which chart a run goes on with: its name lies beside the checkpoints, so that a resumed run finds it."""
+"""Chart that a run goes on with: its name lies beside the checkpoints, so that a resumed run finds it."""
 
 import json
 import secrets

@@ -167,7 +167,7 @@ def service_of(given: str | Tracker) -> Service:
 
 
 def services_of(given: Sequence[str | Tracker]) -> dict[str, Service]:
-    """What ``loggers=`` means, by the name that messages give it.
+    """Return the services that ``loggers=`` means, by the name that messages give each.
 
     Raises:
         UsageError: it is no list, or an element of it is not known, not installed, or no tracker.

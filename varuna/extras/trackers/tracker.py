@@ -28,7 +28,7 @@ class Service(Protocol):
 
 @dataclass
 class Once:
-    """Which steps a chart has: those that come again are left out, since their values are the same.
+    """The steps that a chart has: those that come again are left out, since their values are the same.
 
     Attributes:
         reached: the newest step in the chart; -1 before any.
@@ -43,7 +43,7 @@ class Once:
         self._redone = max(self._redone, self.reached - step + 1)
 
     def new(self, step: int, values: Mapping[str, float], *, more: bool) -> dict[str, float]:
-        """What of ``values`` the chart lacks; nothing for a step that it has."""
+        """Return those of ``values`` that the chart lacks; nothing for a step that it has."""
         if not more:
             self._is_again = step <= self.reached
         if self._is_again:

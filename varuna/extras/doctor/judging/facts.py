@@ -1,4 +1,4 @@
-"""What is known of machines before a run: values that travel to the first machine, which judges all of them."""
+"""Facts about machines before a run: values that travel to the first machine, which judges all of them."""
 
 from pydantic import Field
 
@@ -16,7 +16,7 @@ class GpuFacts(Value):
 
 
 class TorchFacts(Value):
-    """What a process of its own saw when it imported torch."""
+    """Findings of a separate process that imported torch."""
 
     version: str = ""
     problem: str = ""
@@ -68,7 +68,7 @@ class StoreFacts(Value):
 
 
 class LimitFacts(Value):
-    """What processes of this machine may use. None: no limit, or none that this system tells of."""
+    """Limits on what processes of this machine may use. None: no limit, or none that this system tells of."""
 
     cpus: int
     memory_bytes: int | None = None
@@ -85,7 +85,7 @@ class LimitFacts(Value):
 
 
 class CloudFacts(Value):
-    """Which cloud this machine is on."""
+    """The cloud that this machine is on."""
 
     vendor: str = ""
     """by its firmware; empty: none that is known"""
@@ -164,7 +164,7 @@ class FleetFacts(Value):
 
 
 class LinkOrder(Value):
-    """Which links to try, from the machine that is number ``rank``."""
+    """Request to try links, for the machine that is number ``rank``."""
 
     host: str
     port: int

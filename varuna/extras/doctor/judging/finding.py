@@ -1,4 +1,4 @@
-"""What a check found: how bad it is, in words, and what to do next."""
+"""Findings of checks: how bad each is, in words, and what to do next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ NAMED = 6
 
 
 class Severity(Enum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"

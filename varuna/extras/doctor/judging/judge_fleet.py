@@ -23,7 +23,7 @@ _OPEN = (
 
 
 def judge_fleet(facts: FleetFacts) -> tuple[Finding, ...]:
-    """What each machine says of itself, then what can be seen of all of them only."""
+    """Judge what each machine says of itself, then what only all of them together show."""
     return (*_machines(facts), *_met(facts), *_versions(facts.machines), *_clocks(facts.machines), *judge_links(facts))
 
 

@@ -1,4 +1,4 @@
-"""What connections lose that begin slowly after each pause, as TCP does unless told otherwise (RFC 5681, 4.1). Pure."""
+"""Losses of connections that begin slowly after each pause, as TCP does unless told otherwise (RFC 5681, 4.1). Pure."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Who is tried with whom, one after another, so that nobody is in two measurements at once. Pure."""
+"""Rounds of a tournament: an order of pairs in which no machine is in two measurements at once. Pure."""
 
 
 def opponents(rank: int, size: int) -> tuple[int, ...]:

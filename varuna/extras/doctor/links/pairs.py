@@ -23,7 +23,7 @@ from varuna.fleet.net.client import ManagerRemote
 from varuna.measure.network import Peers, Repeats
 
 COME_S = 20.0
-"""How long others may be busy with each other."""
+"""Seconds that others may be busy with each other."""
 PAIR_S = 6.0
 SUMS_S = 8.0
 _PACE = Repeats(warm_rounds=1, least_rounds=3, most_rounds=20, budget_s=0.2)
@@ -176,7 +176,7 @@ def _store(keys: MeetingKeys, what: str, bound_s: float, name: str) -> Any:
 
 
 def _bounded(work: Callable[[], Any], bound_s: float) -> Any:
-    """What ``work`` returns, or why it did not in time, as text."""
+    """Return the result of ``work``, or as text why there was none in time."""
     found: list[Any] = []
 
     def run() -> None:

@@ -35,7 +35,7 @@ class TorchChild:
         threading.Thread(target=self._read, name="varuna-torch", daemon=True).start()
 
     def facts(self, bound_s: float = IMPORT_S) -> TorchFacts:
-        """What it says of torch."""
+        """Read what the process found out about torch."""
         line = self._next(bound_s)
         if line is None:
             return TorchFacts(problem=f"importing torch took more than {bound_s:.0f} s")

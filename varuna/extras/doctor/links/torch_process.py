@@ -67,7 +67,7 @@ def _torch() -> TorchFacts:
 
 
 def _gpus() -> tuple[int, str]:
-    """How many GPUs add two numbers, and what went wrong with the first that does not."""
+    """Count the GPUs that add two numbers, and say what went wrong with the first that does not."""
     import torch
 
     count = torch.cuda.device_count()

@@ -52,7 +52,7 @@ def parse_gpus(table: str) -> tuple[GpuFacts, ...]:
 
 
 def visible_gpus() -> str | None:
-    """What the environment leaves to processes of CUDA."""
+    """Return the GPUs that the environment leaves to processes of CUDA; None: all."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 

@@ -1,4 +1,4 @@
-"""What processes of this machine may use: its memory and cores, its container's limits, and the shell's."""
+"""Limits on what processes of this machine may use: its memory and cores, its container's limits, and the shell's."""
 
 import os
 import resource

@@ -25,7 +25,7 @@ _HERE, _TEMPORARY, _CHECKPOINTS = "this folder", "temporary files", "checkpoints
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to look at beside the machine itself.
+    """Things to look at beside the machine itself.
 
     Args:
         checkpoints: a folder or a URL, to try as a store; empty: none.

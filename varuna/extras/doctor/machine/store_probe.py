@@ -89,7 +89,7 @@ def _try(place: str, folder: str, owner: str, steps: list[StoreStep], seeks_mark
 
 @dataclass(frozen=True)
 class _OwnObjects:
-    """What one machine writes."""
+    """The objects that one machine writes to try a store."""
 
     store: Store
     name: str

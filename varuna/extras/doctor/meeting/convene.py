@@ -26,7 +26,7 @@ _PHASES = {"reach": "connecting all machines to all", "links": "measuring links"
 
 @dataclass(frozen=True)
 class Convening:
-    """What the first machine was asked for.
+    """Settings of a meeting, as the first machine was given them.
 
     Args:
         nodes: how many machines there will be, this one included.

@@ -22,7 +22,7 @@ _READINGS = 3
 
 
 class Seat(Value):
-    """What a machine is called at the meeting."""
+    """A machine's rank and name at the meeting."""
 
     rank: int
     name: str
@@ -106,7 +106,7 @@ class Guest:
         return self._until(lambda now: now.healthy is not None)
 
     def welcome(self) -> tuple[CheckPlan, float]:
-        """What the meeting is, and how much this machine's clock is ahead of its one.
+        """Ask for the meeting's plan, and measure how much this machine's clock is ahead of the first machine's.
 
         Raises:
             FleetError: the meeting does not want this machine, or is another version's.

@@ -14,7 +14,7 @@ _SKEW_S = 5.0
 
 
 class Answering(NamedTuple):
-    """What answers at a JOIN string's address."""
+    """The program that answers at a JOIN string's address."""
 
     remote: ManagerRemote
     is_meeting: bool

@@ -1,6 +1,6 @@
-"""Where machines meet before a run: the first one listens, the others come with a JOIN string that it has printed.
+"""Meeting of machines before a run: the first one listens, the others come with a JOIN string that it has printed.
 
-It says who is there and what comes next, keeps the keys with which pairs find each other, and collects what they found.
+The meeting says who is there and what comes next, keeps the keys with which pairs meet, and collects what they found.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from varuna.fleet.net.requests import bearer, read_body, same
 from varuna.fleet.net.serving import Serving
 
 SILENT_S = 6.0
-"""Who is not heard for so long is gone: each asks several times a second."""
+"""Seconds of silence after which a machine counts as gone: each asks several times a second."""
 REACH_S = 15.0
 LINKS_S = 45.0
 """Bounds on the parts of the check; what is missing then is named."""
@@ -53,7 +53,7 @@ class MeetingRequest(Value):
 
 
 class Report(Value):
-    """What a machine has found about the others, by name."""
+    """A machine's findings about the others, by name."""
 
     reaches: dict[str, ReachFacts] | None = None
     links: dict[str, LinkFacts] | None = None
@@ -61,7 +61,7 @@ class Report(Value):
 
 
 class Next(Value):
-    """What everybody does now."""
+    """The phase of the check, and what all machines need to know for it."""
 
     phase: str
     """gather, reach, links or done"""
@@ -145,7 +145,7 @@ class MachineMeeting:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def names(self) -> tuple[str, ...]:
-        """Who has come."""
+        """Names of the machines that have come."""
         with self._lock:
             return (*(each.facts.name for each in self._machines), *self._others)
 

@@ -18,7 +18,7 @@ ASSETS = {
 
 
 def asset(name: str) -> Path:
-    """Where a file of ``ASSETS`` is.
+    """Return the path of a file of ``ASSETS``.
 
     Raises:
         KeyError: it is none of them.
