@@ -80,7 +80,7 @@ class AdapterForm:
 
 
 class AdapterFolder:
-    """What a folder with one adapter holds: tensors by PEFT's names, and ``adapter_config.json``."""
+    """The contents of a folder with one adapter: tensors by PEFT's names, and ``adapter_config.json``."""
 
     def __init__(self, build: Callable[[], nn.Module], base: Path | None) -> None:
         """Build the model without data.

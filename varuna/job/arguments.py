@@ -43,9 +43,9 @@ _GIVEN: Mapping[str, tuple[str, ...]] = {
     "before_step": ("list of (name, parameter)",),
     "after_step": ("parameters", "buffers"),
 }
-"""What each of them is called with."""
+"""Arguments that each of them is called with."""
 _MORE: Mapping[str, tuple[str, ...]] = {"before_step": ("step",), "after_step": ("step",)}
-"""What it is called with besides, if it takes it."""
+"""Arguments that it is called with besides, if it takes them."""
 
 WRITTEN_ELSEWHERE: Mapping[str, str] = {
     "batch_size": "global_batch=..., the examples of one optimizer step over all workers",
@@ -136,7 +136,7 @@ def check_number(**numbers: object) -> None:
 
 
 def described(found: object) -> str:
-    """What kind of value this is, for a message."""
+    """Name the kind of a value, for a message."""
     return f"a {type(found).__name__}"
 
 

@@ -1,4 +1,4 @@
-"""What a Trainer asks between two steps: other data, checked, with the graphs in evaluation mode that it needs.
+"""Requests of a Trainer between two steps: other data, checked, with the graphs in evaluation mode that it needs.
 
 A graph is captured when it is first asked for, and kept.
 """
@@ -144,7 +144,7 @@ class Aside:
 
 
 def _count(dataset: Any, examples: int | None) -> int:
-    """How many examples of another dataset."""
+    """Return the number of examples to use of another dataset."""
     size = len(dataset) if hasattr(dataset, "__len__") else None
     count = size if examples is None else examples
     if count is None or count < 1 or (size is not None and count > size):

@@ -1,4 +1,4 @@
-"""What a script has built already, as Varuna takes it: functions that build the same model, optimizer and scheduler.
+"""Objects that a script has built already, as functions that build the same model, optimizer and scheduler.
 
 While it trains, the script's own model and optimizer are patterns that keep their first values. Using them then would
 be a mistake that nothing shows, so it is an error with the remedy. After the loop the model has the trained values.
@@ -304,7 +304,7 @@ class AsFunctions(NamedTuple):
 
 
 def as_functions(model: Any, optimizer: Any, lr_scheduler: Any, loss: Any = None) -> AsFunctions:
-    """What is built already becomes functions that build the same.
+    """Turn what is built already into functions that build the same.
 
     Args:
         model: a module, or what builds one.

@@ -1,4 +1,4 @@
-"""What the first plan is made from: a calibration that is given, remembered, or measured within seconds."""
+"""Basis of the first plan: a calibration that is given, remembered, or measured within seconds."""
 
 import os
 from collections.abc import Callable
@@ -70,13 +70,13 @@ def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: Initi
 
 
 def _subject(facts: JobFacts, device: str) -> str:
-    """What is measured."""
+    """Return a name for what is measured."""
     told = f"{facts.model.digest} {facts.precision} {facts.compiled} {facts.threads} {device}"
     return sha256(told.encode()).hexdigest()
 
 
 def _of_run(work: str, facts: JobFacts, measure: Callable[[], Calibration | None]) -> Calibration | None:
-    """What another worker of the run has measured on such a device, or does now: the first of each class counts."""
+    """Ask another worker of the run for its times on such a device, or measure now: the first of each class counts."""
     run = manager()
     if run is None:
         return measure()

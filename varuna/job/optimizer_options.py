@@ -1,4 +1,4 @@
-"""What the script's optimizer is told of each group of parameters: all workers of a run must say the same."""
+"""Options of the script's optimizer for each group of parameters: all workers of a run must say the same."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -19,16 +19,16 @@ from varuna.store.opening import location
 CHECKPOINTED_EVERY = timedelta(seconds=SAVED_EVERY_S)
 
 OnNan = Literal["stop", "continue"]
-"""What a run does when the loss or the gradients of a step are not finite."""
+"""Reaction of a run to a loss or gradients of a step that are not finite."""
 EmaFrom = Literal["first step", "start"]
-"""What an average of the parameters begins with: what they are after the first step, or before it."""
+"""First values of an average of the parameters: what they are after the first step, or before it."""
 Missing = Literal["refuse", "initialise"]
-"""What happens to parameters that ``weights`` lacks, or has in another shape."""
+"""Treatment of parameters that ``weights`` lacks, or has in another shape."""
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where and when a run saves its state, and what it keeps. The same command then resumes from it.
+    """Rules for saving a run's state: where, when, and what to keep. The same command then resumes from it.
 
     Attributes:
         path: folder that all machines share, or URL (``s3://``, ``gs://``, ``az://``).
@@ -86,7 +86,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Publish:
-    """Where a run publishes its model while it trains, for a server that watches the folder.
+    """Rules for publishing a run's model while it trains, for a server that watches the folder.
 
     Attributes:
         path: folder. If workers run on several machines, all of them must share it.
@@ -123,7 +123,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Weights:
-    """What parameters begin with, and what to do about those that are not there.
+    """Files with the first values of parameters, and what to do about those that are not there.
 
     Attributes:
         path: safetensors file, or folder written by ``save_pretrained``.
@@ -145,7 +145,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Loss:
-    """How the loss of a batch is computed, and what it is a mean over.
+    """The computation of a batch's loss, and what it is a mean over.
 
     Attributes:
         function: ``fn(output, batch)`` that returns a scalar mean. Left out: the model returns its loss itself.
@@ -168,7 +168,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Collate:
-    """How samples become a micro-batch, and which shapes it may have.
+    """The way in which samples become a micro-batch, and the shapes that it may have.
 
     Attributes:
         function: from a list of samples to a dict of tensors, or a nest of dicts and lists of them. Their first

@@ -1,4 +1,4 @@
-"""Which methods of an object the running script may call: read from its source, before it comes there."""
+"""Methods of an object that the running script may call: read from its source, before it comes there."""
 
 import linecache
 import re

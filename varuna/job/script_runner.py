@@ -1,4 +1,4 @@
-"""How the tools that look at a job get it: they run its script until its Trainer is asked for steps.
+"""Tools that look at a job get it here: they run its script until its Trainer is asked for steps.
 
 So there is no second way to describe a job.
 """

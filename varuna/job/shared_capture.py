@@ -32,7 +32,7 @@ def captured_once(
     built: Configured,
     key: Callable[[], str | None],
 ) -> PartitionedModel:
-    """What ``capture`` returns, or what another worker of the run has captured that was given the same.
+    """Return what ``capture`` returns, or what another worker of the run has captured that was given the same.
 
     Args:
         given: all that decides on the graph and its costs.
@@ -104,7 +104,7 @@ def same(one: object, other: object) -> bool:
 
 
 def _parts(function: Any) -> tuple[Any, ...] | None:
-    """What two functions that do the same share; None of anything else."""
+    """Return the parts that two functions share if they do the same; None of anything else."""
     if isinstance(function, functools.partial):
         return function.func, function.args, function.keywords
     if isinstance(function, MethodType):

@@ -214,7 +214,7 @@ class JobSpec:
 
     @cached_property
     def checks(self) -> SelfCheck:
-        """What the job is checked with before step 0."""
+        """The checks of the job before step 0."""
         return SelfCheck(
             self.recipe,
             self.source,
@@ -338,7 +338,7 @@ class JobSpec:
         return {name: cast(value.to(self.device), self.dtype) for name, value in buffers.items()}
 
     def beginning(self) -> InitialParameters:
-        """Where first values come from."""
+        """The source of the parameters' first values."""
         model = self.partitioned
         return begin_with(
             self.recipe,

@@ -1,4 +1,4 @@
-"""What a run that no manager watches says of its speed: a line now and then, and one at its end."""
+"""Lines on the speed of a run that no manager watches: one now and then, and one at its end."""
 
 import time
 from collections import deque

@@ -55,7 +55,7 @@ _RESCUED_BYTES, _DISK_SHARE = 4 * 2**30, 8
 
 
 class Behind(NamedTuple):
-    """How a worker looks at a training that is over, and of which it has no part: alone, from its last checkpoint."""
+    """A worker's view of a training that is over, and of which it has no part: alone, from its last checkpoint."""
 
     place: str
     """of its checkpoints"""
@@ -134,7 +134,7 @@ def _publisher(spec: JobSpec, publish: Publish) -> Publisher:
 
 
 def _rescue_place(spec: JobSpec, number: int) -> str:
-    """Where ``varuna run`` keeps the state of a run without checkpoints; empty if nowhere, or if there is too much.
+    """Return the folder of ``varuna run`` for the state of a run without checkpoints; empty: none, or too much state.
 
     Each of the script's trainings has a folder of its own.
     """
@@ -218,7 +218,7 @@ def _in_files(model: PartitionedModel, first: InitialParameters) -> FrozenParame
 def job_facts(
     spec: JobSpec, n: int, *, initialisation: str = "constructor", saves: bool = False, rescue: str = ""
 ) -> JobFacts:
-    """What planner, manager and the other workers are told."""
+    """Describe the job for the planner, the manager and the other workers."""
     model, kept = spec.partitioned, {}
     if saves and spec.checkpoints is None:
         kept = {"checkpoint_dir": rescue, "keep_last": 1, "rescues": True}
@@ -254,7 +254,7 @@ def job_facts(
 
 
 def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> Job:
-    """What the engine needs to know.
+    """Describe the job for the engine.
 
     Args:
         spec: the job.

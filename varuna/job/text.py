@@ -1,4 +1,4 @@
-"""What ``Trainer.generate`` is given, checked, and the graph that it needs."""
+"""Arguments of ``Trainer.generate``, checked, and the graph that it needs."""
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ _SHORTEST = 16
 
 
 def choice_of(temperature: float, top_k: int | None, seed: int) -> Choice:
-    """How tokens are chosen.
+    """Return the rule by which tokens are chosen.
 
     Raises:
         UsageError: a number is out of range.
@@ -62,7 +62,7 @@ def texts_of(prompts: Iterable[Iterable[int]], new_tokens: int) -> list[list[int
 
 
 def length_for(spec: JobSpec, texts: Sequence[Sequence[int]], new_tokens: int) -> int:
-    """How long the rows of a graph must be.
+    """Return the length that the rows of a graph must have.
 
     Raises:
         UsageError: longer than what the model is trained on, where it may have no positions.

@@ -43,11 +43,11 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, 
 Key = tuple[str, Any]
 """An attribute (``.``) or an item (``[``), by name."""
 _Start = tuple[Any, tuple[Key, ...], str]
-"""Where the way from a local variable begins, and what the user's code calls it."""
+"""Begin of the way from a local variable, the way, and its name in the user's code."""
 
 
 class ReadPlace(NamedTuple):
-    """Where a value is found: a dictionary or a cell, and the way from there."""
+    """The place of a value: a dictionary or a cell, and the way from there."""
 
     base: Any
     """a namespace's dictionary, a closure's cell, or an object"""

@@ -25,7 +25,7 @@ _SAID = """shape dtype device ndim layout requires_grad is_leaf is_sparse is_qua
     _version _is_view _backward_hooks size dim numel nelement element_size stride is_floating_point is_complex
     is_contiguous storage_offset get_device data_ptr untyped_storage __len__ is_pinned is_shared type"""
 _METADATA = frozenset(_SAID.split())
-"""What a tensor says of itself beside its values."""
+"""Names of a tensor's attributes and methods that do not read its values."""
 _IN_PLACE = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and")
 )

@@ -409,7 +409,7 @@ def _is_option(key: str, value: Any) -> bool:
 
 
 def _said(before: Any) -> Any:
-    """What a mark tells people."""
+    """Return the part of a mark that people are shown."""
     match before:
         case (dict() as inner, int()):
             return inner
