@@ -1,4 +1,4 @@
-"""What to do about a model that has regions of autocast."""
+"""Advice on models that have regions of autocast."""
 
 from collections.abc import Iterable
 

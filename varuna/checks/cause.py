@@ -9,7 +9,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found out about a job; empty where nothing is unusual."""
+    """Unusual facts that were found out about a job; empty where there are none."""
 
     hooks: tuple[str, ...] = ()
     """on gradients, with their places"""
@@ -34,7 +34,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Cause:
-    """What is wrong and the remedy, each in a sentence or two."""
+    """The fault and the remedy, each in a sentence or two."""
 
     what: str
     remedy: str

@@ -1,4 +1,4 @@
-"""How much of a job is checked: as much as takes seconds, or at most two minutes, and fits into memory. Pure."""
+"""Extent of the check of a job: as much as takes seconds, or at most two minutes, and fits into memory. Pure."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ _PARALLEL = 0.6
 
 
 class Extent(NamedTuple):
-    """Which micro-batches are run."""
+    """The micro-batches that are run."""
 
     sizes: tuple[int, ...]
     """samples of each micro-batch; none: nothing is run with data"""

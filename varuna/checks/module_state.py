@@ -1,4 +1,4 @@
-"""What a module holds besides parameters and buffers, and whether forward changes it."""
+"""State of a module besides parameters and buffers, and whether forward changes it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from varuna.checkpoint.io.section_state import bit_sum
 
 _TABLES = ("_parameters", "_buffers", "_modules", "training")
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-"""How torch's names of a module's tables of hooks end."""
+"""Ends of torch's names of a module's tables of hooks."""
 _DEEPEST = 3
 _MOST = 64
 """Most elements of a container that are looked at."""

@@ -1,4 +1,4 @@
-"""What a step computes before the optimizer: by the user's module, and by its sections as the engine runs them.
+"""Outcome of a step before the optimizer: by the user's module, and by its sections as the engine runs them.
 
 Both take micro-batches with their weights, and give the weighted mean's loss and gradients, and buffers.
 """
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step computes from some micro-batches, one after the other."""
+    """Results of a step from some micro-batches, one after the other."""
 
     losses: tuple[float, ...]
     """of each"""
@@ -90,7 +90,7 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def plainly(losses: LossModule, parts: Sequence[Part], *, draws: Draws = SameDraws) -> Outcome:
-    """What the user's module computes, by autograd; its buffers are put back."""
+    """Compute the outcome of the user's module, by autograd; its buffers are put back."""
     losses.zero_grad()
     found, sums, total = [], list[Mapping[str, float]](), _total(parts)
     with same_buffers(losses.model), controlled(draws), watched() as seen:

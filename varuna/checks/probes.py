@@ -30,7 +30,7 @@ ENDS = (0.0, 1.0 - 1e-9)
 _COUNTED = (10, 1_000, 1_000_001)
 """Values that a counter is set to, beyond most warm-ups."""
 _MOVED = 2
-"""How often parameters are moved by their last bit."""
+"""Number of times that parameters are moved by their last bit."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def computing(initial: Initial, dtype: torch.dtype, *, widened: bool = False) ->
 
 
 def noise(losses: LossModule, parts: Sequence[Part], expected: Outcome, draws: Draws) -> Noise:
-    """How far loss, gradients and buffers move when parameters and inputs do by their last bit."""
+    """Measure the distance that loss, gradients and buffers move when parameters and inputs do by their last bit."""
     return noise_of(expected, [_moved(losses, parts, key, draws) for key in range(_MOVED)])
 
 
@@ -169,7 +169,7 @@ def _differs(attempt: Callable[[], float], same: float) -> bool:
 
 
 def answer(end: float) -> Respond:
-    """What draws between two numbers returns one near their end."""
+    """Make every draw between two numbers return one near their end."""
 
     def respond(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         drawn = original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which samples a job is checked on: of the first ones, those that differ in their masks and labels."""
+"""Samples that a job is checked on: of the first ones, those that differ in their masks and labels."""
 
 from collections.abc import Iterable, Sequence
 
@@ -57,7 +57,7 @@ def unlike(signatures: dict[int, _Signature], count: int) -> tuple[int, ...]:
 
 
 def signature(batch: dict[str, Tensor]) -> _Signature:
-    """What masks, padding and ignored labels show: how many entries of each key are zero, and how many ignored."""
+    """Count each key's entries that are zero or ignored: they tell masks, padding and ignored labels."""
     return tuple(
         (key, float((value == 0).sum()), 0.0 if value.dtype is torch.bool else float((value == _IGNORED).sum()))
         for key, value in sorted(batch.items())

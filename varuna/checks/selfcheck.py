@@ -49,7 +49,7 @@ from varuna.process.console import say
 
 @dataclass(frozen=True)
 class Checked:
-    """What was compared, and the differences found."""
+    """The extent of a check, and the figures that it found."""
 
     samples: int
     seconds: float
@@ -361,7 +361,7 @@ class _Check:
     def _beyond_noise(
         self, losses: LossModule, parts: Sequence[Part], found: Outcome, expected: Outcome, draws: Draws
     ) -> tuple[Difference, ...]:
-        """What differs by more than plain PyTorch itself moves with the last bits of its parameters."""
+        """Return the differences beyond those of plain PyTorch itself when the last bits of its parameters move."""
         noise = probes.noise(losses, parts, expected, draws)
         return differences(found, expected, self._tolerance, noise)
 

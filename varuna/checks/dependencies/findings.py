@@ -1,4 +1,4 @@
-"""What the tracer finds, and the finding that needs no dry run: parameters in the same memory."""
+"""Findings of the tracer, and the one that needs no dry run: parameters in the same memory."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

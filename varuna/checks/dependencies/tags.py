@@ -1,4 +1,4 @@
-"""Which sections a tensor's value depends on: weak tags by storage, kept by a dispatch mode. No patched PyTorch."""
+"""Sections that a tensor's value depends on: weak tags by storage, kept by a dispatch mode. No patched PyTorch."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ class SuspectedDependency:
 
 @dataclass(frozen=True)
 class Tag:
-    """What a value depends on."""
+    """The sections and names that a value depends on."""
 
     sections: frozenset[int] = frozenset()
     names: tuple[str, ...] = ()
