@@ -174,7 +174,7 @@ def _look(store: "Store", folder: "StepFolder") -> "tuple[Manifest | None, str, 
 
 
 def _verify(store: "Store", folder: "StepFolder") -> tuple[str | None, int]:
-    """What is wrong with a checkpoint (empty if nothing is), and the bytes that were read until then."""
+    """Verify a checkpoint; return its fault (None without one), and the bytes that were read until then."""
     from varuna.checkpoint.io import restore
     from varuna.checkpoint.manifest import check_present, mark_damaged, read_manifest
     from varuna.checkpoint.names import DAMAGED, step_folder
@@ -195,7 +195,7 @@ def _verify(store: "Store", folder: "StepFolder") -> tuple[str | None, int]:
 
 
 def _next_step(store: "Store", folder: "StepFolder") -> str:
-    """How many micro-batches of the step after a checkpoint need not run again; empty: none was saved."""
+    """Say how many micro-batches of the step after a checkpoint need not run again; empty: none was saved."""
     from varuna.checkpoint.saved_sums import labels_in, whole_micro_batches
 
     labels = [label for label in labels_in(store, folder).values() if label is not None]

@@ -174,7 +174,7 @@ def speeds_of(slower: str, gpus: int) -> tuple[float, ...]:
 
 
 def classes_of(known: Calibration, gpus: Sequence[int]) -> tuple[ClassSize, ...]:
-    """How many GPUs there are of each class that was calibrated; () where there is one.
+    """Return the number of GPUs of each class that was calibrated; () where there is one.
 
     Raises:
         UsageError: there is not one number for each.
@@ -190,7 +190,7 @@ def classes_of(known: Calibration, gpus: Sequence[int]) -> tuple[ClassSize, ...]
 
 
 def _together(files: Sequence[Path]) -> Calibration:
-    """What several files say, each of one kind of GPU, which is called as its file says.
+    """Join the calibrations of several files, each of one kind of GPU, which is called as its file says.
 
     Raises:
         UsageError: a file cannot be read, two are of GPUs of one name, or of different models.
@@ -240,7 +240,7 @@ def asked(script: Path | None, args: Sequence[str], given: Calibration | None) -
 
 
 def request_of(spec: "JobSpec", given: Calibration | None = None) -> PlanRequest:
-    """What the planner is asked for a job on one GPU; nominal figures and this machine's memory if nothing is given."""
+    """Make the planner's request for a job on one GPU; without ``given``, nominal figures and this machine's memory."""
     from varuna.job.start import job_facts
 
     job = job_facts(spec, 0)

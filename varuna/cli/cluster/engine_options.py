@@ -48,12 +48,12 @@ class EngineCommand(TyperCommand):
 
 
 def engine_values(context: Context) -> dict[str, str]:
-    """What was given of the engine's own options, by name."""
+    """Return the values that the command line gives to the engine's own options, by name."""
     return dict(context.meta.get(_VALUES, {}))
 
 
 def more_engines(context: Context) -> tuple[EngineNodes, ...]:
-    """What was given after the first ``--on``."""
+    """Return the engines of all ``--on`` after the first."""
     return tuple(context.meta.get(_MORE, ()))
 
 

@@ -30,7 +30,7 @@ _PASSED_ON_PREFIXES = ("NCCL_",)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRun:
-    """What the command line says of a run on an engine; see there."""
+    """A run on an engine, as the options of the command line describe it."""
 
     engines: tuple[EngineNodes, ...]
     script: Path

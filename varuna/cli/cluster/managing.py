@@ -1,4 +1,4 @@
-"""What ``varuna manager`` and ``varuna run --on`` have in common: a manager for machines that come and go."""
+"""Management of machines that come and go, as ``varuna manager`` and ``varuna run --on`` share it."""
 
 import socket
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _EXPECTED_WORKERS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterRun:
-    """What is managed: where, and how it is planned.
+    """A run to be managed: its place, and how it is planned.
 
     Args:
         place: the manager's.

@@ -1,4 +1,4 @@
-"""What several commands have in common: options, and how they are read.
+"""Parts that several commands share: options, and how they are read.
 
 In: what users typed. Out: values, or an error that says what to type.
 """

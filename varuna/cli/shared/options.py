@@ -118,7 +118,7 @@ def memory_bytes_of(memory_per_worker: str | None) -> int | None:
 
 
 def calibration_of(file: Path | None) -> "Calibration | None":
-    """What ``--calibration`` of a run names; None without it, and for ``none``.
+    """Read the calibration that ``--calibration`` of a run names; None without it, and for ``none``.
 
     Raises:
         UsageError: it is no calibration.
@@ -129,7 +129,7 @@ def calibration_of(file: Path | None) -> "Calibration | None":
 
 
 def price_of(price: float | None, on_demand_price: float | None, given: "Calibration | None") -> "Priced | None":
-    """What a worker costs; None if nobody says.
+    """Return the price of a worker; None if nobody says.
 
     Raises:
         UsageError: not a price, or nothing to compare it with.
@@ -149,7 +149,7 @@ def price_of(price: float | None, on_demand_price: float | None, given: "Calibra
 
 
 def budget_of(max_cost: float | None, max_hours: float | None) -> "Budgeted | None":
-    """What a run may use up; None if nobody says.
+    """Return the limits on what a run may use up; None if nobody says.
 
     Raises:
         UsageError: not a budget.
