@@ -162,7 +162,7 @@ def _written(tokenizer: Any, messages: Sequence[Message], where: str, invited: b
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same."""
+    """Count the first tokens that are the same."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -1,4 +1,4 @@
-"""What a model's folder and a file of samples hold, checked before anything is built."""
+"""Contents of a model's folder and of a file of samples, checked before anything is built."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -127,5 +127,5 @@ def _record(line: str, where: str, fields: Sequence[str]) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """What another library says, as a part of a sentence."""
+    """Return the first line of another library's error, as a part of a sentence."""
     return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

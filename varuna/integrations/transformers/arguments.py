@@ -1,4 +1,4 @@
-"""What becomes of every field of ``TrainingArguments``: used, not needed and said so, or refused by name."""
+"""Treatment of every field of ``TrainingArguments``: used, not needed and said so, or refused by name."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def changed(args: transformers.TrainingArguments) -> Sequence[str]:
 
 
 def precision_of(args: transformers.TrainingArguments) -> Precision:
-    """What to compute in."""
+    """Return the precision to compute in."""
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 

@@ -1,4 +1,4 @@
-"""What Hugging Face's Trainer does with the whole model, on the one rank that has it: evaluate, predict, save."""
+"""Work of Hugging Face's Trainer with the whole model, on the one rank that has it: evaluate, predict, save."""
 
 import os
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class OnMainRank(_Base):
         """The model stays in host memory: devices hold stages."""
 
     def _on_main(self, work: Callable[[], Found]) -> Found | None:
-        """What ``work`` returns with the trained model on the main rank, told to all."""
+        """Run ``work`` with the trained model on the main rank, and tell all ranks what it returns."""
         if self._is_alone:
             return work()
         self._gather()

@@ -1,4 +1,4 @@
-"""What an evaluation returns, as bytes and back: numbers, text, and arrays in tuples, lists and dicts."""
+"""Results of an evaluation, as bytes and back: numbers, text, and arrays in tuples, lists and dicts."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What was packed."""
+    """Return the value that was packed."""
     with np.load(io.BytesIO(data), allow_pickle=False) as stored:
 
         def original(each: Any) -> Any:

@@ -53,7 +53,7 @@ _PLACE = int(os.environ.pop("LOCAL_RANK", "0")) if IS_LAUNCHED else 0
 
 @dataclass(frozen=True)
 class _Schedule:
-    """What is read, and for how long."""
+    """The data to read, and for how many steps."""
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
@@ -161,7 +161,7 @@ class OverVaruna(OnMainRank):
         return _Schedule(order, loader.collate_fn, steps, per_epoch)
 
     def _collator(self) -> Any:
-        """What joins samples to micro-batches of one shape."""
+        """Return the function that joins samples to micro-batches of one shape."""
         has_rows = self.train_dataset is not None and has_length(self.train_dataset)
         return one_length(self.data_collator, self.train_dataset) if has_rows else self.data_collator
 
@@ -206,7 +206,7 @@ class OverVaruna(OnMainRank):
         return any(not kind.__module__.startswith("transformers.") for kind in kinds)
 
     def _loss(self, module: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        """What ``compute_loss`` returns for a micro-batch, whose targets are counted from its own labels."""
+        """Return the result of ``compute_loss`` for a micro-batch, whose targets are counted from its own labels."""
         counted = self._get_num_items_in_batch([inputs], torch.device("cpu"))
         found: torch.Tensor = self.compute_loss(module, inputs, num_items_in_batch=counted)
         return found

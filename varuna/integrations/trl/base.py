@@ -1,4 +1,4 @@
-"""What both of TRL's trainers share here: what is refused, in which words, and when TRL's fused head computes."""
+"""Base of both of TRL's trainers: it says what is refused, in which words, and when TRL's fused head computes."""
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager

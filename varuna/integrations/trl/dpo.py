@@ -21,7 +21,7 @@ _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
 
 @dataclass(frozen=True)
 class _Scores:
-    """What a loss of pairs is computed from: how much likelier than for the reference each answer is, in logarithms."""
+    """Inputs of a loss of pairs: how much likelier than for the reference each answer is, in logarithms."""
 
     better: Tensor
     worse: Tensor

@@ -1,4 +1,4 @@
-"""Which fields that TRL's configurations add can hold here; all others are refused by name."""
+"""Fields that TRL's configurations add: those that can hold here, and a refusal of all others by name."""
 
 import dataclasses
 from collections.abc import Mapping, Set
