@@ -1,4 +1,4 @@
-"""What ``simulator_accuracy.py`` predicts and runs."""
+"""Cases that ``simulator_accuracy.py`` predicts and runs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setting:
-    """What a calibration is of."""
+    """The job and the network that a calibration is of."""
 
     model: str
     network: str

@@ -1,4 +1,4 @@
-"""What a pause costs a message on a far line: the kernel's TCP between two hosts, over a line with a delay.
+"""Measure the cost of a pause to a message on a far line: the kernel's TCP between two hosts, over a line with a delay.
 
     python benchmarks/after_pauses.py [--mbits 400] [--round-trip-s 0.06] [--mb 4] [--json]
 
@@ -43,7 +43,7 @@ _SET_INTERFACE, _TAP, _NO_HEADER = 0x400454CA, 0x0002, 0x1000
 
 @contextmanager
 def living_at(network: Network, host: str) -> Iterator[None]:
-    """What this thread opens meanwhile belongs to that host."""
+    """Move this thread to that host for a while: what it opens then belongs there."""
     with open("/proc/thread-self/ns/net", "rb") as here, open(network.environment(host)[NAMESPACE], "rb") as there:
         move_to(there)
         try:

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the stall of the training thread, the speed of writing, bytes read back, host memory.
+"""Measure a checkpoint's cost: the stall of the training thread, the speed of writing, bytes read back, host memory.
 
 Everything is measured side by side with `torch.distributed.checkpoint` and with plain files, in interleaved rounds on
 the same directory and the same bytes; figures are ratios of medians. Run:

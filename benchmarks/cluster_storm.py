@@ -142,7 +142,7 @@ class Storm:
         return {**kept, **own, **getattr(self, "_environment", {})}
 
     def _without_torch(self) -> Path:
-        """Where ``import torch`` fails, as on an image that lacks it."""
+        """Make a folder from which ``import torch`` fails, as on an image that lacks it."""
         folder = self.folder / "lacking"
         folder.mkdir(exist_ok=True)
         (folder / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")\n")

@@ -84,7 +84,7 @@ def worker(width: int, steps: int, told: Path, *, compresses: bool) -> None:
 
 
 def measured(options: argparse.Namespace, plan: str, folder: Path, *, compresses: bool) -> dict[str, Any]:
-    """What one run told."""
+    """Run once, and return what the run told."""
     stages, replicas = map(int, plan.split("x"))
     os.environ["VARUNA_STAGES"] = str(stages)
     told = folder / "told.json"

@@ -23,7 +23,7 @@ from varuna.engine.base.transport import Group, c10d, connect_store, prefixed
 
 HOST = "127.0.0.1"
 MESSAGES_BYTES = {64: 500, 65_536: 300, 1_048_576: 60, 67_108_864: 4}
-"""How often each is sent in a round."""
+"""Sizes of messages, and how often each is sent in a round."""
 SUMS = {16: 150, 262_144: 15, 16_777_216: 2}
 """Numbers (fp32), and how often they are added up in a round."""
 

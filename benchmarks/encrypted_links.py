@@ -1,4 +1,4 @@
-"""What WireGuard between two hosts costs: the same run over plain links and over encrypted ones, side by side.
+"""Measure the cost of WireGuard between two hosts: one run over plain links and over encrypted ones, side by side.
 
     python benchmarks/encrypted_links.py [--megabits 0 1000 100] [--rounds 3] [--steps 30]
 

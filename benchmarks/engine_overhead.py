@@ -1,4 +1,4 @@
-"""What the engine costs: against a plain loop, against the simulator's ideal pipeline, and per action.
+"""Measure the engine's cost: against a plain loop, against the simulator's ideal pipeline, and per action.
 
 - Step time at P = D = 1 over a plain PyTorch loop: same model, same accumulation, one thread.
 - The simulator's ideal for the plan that P = 2 ran, over its step time: the sections' times as `varuna calibrate`

@@ -47,7 +47,7 @@ class Example:
 
     @property
     def command(self) -> str:
-        """What a reader types in that folder."""
+        """Command that a reader types in that folder."""
         return " && ".join(f"python {run}" for run in self.runs)
 
     @property

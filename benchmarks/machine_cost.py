@@ -1,4 +1,4 @@
-"""What an event costs the manager's state machine, by the size of the fleet: it must not grow with it.
+"""Measure an event's cost to the manager's state machine, by the size of the fleet: it must not grow with it.
 
     python benchmarks/machine_cost.py [--workers 100 1000 10000] [--stages 8]
 

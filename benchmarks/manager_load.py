@@ -1,4 +1,4 @@
-"""What a manager of many machines can bear: agents on real TLS WebSockets, each with a beat a second.
+"""Measure a manager of many machines under load: agents on real TLS WebSockets, each with a beat a second.
 
     python benchmarks/manager_load.py [--agents 1000] [--seconds 20] [--stalled 5] [--bare]
 
@@ -243,7 +243,7 @@ async def measure(args: argparse.Namespace, pipe: Connection, crowd: Crowd) -> d
         return max(crowd.reached_s.values()) - begin_s
 
     async def tell_all() -> dict[str, float]:
-        """How long an instruction takes to reach everybody, and all who read it while some do not."""
+        """Time an instruction to everybody, and to all who read it while some do not."""
         reached_s = [await tell() for _ in range(5)]
         crowd.deaf = {identity.node for identity in crowd.identities[: args.stalled]}
         for _ in range(20):  # the deaf ones are owed more and more

@@ -1,4 +1,4 @@
-"""What memory is worth: step time under `adaptive`, which keeps the activations that fit, over that under `varuna`.
+"""Measure the worth of memory: step time of `adaptive`, which keeps the activations that fit, over that of `varuna`.
 
     python benchmarks/memory_into_speed.py            # simulated: shares of activations from none to all
     python benchmarks/memory_into_speed.py --real     # measured: none, and 80 %, over processes of this machine

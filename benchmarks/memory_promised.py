@@ -173,7 +173,7 @@ CASES = (
 
 
 class Row(NamedTuple):
-    """What came out for one stage."""
+    """Memory of one stage, promised and measured."""
 
     stage: int
     promised_bytes: int

@@ -1,4 +1,4 @@
-"""How long a newcomer warms up: from the start of its process until it could run, with and without others' work.
+"""Measure a newcomer's warm-up: from the start of its process until it could run, with and without others' work.
 
 A worker of a machine that the run has not seen imports, captures the model and measures the device before it joins.
 With the run's shared work it takes over what another worker has captured and measured. Rounds alternate; every

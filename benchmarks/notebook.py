@@ -24,7 +24,7 @@ class _Svg:
 
 
 def outputs(notebook: dict[str, Any], folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """What each cell with code prints, and draws in its last line, in nbformat's form.
+    """Run each cell with code, and yield what it prints, and draws in its last line, in nbformat's form.
 
     Args:
         notebook: as read from its file.

@@ -20,12 +20,12 @@ COMMANDS = re.compile(
     r"```\npython examples/recipes/tiny\.py (?P<kind>\w+) tiny\n(?P<command>varuna run -n 3 .*)\n```\n\n"
     r"The last loss is (?P<last>\d+\.\d+)\."
 )
-"""What a recipe's section of the page says of its tiny run."""
+"""Lines of the page on a recipe's tiny run: its command, and its last loss."""
 LOSS = re.compile(r"^step \d+ loss (\S+)$", re.M)
 
 
 def last_loss(kind: str, command: str) -> float:
-    """What the recipe ends with as the page starts it; in the current folder."""
+    """Run the recipe in the current folder as the page starts it, and return its last loss."""
     Path("examples").symlink_to(ROOT / "examples")
     for words in (["examples/recipes/tiny.py", kind, "tiny"], ["-m", *shlex.split(command)]):
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)

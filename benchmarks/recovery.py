@@ -1,4 +1,4 @@
-"""How long training stands still: a killed worker, a frozen one, a planned loss, a gain; and torchrun beside it.
+"""Measure stalls of training: a killed worker, a frozen one, a planned loss, a gain; and torchrun beside it.
 
 Four CPU workers train a small model (benchmarks/elastic_job.py) as 2 stages x 2 replicas. After each
 disturbance the cluster is made whole again before the next one. All times are medians over the rounds.
@@ -231,7 +231,7 @@ def elastic(rounds: int) -> dict[str, list[float]]:
 
 @contextlib.contextmanager
 def until_time_is_up() -> Iterator[None]:
-    """What was measured until then counts."""
+    """End the block when its time is up; what was measured until then counts."""
     try:
         yield
     except TimeoutError as error:

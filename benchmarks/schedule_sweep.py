@@ -1,4 +1,4 @@
-"""How much shorter steps are with ``adaptive`` than with ``varuna``; and in-flight depths. Simulated.
+"""Simulate how much shorter steps are with ``adaptive`` than with ``varuna``; and in-flight depths.
 
     python -m benchmarks.schedule_sweep
 

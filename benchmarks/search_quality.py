@@ -1,4 +1,4 @@
-"""How good the planner's search is on random models and networks: figures, never asserted.
+"""Measure the quality of the planner's search on random models and networks: figures, never asserted.
 
     python -m benchmarks.search_quality                # both parts, some minutes
     python -m benchmarks.search_quality --models 20 --seed 1

@@ -64,7 +64,7 @@ SEEDS = 20
 
 
 def calibrated(setting: Setting, cases: list[Case], hosts: Hosts | None = None) -> Calibration:
-    """What `varuna calibrate` finds for a setting, at the sizes of its cases."""
+    """Calibrate a setting as `varuna calibrate` does, at the sizes of its cases."""
     measured = []
     for micro_batch in sorted({case.micro_batch for case in cases}):
         arguments = setting.arguments(max(case.global_batch for case in cases), micro_batch)
@@ -195,7 +195,7 @@ def run(case: Case, plan: Plan, steps: int, hosts: Hosts | None = None) -> list[
 
 
 def refined(case: Case, plan: Plan, calibration: Calibration, told: list[dict[str, Any]]) -> Calibration:
-    """What a run of the plan would know after the first half of its steps, if it began knowing no network."""
+    """Return what a run of the plan would know after the first half of its steps, if it began knowing no network."""
     begun = calibration.model_copy(update={"across_vms": ETHERNET})
     reported = [RankTimes.model_validate(each["reported"]) for each in told]
     return refine(begun, plan, [of_stage(reported[stage :: case.stages]) for stage in range(case.stages)])

@@ -1,4 +1,4 @@
-"""What it costs to remember the newest steps for `varuna timeline`: steps with it over steps without it, side by side.
+"""Measure the cost of remembering the newest steps for `varuna timeline`: steps with it over steps without it.
 
 Two ranks as threads train a model of two tiny layers with many micro-batches, so that a step is nearly nothing but
 actions and messages to remember. In one process, blocks of steps with and without remembering alternate; the CPU time

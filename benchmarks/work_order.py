@@ -1,4 +1,4 @@
-"""What an order by length is worth, by the simulator: steps over those with micro-batches in the order of the samples.
+"""Simulate the worth of an order by length: steps over those with micro-batches in the order of the samples.
 
 Work is drawn as lengths of texts are distributed (log-normal), and rounded up to as many lengths as are declared.
 

@@ -51,7 +51,7 @@ class Hosts:
         self._network.close()
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
-        """What starts a process where a rank lives."""
+        """Return the command that starts a process at the host of a rank."""
         namespace = self._network.environment(self._of[rank])[NAMESPACE]
         return ["nsenter", f"--net={namespace}", *command]
 
@@ -71,11 +71,11 @@ class Hosts:
         }
 
     def free_port(self) -> int:
-        """Where nothing has listened yet."""
+        """Return a port on which nothing has listened yet."""
         return next(self._ports)
 
     def collect(self, script: Path, args: Sequence[str], workers: int) -> list[Measured]:
-        """What `varuna calibrate`'s workers measure, each where its rank lives.
+        """Measure as the workers of `varuna calibrate` do, each at its rank's host.
 
         Raises:
             RuntimeError: one failed.

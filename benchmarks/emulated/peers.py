@@ -72,7 +72,7 @@ class Layer(torch.nn.Module):
 
 
 class _Counted:
-    """Which micro-batch runs: every engine begins their forwards in order."""
+    """The number of the micro-batch that runs: every engine begins their forwards in order."""
 
     now, _begun = 0, 0
 

@@ -1,4 +1,4 @@
-"""How long slept compute takes that is not always the same: by micro-batch, on one stage, or now and then.
+"""Times of slept compute that varies: by micro-batch, on one stage, or now and then.
 
 All engines sleep by the same rules, which a process finds in its environment; numbers are drawn from the seed alone.
 """
@@ -18,7 +18,7 @@ _EVERY = 20
 
 
 class Work(NamedTuple):
-    """What varies."""
+    """The ways in which work varies."""
 
     stages: int
     micro_batches: int
@@ -45,7 +45,7 @@ class Work(NamedTuple):
         return self.spread > 0 or self.slow != 1 or self.stall > 0
 
     def units(self, units: float, stage: int, micro_batch: int, kind: str) -> float:
-        """How long an action takes that would take ``units``."""
+        """Return the time of an action that would take ``units``."""
         taken = units * self.shares[micro_batch] if self.spread else units
         if stage != self.stages // 2:
             return taken

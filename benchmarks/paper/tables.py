@@ -53,7 +53,7 @@ def compare(title: str, unit: str, rows: Sequence[Row], *notes: str) -> None:
 
 
 def ours(model: Transformer, machine: Machine, gpus: int, *, global_batch: int = 8192) -> Plan:
-    """What our planner chooses: half-layers, its own m, depth, kept activations and schedule."""
+    """Return our planner's choice: half-layers, its own m, depth, kept activations and schedule."""
     calibration = calibration_of(model, machine, whole_layers=False)
     return best_plan(PlanRequest(calibration=calibration, workers=gpus, global_batch=global_batch))
 
