@@ -84,7 +84,7 @@ Batch = dict[str, Tensor]  # by name: inputs of the model, values that cross a c
 
 @dataclass(frozen=True)
 class Job:
-    """What its user says of a training: independent of P and D. [Correctness-preserving morphing | job.spec]"""
+    """A training as its user describes it: independent of P and D. [Correctness-preserving morphing | job.spec]"""
 
     build: Callable[[], nn.Module]  # the model: given a sample's tensors by name, it returns a mean cross-entropy
     dataset: Callable[[], Any]  # has a length, and samples by number: tensors by name
@@ -159,7 +159,7 @@ class Generation:
 
 
 class Vote(NamedTuple):
-    """What a rank, or all together, say at the end of a step. [core.vote]"""
+    """The report of a rank, or of all together, at the end of a step. [core.vote]"""
 
     losses: list[list[float]]  # micro-batch, its mean loss, its weight: the number of its targets
     added: list[list[float]]  # section, and a micro-batch whose gradients are in that section's sums
@@ -176,7 +176,7 @@ class Vote(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a worker has, between two generations. [core.messages]"""
+    """The state of a worker between two generations. [core.messages]"""
 
     address: tuple[str, int]  # of its links
     applied: int  # steps that its state contains
@@ -186,7 +186,7 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a rank sends itself a signal. [testing.faults]"""
+    """A signal that a rank sends itself at some place. [testing.faults]"""
 
     rank: int
     step: int
@@ -637,7 +637,7 @@ Key = tuple[Any, ...]  # kind of a message, its step, and what else tells it fro
 
 
 class Inbox:
-    """What has arrived, and the one place to wait for it, with a bound. [engine.base.inbox, engine.base.wait_bounds]"""
+    """Messages that have arrived; all waits are here, with a bound. [engine.base.inbox, engine.base.wait_bounds]"""
 
     def __init__(self) -> None:
         self._messages, self._news, self._why_over = dict[Key, Batch](), threading.Condition(), ""
@@ -758,7 +758,7 @@ def unpacked(message: bytes) -> tuple[Key, Batch]:
 
 @dataclass(frozen=True)
 class Section:
-    """What lies between two cut-points: run, moved and updated as one. [Auto-partitioning | partition.cut.split]"""
+    """Operations between two cut-points: run, moved and updated as one. [Auto-partitioning | partition.cut.split]"""
 
     index: int
     module: nn.Module
@@ -983,7 +983,7 @@ class Action(NamedTuple):
 
 
 def static_orders(stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """What each stage does, in order, where F and R take one quantum of time, and B two. In each quantum a stage does
+    """Order each stage's actions, where F and R take one quantum of time, and B two. In each quantum a stage does
     the first of these that it can: finish a B; begin the B of its R (rule 2: nothing comes in between); run R, if the
     next stage has begun that B (rule 1: it ends as the gradient comes); run F (rule 3). [Tuning pipeline efficiency |
     schedule.orders]

@@ -1,4 +1,4 @@
-"""What the learner trains and the rollout processes play with: a policy over a small vocabulary, and a toy reward."""
+"""Model of the learner and the rollout processes: a policy over a small vocabulary, and a toy reward."""
 
 from collections.abc import Mapping
 

@@ -44,7 +44,7 @@ def make_host(name: str, endpoint: str, inside: ipaddress.IPv4Address) -> Host:
 
 
 def configuration(host: Host, others: list[Host], network: ipaddress.IPv4Network, port: int) -> str:
-    """What ``wg-quick`` reads on ``host``."""
+    """Return the file that ``wg-quick`` reads on ``host``."""
     lines = [
         "[Interface]",
         f"PrivateKey = {host.private_key}",
