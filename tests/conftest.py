@@ -38,7 +38,7 @@ gc.disable()  # until all is imported
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: garbage collections need not look through all of torch again and again."""
+    """Freeze what was imported: garbage collections need not look through all of torch again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 50, 20)  # an export alone makes 100,000 objects, of which nearly all go by themselves
@@ -58,7 +58,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests, and the processes that they start, leave in the temporary folder goes with pytest's."""
+    """Put what tests, and the processes that they start, leave in the temporary folder into pytest's, to go with it."""
     folder = str(tmp_path_factory.mktemp("temporary"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)

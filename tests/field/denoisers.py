@@ -80,7 +80,7 @@ def _even(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
 
 
 _FREE = re.compile(r"layers|depth|heads$|blocks|^(text|caption|joint|pooled|context|cap_feat|cross)_.*dim|refiner")
-"""What may be made smaller without regard to rotary embeddings."""
+"""Names of arguments that may be made smaller without regard to rotary embeddings."""
 
 
 def _shrunk_by(

@@ -43,7 +43,7 @@ UNTRAINABLE = re.compile(
 
 @dataclass(frozen=True)
 class Reference:
-    """What plain PyTorch does.
+    """Results of plain PyTorch.
 
     Attributes:
         candidate: the way to make samples that worked.

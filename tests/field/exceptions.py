@@ -1,4 +1,4 @@
-"""What the rules get wrong in a family, and why."""
+"""Exceptions from the rules: what they get wrong in a family, and why."""
 
 from collections.abc import Mapping
 from typing import Any

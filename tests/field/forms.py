@@ -99,7 +99,7 @@ def _with_places(build: Build, plain: Shapes) -> Iterator[Shapes]:
 
 
 def _places(module: Any, shapes: Shapes) -> int:
-    """How many places of a text a picture or a sound takes: as many as the model makes vectors of it."""
+    """Count the places of a text that a picture or a sound takes: as many as the model makes vectors of it."""
     name = "get_audio_features" if shapes.form == "sound" else "get_image_features"
     features = next((found for part in module.modules() if (found := getattr(part, name, None))), None)
     if features is None:

@@ -169,7 +169,7 @@ def _nothing(index: int) -> dict[str, Any]:
 
 
 def _around(shapes: Shapes) -> Callable[[nn.Module], nn.Module] | None:
-    """What stands between samples of tensors and a model that wants something else."""
+    """Choose a wrapper for a model that wants something else than samples of tensors; None: it needs none."""
     takes = shapes.takes
     if shapes.form == "grid":
         return wrapped.Packed

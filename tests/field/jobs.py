@@ -1,4 +1,4 @@
-"""What a job of the field is: a model by name, and how its parts are made."""
+"""Jobs of the field: a model by name, and how its parts are made."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Attempt:
-    """How a job is to be run.
+    """The way in which a job is to be run.
 
     Attributes:
         candidate: which way to make samples, counted from the likeliest; None: not known yet.

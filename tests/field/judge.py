@@ -1,4 +1,4 @@
-"""Which column a job belongs to, from what plain PyTorch and Varuna did. Nothing here runs anything."""
+"""Verdicts: the column to which a job belongs, from what plain PyTorch and Varuna did. Nothing here runs anything."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ RIGHT, REFUSED, POOR, WRONG, HANG, CRASH, NOTHING = (
 COLUMNS = (RIGHT, REFUSED, POOR, WRONG, HANG, CRASH, NOTHING)
 BAD = (WRONG, HANG, CRASH)
 _PLANS = ("1x1", "3x1", "2x2")
-"""What is tried unless the capture told of others."""
+"""Plans that are tried unless the capture told of others."""
 
 _PRIVATE = re.compile(
     r"lifted_tensor|\b[su]\d{1,3}\b|\w*Guard(On)?[A-Z]\w*|torch\._\w+|FakeTensor|[Ff]ake ?mode|SymInt|\baten[.:]\w+|"
@@ -47,7 +47,7 @@ Curve = Sequence[Sequence[float]]
 
 
 def parts_of(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """What an attempt goes through, in order: the capture, then its plans."""
+    """List the parts of an attempt, in order: the capture, then its plans."""
     return ("capture", *found.get("capture", {}).get("plans", _PLANS))
 
 
@@ -79,13 +79,13 @@ def placed(message: str) -> str:
 
 
 def number_named(argument: str, message: str) -> int | None:
-    """Which value a message asks to pass, as in "pass cut=4"."""
+    """Return the value that a message asks to pass, as in "pass cut=4"."""
     found = re.search(rf"[Pp]ass {argument}=(\d+)", message)
     return int(found.group(1)) if found else None
 
 
 def tolerance(noise: float) -> float:
-    """How far losses and gradient norms may be from plain PyTorch's."""
+    """Return the distance that losses and gradient norms may have from plain PyTorch's."""
     return max(TOLERANCE, _NOISE * noise)
 
 

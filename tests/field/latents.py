@@ -1,4 +1,4 @@
-"""What a denoiser of diffusers is given: latents, a moment, texts and what else goes with them."""
+"""Inputs of a denoiser of diffusers: latents, a moment, texts and what else goes with them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def width_of(fields: Mapping[str, Any], *names: str, default: int = WIDTH) -> in
 
 
 def known(fields: Mapping[str, Any], manner: Manner, generator: torch.Generator) -> dict[str, Callable[[], Tensor]]:
-    """What we know how to draw, by its name."""
+    """Return the inputs that we know how to draw, by name."""
     shape, words, several = manner.shape, manner.words, (manner.frames,) if manner.frames else ()
     moment = (
         torch.rand(several, generator=generator)
@@ -125,7 +125,7 @@ _FEW = 6
 EARLIER = {"clean": 1, "history_2x": 2, "history_4x": 4}
 """Frames before those that are denoised, as finely as they are kept, and how many."""
 LISTED = {"text_encoder_layers": 1, "encoder_hidden_states_llama3": 1, "x": 0, "cap_feats": 0}
-"""What is a list of tensors, and along which dimension of a batch."""
+"""Inputs that are lists of tensors, and along which dimension of a batch."""
 _TEXT = (
     "cross_attention_dim",
     "joint_attention_dim",
@@ -158,4 +158,4 @@ USUAL = {
     "added_time_ids",
     "encoder_attention_mask",
 }
-"""What most denoisers want, even where it has a default."""
+"""Inputs that most denoisers want, even where they have a default."""

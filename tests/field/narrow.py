@@ -58,7 +58,7 @@ def _fewer(value: Any, part: int) -> Any:
 
 @contextmanager
 def smaller(kind: type[nn.Module], side: int, frames: int) -> Iterator[None]:
-    """What a builder passes to this class is shrunk on the way, for pictures of this side."""
+    """Shrink what a builder passes to this class, for pictures of this side."""
     init = kind.__init__
     signature = inspect.signature(init)
 

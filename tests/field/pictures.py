@@ -51,7 +51,7 @@ _SIZES = (
     "050",
     "11",
 )
-"""What names call their smallest models, the smallest first."""
+"""Words in the names of the smallest models, the smallest first."""
 
 
 def _smallest(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What users write around a denoiser that wants more than tensors with one entry for each example.
+"""Modules that users write around a denoiser that wants more than tensors with one entry for each example.
 
 How patches and words lie is the same for all examples: positions, shapes and grids are told by the module around it.
 """
@@ -142,7 +142,7 @@ class Placed(nn.Module):
         return self.model(**given, **self.told, **self._positions(words))
 
     def _positions(self, words: int) -> dict[str, Any]:
-        """Where words and patches lie, as far as the denoiser wants to know."""
+        """Return the places of words and patches, as far as the denoiser wants to know."""
         patches, takes = self.shape[0], self.takes
         lie = torch.arange(patches)[:, None].expand(-1, self.axes).float()
         none = torch.zeros(words, self.axes)

@@ -1,4 +1,4 @@
-"""What sweeps found, for people: a line per verdict, a summary, and the page in the docs."""
+"""Reports of sweeps, for people: a line per verdict, a summary, and the page in the docs."""
 
 import re
 import time
@@ -45,7 +45,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 
 def versions(commit: str) -> str:
-    """What the results were found with."""
+    """Name the date, the commit and the libraries' versions that the results are of."""
     found = []
     for name in ("torch", "transformers", "timm", "torchvision", "diffusers"):
         try:
@@ -83,7 +83,7 @@ def page(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict], found_with: str
 
 
 def _why_not(reason: str) -> str:
-    """Which of the causes of ``_WHY_NOT`` kept plain PyTorch from training."""
+    """Name the cause among those of ``_WHY_NOT`` that kept plain PyTorch from training."""
     no_loss, library, device, large, gap = _WHY_NOT
     if UNTRAINABLE.search(reason):
         return no_loss
@@ -95,7 +95,7 @@ def _why_not(reason: str) -> str:
 
 
 def _ages(verdicts: Sequence[Verdict]) -> str:
-    """Which commits the verdicts are of: what was mended since is judged again only where that was asked for."""
+    """Count the verdicts of each commit: what was mended since is judged again only where that was asked for."""
     number = Counter(str(verdict["commit"]) for verdict in verdicts)
     each = ", ".join(f"{count} of {commit}" for commit, count in number.most_common())
     return f"A sweep takes hours, so its verdicts are of several commits: {each}."

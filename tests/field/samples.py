@@ -46,7 +46,7 @@ def find(config: Any, *names: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What samples of a job look like.
+    """The form of a job's samples.
 
     Attributes:
         takes: what ``forward`` does.
@@ -128,11 +128,11 @@ class Shapes:
 
     @property
     def codes(self) -> int:
-        """How many codes of sound there are."""
+        """Number of codes of sound."""
         return int(find(self.config, "codebook_vocab_size", "codebook_size", "audio_vocab_size", default=VOCABULARY))
 
     def features(self, index: int) -> dict[str, Tensor]:
-        """What detectors have found in a picture, for models that read it beside the text."""
+        """Return what detectors have found in a picture, for models that read it beside the text."""
         generator, found = generator_of(index + 700), {}
         if {"visual_feats", "visual_pos"} <= self.takes:
             found["visual_feats"] = torch.randn(4, int(find(self.config, "visual_feat_dim")), generator=generator)
@@ -232,7 +232,7 @@ class Shapes:
     # -- all together ---------------------------------------------------------------------------------------
 
     def sources(self, index: int) -> dict[str, Tensor]:
-        """What a sample is to learn from."""
+        """Return the part of a sample that a model learns from."""
         takes = self.takes
         if self.places:
             return {**self.text(index), **(self.heard(index) if self.form == "sound" else self.seen(index))}

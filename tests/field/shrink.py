@@ -135,7 +135,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def fields_of(config: Any) -> dict[str, Any]:
-    """What a configuration's constructor takes and does not work out by itself, with its values."""
+    """Return the values that a configuration's constructor takes and does not work out by itself, by field."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         try:

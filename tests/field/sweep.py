@@ -23,11 +23,11 @@ from tests.field.jobs import Attempt, Job, patience
 
 REFERENCE_S, ATTEMPT_S = 60.0, 120.0
 MOST_CPU_S = 600.0
-"""What computes beyond its bound may go on up to so many seconds of CPU: it is slow, not stuck."""
+"""Seconds of CPU up to which a job that computes beyond its bound may go on: it is slow, not stuck."""
 _LOOK_S, _COMPUTES_S = 10.0, 0.5
 CUT_POINTS = 12
 MICRO_BATCH = 4
-"""What a model is given whose refusal asks for ``micro_batch=``: batch statistics of two are all noise."""
+"""Micro-batch of a model whose refusal asks for ``micro_batch=``: batch statistics of two are all noise."""
 _MEMORY_BYTES = 16 * 2**30
 """No job may take the machine's: an allocation beyond fails in its process."""
 _ANSWER_BYTES = 2**20
@@ -36,7 +36,7 @@ _REASON = 600
 
 
 def forked(work: Callable[[], Any], bound_s: float) -> tuple[Any, str]:
-    """What a child computes, as JSON; and why there is nothing if it is None."""
+    """Compute in a child; return the result, as JSON, and why there is nothing if it is None."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -85,7 +85,7 @@ def _silence() -> None:
 
 
 def reference(attempt: Attempt) -> dict[str, Any]:
-    """What eager does, in a child; ``cannot`` if it does not."""
+    """Run eager in a child, and return its results; ``cannot`` if it fails."""
 
     def work() -> dict[str, Any]:
         try:
@@ -165,7 +165,7 @@ def _attempted(attempt: Attempt, bound_s: float, *, loud: bool) -> dict[str, Any
 
 
 def _told(folder: Path, parts: tuple[str, ...]) -> dict[str, Any]:
-    """What an attempt has told of these parts."""
+    """Read the results that an attempt has told of these parts."""
     return {part: json.loads((folder / part).read_text()) for part in parts if (folder / part).exists()}
 
 
@@ -202,7 +202,7 @@ def _cpu_of_session(session: int) -> float:
 
 
 def _stacks(folder: Path) -> list[str]:
-    """Where the first thread of each process stood, which comes last: its innermost line of Varuna's."""
+    """Return the innermost line of Varuna's where the first thread of each process, which is told last, stood."""
     found = []
     for path in sorted(folder.glob("stacks*")):
         first = path.read_text().rsplit("most recent call first", 1)[-1]

@@ -1,4 +1,4 @@
-"""What a sample has to learn from, for each kind of head."""
+"""Targets that a sample has to learn, for each kind of head."""
 
 from collections.abc import Callable, Mapping
 

@@ -38,7 +38,7 @@ _LOOK_S, _COMPUTES_S, _MOST = 10.0, 0.5, 3.0
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run ended that did not train.
+    """The end of a run that did not train.
 
     Attributes:
         kind: the class of the exception, or "signal".
@@ -57,7 +57,7 @@ class Failure:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What a user would see of an exception."""
+    """Return the part of an exception that a user would see."""
     from varuna.core.errors import VarunaError
 
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""What users write around a model whose ``forward`` wants more than a tensor for each name.
+"""Modules that users write around a model whose ``forward`` wants more than a tensor for each name.
 
 Samples are dicts of tensors of one shape each, which are stacked. What a model wants in another form is made of them
 here, in the module that is trained.

@@ -1,4 +1,4 @@
-"""What the null GPU has counted: calls since a moment, and bytes now and at most."""
+"""Counts of the null GPU: calls since a moment, and bytes now and at most."""
 
 import ctypes
 from functools import cache

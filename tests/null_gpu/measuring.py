@@ -1,4 +1,4 @@
-"""What a worker with a GPU takes of host memory, over the null GPU: ``python -m tests.null_gpu.measuring saves bf16``.
+"""Measures a GPU worker's host memory over the null GPU: ``python -m tests.null_gpu.measuring saves bf16``.
 
 Prints figures as JSON, in bytes unless they are said to be something else.
 """
@@ -144,7 +144,7 @@ def segments(*before: str) -> Figures:
 
 
 def others() -> Figures:
-    """What a worker takes for memory of others, first and when a script was on the GPU before."""
+    """Return the bytes that a worker takes for memory of others, first and when a script was on the GPU before."""
     first = traffic_of(torch.device("cuda:0")).streams
     used = torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda:0")
     then = traffic_of(torch.device("cuda:0")).streams

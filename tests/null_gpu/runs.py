@@ -24,7 +24,7 @@ needs_null_gpu = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Ran:
-    """How a command ended, and all that it said."""
+    """The end of a command, and all that it printed."""
 
     code: int
     text: str
@@ -32,7 +32,7 @@ class Ran:
 
     @property
     def steps(self) -> int:
-        """How many steps the run has done."""
+        """Number of steps that the run has done."""
         found = re.search(r"^(?:done|ended) +(\d+) steps?", self.text, re.MULTILINE)
         return int(found[1]) if found else 0
 

@@ -1,4 +1,4 @@
-"""What a worker with a GPU pins of host memory, and sees of its device's, by torch's CUDA build over the null GPU."""
+"""Host memory that a GPU's worker pins, and device memory that it sees, by torch's CUDA build over the null GPU."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a step asks of the device, as numbers that may only fall, and what its memory takes, against the promise."""
+"""Calls of a step to the device, as numbers that may only fall, and its memory against the promise."""
 
 import gc
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 
 
 class Measured(NamedTuple):
-    """What five steps of one process took."""
+    """Counts of five steps of one process."""
 
     step: Counts
     """the fourth step"""

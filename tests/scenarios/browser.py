@@ -41,7 +41,7 @@ class Window:
         return self.page.wait_for_selector(selector, timeout=1000 * bound_s)
 
     def unfit(self) -> list[str]:
-        """What axe finds, light on a desk and dark on a phone; also what sticks out to the right."""
+        """List axe's findings, light on a desk and dark on a phone; also what sticks out to the right."""
         found = []
         for size, theme in ((DESK, "light"), (PHONE, "dark")):
             self.page.set_viewport_size(size)

@@ -64,7 +64,7 @@ class Instance:
     service: Server
     """Its own metadata service."""
     says: Any
-    """What that answers: a class, whose fields are changed."""
+    """Answers of that service: a class, whose fields are changed."""
     process: "subprocess.Popen[bytes] | None" = None
     """Its agent, once it has booted."""
 

@@ -28,7 +28,7 @@ Alone = Callable[..., dict[int, float]]
 
 @dataclass
 class Done:
-    """How a command ended."""
+    """The end of a command, with its output."""
 
     code: int
     out: str

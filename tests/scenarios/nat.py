@@ -153,7 +153,7 @@ def _device() -> int:
 
 
 class Nat:
-    """What one host's NAT remembers: as most do, it lets in answers of those that were called, and no one else."""
+    """The memory of one host's NAT: as most do, it lets in answers of those that were called, and no one else."""
 
     def __init__(self, host: Host) -> None:
         self.host = host

@@ -23,10 +23,10 @@ _START_S = 10.0
 _SHAPED = "burst 16kb latency 400ms"
 """The bucket is small: what passes a line that was idle at full speed hides how narrow it is."""
 _UNCUT_BYTES = 15_000
-"""What TCP hands over at once passes the bucket whole; a real network card cuts it into packets. Cut at the bucket, a
+"""Bytes that TCP hands over at once and the bucket lets pass whole; a real network card cuts them. Cut at the bucket, a
 packet has its own timer: at 100 Mb/s that takes a fifth of two processors that compute, at 1 Gb/s two fifths."""
 _USUAL = "cubic"
-"""How TCP avoids congestion where nobody has chosen otherwise; this machine may have."""
+"""TCP's way to avoid congestion where nobody has chosen otherwise; this machine may have."""
 _prctl = ctypes.CDLL(None).prctl  # a child that was forked from threads may not look it up
 
 

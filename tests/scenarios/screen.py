@@ -30,7 +30,7 @@ class Screen:
         self._rest = ""
 
     def write(self, data: bytes) -> None:
-        """What a program has printed."""
+        """Take what a program has printed."""
         text, at = self._rest + data.decode(errors="replace"), 0
         while at < len(text):
             piece = _PIECES.match(text, at)
@@ -72,7 +72,7 @@ class Screen:
 
     @property
     def text(self) -> str:
-        """What stands on the screen now."""
+        """Text that stands on the screen now."""
         return "\n".join(line.rstrip() for line in self._lines)
 
     @property

@@ -90,7 +90,7 @@ class Slurm:
             path.unlink()
 
     def ask(self, *command: str) -> str:
-        """What one of Slurm's commands prints; empty if it fails."""
+        """Return the output of one of Slurm's commands; empty if it fails."""
         return subprocess.run(command, env=self._all, capture_output=True, text=True, timeout=30, check=False).stdout
 
     def jobs(self, partition: str = "spot") -> dict[str, str]:

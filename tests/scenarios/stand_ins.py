@@ -26,7 +26,7 @@ class StandIns:
             (folder / name).chmod(0o755)
 
     def shell(self, script: str, folder: Path, **variables: str) -> str:
-        """What a script prints that runs in a folder, and ends well."""
+        """Run a script in a folder, and return its output; it must end well."""
         own = {"BIN": str(self.folder), "WORDS": str(_words(folder)), "PATH": f"{self.folder}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["bash", "-c", script],

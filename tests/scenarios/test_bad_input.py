@@ -1,4 +1,4 @@
-"""What goes wrong ends in one clear message, with no process left behind and nothing lost.
+"""A fault ends in one clear message, with no process left behind and nothing lost.
 
 What a script or a command refuses by itself is tried in this process; what a manager makes of it takes real workers.
 """
@@ -43,7 +43,7 @@ NOWHERE = ("--checkpoint-dir", "{folder}/file/checkpoints")
 
 @dataclass(frozen=True)
 class End:
-    """How a script or a command ended."""
+    """The end of a script or a command."""
 
     done: Done
     folder: Path

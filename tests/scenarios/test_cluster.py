@@ -68,7 +68,7 @@ def turn_strangers_away(cluster: Cluster, args: tuple[str, ...]) -> None:
 
 
 def older_image(folder: Path) -> Path:
-    """Where ``varuna`` is of an older version."""
+    """Make an image with an older version of ``varuna``."""
     image = folder / "image"
     shutil.copytree(Path(varuna.__file__).parent, image / "varuna", ignore=shutil.ignore_patterns("__pycache__"))
     version = image / "varuna" / "core" / "version.py"
@@ -202,7 +202,7 @@ def test_machines_are_drained_and_return_and_a_person_ends_the_run(
 def test_a_spot_notice_reaches_the_manager_and_the_run_leaves_the_machine(
     cluster: Cluster, undisturbed: dict[int, float]
 ) -> None:
-    """How a morph is planned before a deadline is shown in virtual time (test_departure): here the clock is real."""
+    """The clock is real here: planning a morph before a deadline is tested in virtual time (test_departure)."""
     args = (*ARGS, "--steps", "5000")  # it is ended by hand
     with metadata_service() as url:
         cluster.environment[ENDPOINT_VARIABLE] = url

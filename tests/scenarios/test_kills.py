@@ -78,7 +78,7 @@ def disturbed(
 
 
 class Deaths(NamedTuple):
-    """What befalls a run whose every section has two holders again before the next worker dies.
+    """Deaths in a run whose every section has two holders again before the next worker dies.
 
     Attributes:
         around: when workers die, in the words of ``job.misbehave``.

@@ -28,7 +28,7 @@ def model_in(folder: Path) -> dict[str, Tensor]:
 
 
 def shown(folder: Path) -> dict[int, dict[str, Tensor]]:
-    """What a server could load, by step; hidden names are none of its business."""
+    """Load all that a server could, by step; hidden names are none of its business."""
     return {int(each.name.removeprefix("step-")): model_in(each) for each in folder.glob("step-*")}
 
 

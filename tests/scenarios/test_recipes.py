@@ -30,7 +30,7 @@ STEPS = 4
 FAST = {"sft", "dpo"}
 NEEDS = {"denoiser": "diffusers", "vision_language": "PIL"}
 LAST = 1e-3
-"""How far a last loss may be from the page's, relative: sums in another order grow over the steps."""
+"""Relative distance that a last loss may have from the page's: sums in another order grow over the steps."""
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -132,7 +132,7 @@ LossOf = Callable[[nn.Module, Sequence[Any]], Tensor]
 
 
 def plain_loop(told: Sequence[str], kind: str, steps: int, loss_of: LossOf, model: nn.Module | None = None) -> Any:
-    """What an ordinary loop computes with the recipe's samples, optimizer and first values.
+    """Train an ordinary loop with the recipe's samples, optimizer and first values.
 
     Args:
         told: the recipe's options.

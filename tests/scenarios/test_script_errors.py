@@ -1,4 +1,4 @@
-"""What a script alone prints when it ends with an exception."""
+"""A script alone prints its own error when it ends with an exception."""
 
 import sys
 from pathlib import Path

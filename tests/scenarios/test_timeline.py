@@ -55,7 +55,7 @@ class Living:
 
 
 def check_measured(found: StepTimeline) -> None:
-    """What must be true of each measured step of a whole run on one machine."""
+    """Check what must be true of each measured step of a whole run on one machine."""
     plan = found.plan
     assert (plan.shape, len(found.ranks), dict(found.missing)) == ("2x2", 4, {})
     assert len({rank.clock for rank in found.ranks}) == 1

@@ -33,7 +33,7 @@ def plainly(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, i
 
 
 def seen(folder: Path) -> set[str]:
-    """What workers saw of trainings that were over."""
+    """Return the lines that workers wrote of trainings that were over."""
     return set((folder / "seen").read_text().splitlines())
 
 

@@ -50,7 +50,7 @@ _process: "subprocess.Popen[bytes] | None" = None  # the nursery's, where it is 
 
 
 class Order(NamedTuple):
-    """What to start, and for whom."""
+    """A request to start a process, and for whom."""
 
     command: list[str]
     environment: dict[str, str]
@@ -158,7 +158,7 @@ def _can_fork(command: list[str]) -> bool:
 
 
 def _words(command: list[str]) -> list[str]:
-    """What this Python is to run; nothing if it is another program."""
+    """Return the words for this Python to run; none if the command is another program."""
     if command[:1] != [sys.executable]:
         return []
     return command[2:] if command[1:2] == ["-u"] else command[1:]
@@ -205,7 +205,7 @@ def close() -> None:
 
 
 def import_everything() -> None:
-    """What workers and the command line import, and a first capture of their model, which imports more."""
+    """Import what workers and the command line do, and capture their model once, which imports more."""
     for name in (
         "cli.main",
         "fleet.agent.agent",
@@ -290,7 +290,7 @@ def _show(command: list[str]) -> None:
 
 
 def _program(command: list[str]) -> tuple[CodeType, ModuleType]:
-    """What ``python COMMAND`` runs as ``__main__``."""
+    """Return the code that ``python COMMAND`` runs as ``__main__``, and its module."""
     main, words = ModuleType("__main__"), _words(command)
     vars(main)["__builtins__"] = __builtins__
     if words != command[1:]:

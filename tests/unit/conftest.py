@@ -9,10 +9,10 @@ from tests.captures import CAPTURES
 
 @pytest.fixture(autouse=True)
 def _one_core(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where ranks are threads, they stay on a core: to hand the interpreter over between cores costs as much as work.
+    """Keep ranks that are threads on one core: to hand the interpreter over between cores costs as much as work.
 
-    And who is woken there waits for its turn (SCHED_BATCH): a device thread of gloo's that displaces the thread which
-    holds its lock would try to get it, without a pause, until the other one's next turn.
+    A thread that is woken there waits for its turn (SCHED_BATCH): a device thread of gloo's that displaces the thread
+    which holds its lock would try to get it, without a pause, until the other one's next turn.
     """
     threaded = {"engine", "testing"} & {*request.path.parts}  # others start programs, which would share the core
     if not threaded or not hasattr(os, "sched_setaffinity"):  # not Linux
@@ -48,7 +48,7 @@ def shared_captures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_ranks_left() -> Iterator[None]:
-    """What a test started as threads of this process ends with it; tests that need no ranks import none of this."""
+    """End what a test started as threads of this process; tests that need no ranks import none of this."""
     yield
     if (ranks := sys.modules.get("tests.unit.engine.ranks")) is not None:
         ranks.close_sessions()

@@ -15,7 +15,7 @@ import varuna
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^(<!-- not run: (?P<why>[^>]+) -->\n)?```python\n(?P<code>.*?)^```", re.M | re.S)
 SHORTER = {"steps(1000)": "steps(2)", "steps(100)": "steps(2)", "num_workers=4": "num_workers=0"}
-"""What is changed in a block before it runs."""
+"""Changes to a block before it runs."""
 
 
 class Block(NamedTuple):
@@ -42,7 +42,7 @@ class Classifier(nn.Module):
 
 
 def of_a_script() -> dict[str, Any]:
-    """What the page on scripts takes for granted."""
+    """Return the names that the page on scripts takes for granted."""
     drawn = torch.randn(128, 8, generator=torch.Generator().manual_seed(1))
     dataset = [(row, index % 4) for index, row in enumerate(drawn)]
     loader = torch.utils.data.DataLoader
@@ -57,7 +57,7 @@ def of_a_script() -> dict[str, Any]:
 
 
 def of_fine_tuning() -> dict[str, Any]:
-    """What the page on transformers takes for granted, once its first block has run."""
+    """Return the names that the page on transformers takes for granted, once its first block has run."""
     pytest.importorskip("accelerate", reason="make install brings it")
     from transformers import TrainingArguments
 

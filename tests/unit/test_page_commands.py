@@ -72,7 +72,7 @@ class Printed(NamedTuple):
 
 
 def commands(page: Path) -> Iterator[Printed]:
-    """What a reader may type: lines of blocks without a language, and what is quoted in a line."""
+    """Yield what a reader may type: lines of blocks without a language, and what is quoted in a line."""
     text = page.read_text()
     name = page.relative_to(ROOT).as_posix()
     blocks = [body for _, language, body in FENCE.findall(text) if language in ("", "sh", "bash", "console")]
@@ -94,7 +94,7 @@ def words_of(line: str) -> list[str]:
 
 
 def complaint(line: str) -> str | None:
-    """What of a command does not exist; None if all of it does."""
+    """Name the part of a command that does not exist; None if all of it does."""
     match words_of(line):
         case ["varuna", *rest]:
             return of_varuna(rest)

@@ -1,4 +1,4 @@
-"""What code on pages names exists: modules, attributes of ours, arguments of our callables, attributes of a step."""
+"""Names in the code of pages exist: modules, attributes of ours, arguments of our callables, attributes of a step."""
 
 import ast
 import importlib
@@ -38,7 +38,7 @@ EVERY = [block for page in PAGES for block in blocks(page)]
 
 
 def parsed(code: str) -> ast.Module:
-    """Where a page leaves arguments out, they are left out here too."""
+    """Parse code of a page, without the dots for arguments that it leaves out."""
     code = re.sub(r"^ +\.\.\.\n(?=\))", "", code, flags=re.M)
     return ast.parse(re.sub(r"\(\s*\.\.\., ", "(", code))
 

@@ -1,4 +1,4 @@
-"""What the training loop is told of a step's size and pace."""
+"""A step's size and pace, as the training loop is told of them."""
 
 import pytest
 import torch

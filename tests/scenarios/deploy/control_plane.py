@@ -33,7 +33,7 @@ def _program(part: str) -> str | None:
 
 
 class Reply(NamedTuple):
-    """What the API server said."""
+    """An answer of the API server."""
 
     status: int
     content: dict[str, Any]
@@ -127,7 +127,7 @@ class ControlPlane:
         return token
 
     def helm(self, helm: str, words: Sequence[str]) -> str:
-        """What a command of Helm's says; it must succeed."""
+        """Return the output of a command of Helm's; it must succeed."""
         done = subprocess.run(
             [helm, *words, "--kubeconfig", str(self.kubeconfig)],
             capture_output=True,

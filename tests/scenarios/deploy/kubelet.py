@@ -173,7 +173,7 @@ class Kubelet:
         self._thread.start()
 
     def said(self, pod: str) -> str:
-        """What the containers of all pods of that name have said."""
+        """Return the output of the containers of all pods of that name."""
         log = self.folder / f"{pod}.log"
         return log.read_text() if log.exists() else ""
 

@@ -63,7 +63,7 @@ def release(plane: ControlPlane, request: pytest.FixtureRequest) -> Iterator[str
 def inside(
     plane: ControlPlane, release: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], AgentSet]:
-    """What the manager's pod of this release would make."""
+    """Return a function that makes agent sets as the manager's pod of this release would."""
     (folder / "token").write_text(plane.token_of("ml", f"{release}-manager"))
     (folder / "namespace").write_text("ml")
     shutil.copy(plane.authority, folder / "ca.crt")

@@ -155,7 +155,7 @@ def test_the_images_steps_work_one_by_one(tmp_path: Path) -> None:
 
 
 def installed(step: str, index: str, folder: Path) -> str:
-    """What pip is asked to do."""
+    """Run a step that installs with a false pip; return the command that pip was given."""
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "bin" / "pip").write_text('#!/bin/sh\necho pip "$@"\n')
     (folder / "bin" / "pip").chmod(0o755)

@@ -1,4 +1,4 @@
-"""What is wrong or missing for one look is no damage."""
+"""A fault that only one look sees is no damage."""
 
 from collections.abc import Callable
 from pathlib import Path

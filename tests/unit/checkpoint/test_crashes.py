@@ -27,7 +27,7 @@ PLAN = make_plan(1, 2)
 
 
 def save_and_retain(store: Store) -> None:
-    """What is interrupted: all shards of a step, its manifest, and the removal of the checkpoint before."""
+    """Save all shards of a step, commit its manifest, and remove the checkpoint before: tests interrupt this."""
     commit(store, assemble(6, PLAN, save_parts(store, 6, PLAN)))
     retain(store, 6, Kept(last=1))
 

@@ -39,7 +39,7 @@ class Run:
         assert self.keep.settle()
 
     def spoil(self, change: Callable[[str], None]) -> None:
-        """What is in the store changes as soon as it is committed."""
+        """Change a shard in the store as soon as its checkpoint is committed."""
 
         def after(verb: str, name: str) -> None:
             if verb == "create" and name.endswith(MANIFEST):

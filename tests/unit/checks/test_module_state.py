@@ -1,4 +1,4 @@
-"""What a look at a model leaves behind: nothing."""
+"""A look at a model leaves nothing behind."""
 
 import pytest
 from torch import nn

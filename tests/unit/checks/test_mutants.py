@@ -1,4 +1,4 @@
-"""What a wrong capture would compute is refused, and its cause named where probing finds one."""
+"""The check refuses wrong captures, and names the cause where probing finds one."""
 
 from functools import partial
 

@@ -75,7 +75,7 @@ def test_draws_that_decide_on_nothing_pass() -> None:
 
 
 class Teacher(Net):
-    """What the second layer computes is held against its moving average."""
+    """A model whose second layer's output is held against its moving average."""
 
     writes = True
 

@@ -144,7 +144,7 @@ class OwnGenerator(Remembers):
 
 
 class Projector:
-    """What no checkpoint can hold."""
+    """An object that no checkpoint can hold."""
 
 
 class Projects(Remembers):

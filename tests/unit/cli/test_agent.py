@@ -1,4 +1,4 @@
-"""What ``varuna agent`` refuses before it joins anything."""
+"""Refusals of ``varuna agent`` before it joins anything."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How often a state is saved because of losses: what is least in all, by trying."""
+"""The interval of saves because of losses is the one that costs least in all, by trying."""
 
 from math import inf
 

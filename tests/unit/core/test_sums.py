@@ -153,7 +153,7 @@ def _subsets(end: int) -> list[Spans]:
 
 
 class Worker:
-    """What one rank's sums contain, as a multiset that could go wrong."""
+    """The contents of one rank's sums, as a multiset that could go wrong."""
 
     def __init__(self, sections: range) -> None:
         self.sums: dict[int, list[int]] = {section: [] for section in sections}

@@ -24,7 +24,7 @@ from varuna.engine.links.traffic import TransferPaths, traffic_over
 _running = threading.RLock()
 
 WAITING = object()
-"""What work returns that must be asked again: its stream is blocked meanwhile."""
+"""Result of work that must be asked again: its stream is blocked meanwhile."""
 
 _HANGS_S = 60.0
 

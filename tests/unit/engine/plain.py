@@ -22,7 +22,7 @@ Curve = list[tuple[float, float]]
 
 @dataclass
 class Trained:
-    """What a plain loop leaves."""
+    """The results of a plain loop."""
 
     curve: Curve = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)

@@ -53,7 +53,7 @@ def reaped(bound_s: float = 5.0, *begins: str) -> None:
 atexit.register(reaped, 5.0, "varuna-loader", "varuna-forming", "varuna-export")
 
 _sessions: list[tuple[Session, Any]] = []
-"""What runs, or ran, in the present test."""
+"""Sessions that run, or ran, in the present test."""
 
 _captured: dict[object, PartitionedModel] = {}
 """By what decides on the graph (an optimizer only adds bytes to it); all datasets here give batches of one form."""
@@ -280,7 +280,7 @@ class Setup:
         return found
 
     def times(self) -> list[StepTimes | None]:
-        """What each rank did in the last step of the last run."""
+        """Return the times of each rank in the last step of the last run."""
         return [session.current.runtime.times for session in self.finished if session.current is not None]
 
 

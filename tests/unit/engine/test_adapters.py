@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("shared_captures")
 
 
 class Adapter(nn.Module):
-    """What adapters of low rank do: the frozen layer as it is, and beside it two small ones in a dtype of their own."""
+    """An adapter of low rank: the frozen layer as it is, and beside it two small ones in a dtype of their own."""
 
     def __init__(self, base: Any, dtype: torch.dtype) -> None:
         super().__init__()

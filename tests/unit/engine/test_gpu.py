@@ -1,4 +1,4 @@
-"""What only a GPU can show: ``pytest -m gpu``. Ranks share one GPU and talk through staged links; the last tests
+"""Facts that only a GPU can show: ``pytest -m gpu``. Ranks share one GPU and talk through staged links; the last tests
 want two GPUs, and NCCL between them.
 
 Kernels that add in no fixed order (attention's backward, for one) make runs differ in their last bits, so losses are
@@ -170,7 +170,7 @@ def test_a_snapshot_is_of_its_moment_though_the_next_update_is_queued_behind_it(
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_checkpoints_of_every_step_are_whole(offload: bool, tmp_path: Path) -> None:
-    """What is saved while the next step runs: resuming from any of them gives the same losses."""
+    """Resuming from any checkpoint, each saved while the next step runs, gives the same losses."""
 
     def losses(steps: int, folder: Path, every: int) -> list[float]:
         trainer = varuna.Trainer(

@@ -279,7 +279,7 @@ def test_what_waits_for_w_is_as_large_as_promised(precision: Precision) -> None:
 
 
 class Normed(nn.Module):
-    """What its linears take is made from what sections take."""
+    """A model whose linears take what is made from the inputs of sections."""
 
     def __init__(self) -> None:
         super().__init__()

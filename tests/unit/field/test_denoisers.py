@@ -1,4 +1,4 @@
-"""What a denoiser is given follows from its signature; what lies the same for all examples is told around it."""
+"""A denoiser's inputs follow from its signature; what lies the same for all examples is told around it."""
 
 import inspect
 from typing import Any

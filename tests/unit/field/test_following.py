@@ -1,4 +1,4 @@
-"""How a sweep goes: what a refusal asks for is done, one thing after another, and none twice."""
+"""A sweep does what a refusal asks for, one thing after another, and none twice."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a model of pictures takes, from its constructor."""
+"""Inputs of a model of pictures, from its constructor."""
 
 from dataclasses import dataclass
 

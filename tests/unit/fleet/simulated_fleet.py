@@ -68,7 +68,7 @@ SECTIONS, STEPS = 4, 400
 
 @dataclass
 class SimulatedWorker:
-    """What a worker truly holds. ``timeline`` is the generation that last loaded or made fresh state."""
+    """The truth of what a worker holds. ``timeline`` is the generation that last loaded or made fresh state."""
 
     name: str
     shared: bool = False
@@ -497,7 +497,7 @@ class SimulatedFleet:
         self.feed(MorphRequested())
 
     def vote_and_tick(self, _: SimulatedWorker) -> None:
-        """What happens to all at once."""
+        """Let all vote, and time pass: this happens to all at once."""
         self.vote()
         self.tick()
 

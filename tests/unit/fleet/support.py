@@ -49,7 +49,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=RunEvent)
 
 Machine = Callable[[Fleet, Event, float], tuple[Fleet, list[Instruction]]]
-"""What ``advance`` is."""
+"""A function like ``advance``."""
 
 
 @cache
@@ -180,7 +180,7 @@ class Driver:
         return instructions
 
     def answer(self, ask: Ask) -> AnswerReceived:
-        """What the shell finds out."""
+        """Answer as the shell would."""
         question = ask.question
         if isinstance(question, WhichCheckpoint):
             return AnswerReceived(question, ask.number, FoundCheckpoint(self.checkpoint))

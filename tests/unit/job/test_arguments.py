@@ -1,4 +1,4 @@
-"""What can be seen to be wrong is refused before anything is built, in words that help."""
+"""Faults that can be seen are refused before anything is built, in words that help."""
 
 import sys
 from collections.abc import Callable, Iterator

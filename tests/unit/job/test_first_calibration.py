@@ -1,4 +1,4 @@
-"""What the first plan is made from: given, remembered, or measured."""
+"""The first plan's calibration is given, remembered, or measured."""
 
 from pathlib import Path
 

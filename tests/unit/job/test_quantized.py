@@ -23,7 +23,7 @@ WIDTH, STEPS, BATCH = 64, 4, 8
 
 
 class Int8(Tensor):
-    """What torchao makes of a weight: codes and scales that look like one tensor, with a product of their own."""
+    """A weight as torchao makes it: codes and scales that look like one tensor, with a product of their own."""
 
     codes: Tensor
     scales: Tensor

@@ -1,4 +1,4 @@
-"""What a script will call is read from its source."""
+"""The calls that a script will make are read from its source."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a run without a manager says of its speed."""
+"""Lines of a run without a manager on its speed."""
 
 from varuna.job.speed import SpeedLines
 

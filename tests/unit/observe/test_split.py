@@ -1,4 +1,4 @@
-"""Where a step's time goes, as lines of a terminal."""
+"""The split of a step's time, as lines of a terminal."""
 
 import io
 from typing import Any

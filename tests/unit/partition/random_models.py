@@ -17,7 +17,7 @@ WEIGHTS = 3
 
 @dataclass
 class Values:
-    """What the program has made so far; a step picks by number, modulo what there is."""
+    """The values that the program has made so far; a step picks by number, modulo what there is."""
 
     layers: list[nn.Linear]
     floats: list[Tensor]

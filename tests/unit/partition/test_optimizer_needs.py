@@ -1,4 +1,4 @@
-"""What the user's optimizer needs, from a trial on fake tensors."""
+"""Needs of the user's optimizer, from a trial on fake tensors."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What cannot be followed is refused at the user's line, and the way out that the message names works."""
+"""Code that cannot be followed is refused at the user's line, and the way out that the message names works."""
 
 import re
 from pathlib import Path

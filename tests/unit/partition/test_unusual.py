@@ -1,4 +1,4 @@
-"""What models do besides plain layers: routing by data, own backwards, written buffers and inputs, odd outputs."""
+"""Unusual acts of models: routing by data, own backwards, written buffers and inputs, odd outputs."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a loss costs under a plan, and which plan is best at a rate of losses."""
+"""The cost of a loss under a plan, and the plan that is best at a rate of losses."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which m plans are made with, and why."""
+"""The m with which plans are made, and its reason."""
 
 import pytest
 

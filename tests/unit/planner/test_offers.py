@@ -1,4 +1,4 @@
-"""Which machines to rent: no fleet on the frontier is beaten, and nobody pays for GPUs that idle."""
+"""Machines to rent: no fleet on the frontier is beaten, and nobody pays for GPUs that idle."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""What one calibration, fitted to the paper's simulator table, must still say of it (figures: benchmarks/paper)."""
+"""One calibration, fitted to the paper's simulator table, must still say this of it (figures: benchmarks/paper)."""
 
 import pytest
 

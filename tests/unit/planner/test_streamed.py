@@ -106,7 +106,7 @@ def test_models_whose_parameters_are_all_trained_are_asked_once() -> None:
 
 
 def test_classes_of_devices_stream_together() -> None:
-    """What fits no class alone streams in all of them: a plan says it once."""
+    """A model that fits no class alone streams in all of them: a plan says it once."""
     one = calibrated(EIGHT, hardware=Hardware(name="a", device_class="a", memory_bytes=400 * MB))
     other = calibrated(EIGHT, hardware=Hardware(name="b", device_class="b", memory_bytes=420 * MB))
     known: Calibration = one.model_copy(update={"others": (other,)})

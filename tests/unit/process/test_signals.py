@@ -1,4 +1,4 @@
-"""Who ends at SIGTERM."""
+"""Processes that end at SIGTERM."""
 
 import subprocess
 import sys

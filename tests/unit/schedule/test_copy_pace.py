@@ -1,4 +1,4 @@
-"""How fast copies are made, and how often."""
+"""The speed of copies, and the time between them."""
 
 import pytest
 

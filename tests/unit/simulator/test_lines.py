@@ -82,7 +82,7 @@ def test_lines_that_are_hardly_used_change_nothing(message_s: float) -> None:
 
 
 def test_two_stages_have_no_line_to_share() -> None:
-    """What goes down and what comes up pass lines of their own."""
+    """Messages down and messages up pass lines of their own."""
     times = [simulate(between(3.0, share, stages=2), micro_batches=16).step_s for share in (0.0, 1.0)]
     assert times[0] == pytest.approx(times[1])
 

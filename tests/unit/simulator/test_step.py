@@ -302,7 +302,7 @@ def test_links_and_stages_must_match() -> None:
 @given(st.integers(1, 5), st.lists(st.integers(1, 30).map(lambda tenths: tenths / 10), min_size=1, max_size=12))
 @settings(max_examples=by_depth(10, 60))
 def test_each_micro_batch_takes_what_its_work_takes(stages: int, work: list[float]) -> None:
-    """Which one an action is of, its row says."""
+    """The row of an action says its micro-batch."""
     kinds = {Kind.FORWARD: 1.0, Kind.RECOMPUTE: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
     for policy in POLICIES:
         split = stages if policy == "adaptive" else 0

@@ -1,4 +1,4 @@
-"""What stores fail with, and time that passes only when somebody sleeps."""
+"""Failures of stores, and time that passes only when somebody sleeps."""
 
 from varuna.core.errors import StoreUnavailable
 

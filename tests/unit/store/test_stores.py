@@ -1,4 +1,4 @@
-"""What a store promises, of a directory and of obstore alike."""
+"""A store's promises, of a directory and of obstore alike."""
 
 import errno
 import os

@@ -28,7 +28,7 @@ class Waiting(Fault):
 
 
 class Kept:
-    """Which copies are complete: of a step's state, and on which rank."""
+    """The copies that are complete: of a step's state, and on which rank."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -1,4 +1,4 @@
-"""What ``after_step`` writes is state: the same in any plan, for every holder, and after whatever happens to a run."""
+"""Writes of ``after_step`` are state: the same in any plan, for every holder, and after whatever happens to a run."""
 
 from functools import partial
 from pathlib import Path

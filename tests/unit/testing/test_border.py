@@ -1,4 +1,4 @@
-"""What a script's objects mean to the script holds for copies of them: modes, references, parameters of the loss."""
+"""Copies of a script's objects mean the same as the objects: modes, references, parameters of the loss."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

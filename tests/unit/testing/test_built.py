@@ -1,4 +1,4 @@
-"""What a script has built already trains as in a plain loop, and cannot be used by mistake while it does."""
+"""Objects that a script has built train as in a plain loop, and cannot be used by mistake while they do."""
 
 from typing import Any
 

@@ -31,9 +31,9 @@ STEPS, STEP, MICRO_BATCHES = 3, 1, 72
 
 
 class Watched:
-    """What the ranks of the first plan have added to their sums in one step, and what the keeper of one has of its.
+    """The sums that ranks of the first plan have in one step, and the copies that the keeper of one of them has.
 
-    That one begins a backward only while a copy of some sums is wanted, so that copies are about as new as they can be.
+    That one begins a backward only while a copy of some sums is wanted, so that copies are about as new as possible.
     """
 
     def __init__(self, owner: int) -> None:
@@ -91,7 +91,7 @@ class Watched:
             self.least_kept, self.of_copies = len(with_copies), len(with_copies - without)
 
     def added(self, rank: int) -> int:
-        """How many micro-batches a rank has added."""
+        """Return the number of micro-batches that a rank has added."""
         return len(self._added[rank])
 
 

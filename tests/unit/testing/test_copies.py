@@ -1,4 +1,4 @@
-"""Where each section has one holder, the loss of a worker costs the step in flight and no more: same losses."""
+"""With one holder for each section, the loss of a worker costs the step in flight and no more: same losses."""
 
 import threading
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def test_a_death_around_the_vote(kept: Kept, alone: tuple[float, ...], phase: Ph
 @pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_death_while_a_copy_is_sent(kept: Kept, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has come of it is thrown away: all go on from the one before."""
+    """The part of the copy that has come is thrown away: all go on from the one before."""
     begun = threading.Event()
 
     def stuck(part_s: float, since_s: float, step_s: float) -> float:

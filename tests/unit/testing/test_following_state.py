@@ -20,7 +20,7 @@ STEPS, MICRO_BATCHES, STEP = by_depth((5, 8, 2), (8, 12, 2))
 
 
 class Late:
-    """What follows is sent only once its target has run all backwards of the step that it is for."""
+    """A link that sends state only once its target has run all backwards of the step that the state is for."""
 
     def __init__(self) -> None:
         self._computed: dict[int, int] = {}
@@ -93,7 +93,7 @@ def test_it_is_the_state_of_before(options: dict[str, Any]) -> None:
 def test_on_a_machine_without_room_nothing_stays_longer_than_it_must(
     alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was sent is dropped once it has arrived, before the update: a leaver and a loss are one morph each."""
+    """State that was sent is dropped once it has arrived, before the update: a leaver and a loss are one morph each."""
     monkeypatch.setattr(keeping, "available_bytes", lambda: 0)
     faults = [notice_at(rank=1, step=1, seconds=10), fail_at(rank=2, step=5, phase="B")]
     outcome = disturbed(trained, lambda span: None, {4: 2, 3: 3, 2: 2}, faults)

@@ -30,7 +30,7 @@ SHAPES = {1: 1, 2: 2} | dict.fromkeys(range(STAGES, WORKERS + 1), STAGES)
 
 
 class Place(NamedTuple):
-    """Where a worker dies."""
+    """The place in a step where a worker dies."""
 
     phase: Phase
     rank: int
@@ -109,7 +109,7 @@ def check(alone: Sequence[float], outcome: RunResult, done: Work) -> int:
 
 
 def most_again(outcome: RunResult, done: Work, deaths: Sequence[Death]) -> int:
-    """What nobody had any more; but no pipeline is left without done."""
+    """Count the micro-batches that nobody had any more; but no pipeline is left without work done."""
     return max(deaths[-1].lacking, int(outcome.plans[max(done.ran)].split("x")[1]))
 
 
@@ -159,7 +159,7 @@ def test_one_dies_when_all_have_reduced_all_sums(alone: tuple[float, ...], rank:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("place", sampled([Place("form", 1)], HANDING_OVER, 2), ids=str)
 def test_another_dies_while_the_first_ones_work_is_handed_over(alone: tuple[float, ...], place: Place) -> None:
-    """When it is told to stop, when it has said what it holds, while the next generation forms, and when that runs."""
+    """It dies when told to stop, when it has said what it holds, while the next generation forms, or when that runs."""
     outcome, done, deaths = killed(Place("B", by_depth(2, 7), after=by_depth(2, 3)), place)
     again = check(alone, outcome, done)
     assert again <= most_again(outcome, done, deaths)

@@ -1,4 +1,4 @@
-"""What outlives a loss does so on a device beside the host, too: over streams that are as late as they may be."""
+"""All that outlives a loss does so on a device beside the host, too: over streams that are as late as they may be."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -137,7 +137,7 @@ def test_sums_that_were_saved_outlive_the_loss_of_all(
     indirect=True,
 )
 def test_a_wait_that_is_left_out_would_be_seen(alone: tuple[float, ...], devices: Late, without_pauses: None) -> None:
-    """What the tests above rest on: the survivors go on from nonsense, if at all."""
+    """The tests above rest on this: the survivors go on from nonsense, if at all."""
     with slow(STEP):
         try:
             losses = disturbed(text(), lambda span: None, {3: 3, 2: 2}, [OnceKept(1, 3, 4)]).losses

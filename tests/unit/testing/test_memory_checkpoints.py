@@ -1,4 +1,4 @@
-"""Where each section has one holder, a loss costs the steps since the newest memory checkpoint."""
+"""With one holder for each section, a loss costs the steps since the newest memory checkpoint."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""What a plan may say besides P and D changes no number: shares, orders, halves of backwards, what is kept."""
+"""A plan's choices besides P and D change no number: shares, orders, halves of backwards, what is kept."""
 
 from collections.abc import Mapping
 from functools import cache

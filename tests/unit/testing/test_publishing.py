@@ -1,4 +1,4 @@
-"""What a run publishes is the model of a plain loop at that step, as others load it, whatever happens meanwhile."""
+"""A run publishes the model of a plain loop at that step, as others load it, whatever happens meanwhile."""
 
 import fcntl
 import json

@@ -33,7 +33,7 @@ def play(place: Path, version: int) -> None:
 
 
 def losses(place: Path, *, plays: bool) -> list[float]:
-    """Where it plays, the samples of a step are there only once the step before it has ended."""
+    """Train; with ``plays``, the samples of a step are there only once the step before it has ended."""
     dataset = Rollouts(place, batch=BATCH, staleness=0, wait_s=60)
     trainer = varuna.Trainer(
         Dropping,

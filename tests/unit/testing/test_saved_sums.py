@@ -61,7 +61,7 @@ class AllAtOnce(Fault):
 
 
 def saved(store: FolderStore, step: int) -> int:
-    """How many micro-batches the sums of all sections have, and their losses are known."""
+    """Count the micro-batches that the sums of all sections have, and whose losses are known."""
     found, losses = dict[int, list[Spans]](), set[int]()
     for label in labels_in(store, look(store, step)).values():
         if label is not None:

@@ -47,7 +47,7 @@ class Sentences:
 
 
 class Batch(NamedTuple):
-    """What losses are made of."""
+    """The inputs of losses."""
 
     ids: Tensor
     labels: Tensor

@@ -1,4 +1,4 @@
-"""What a trainer offers besides steps, on pipelines of different depth: all of it as in one process."""
+"""A trainer's features besides steps, on pipelines of different depth: all of them as in one process."""
 
 from collections.abc import Callable
 from functools import partial

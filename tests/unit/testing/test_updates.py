@@ -1,4 +1,4 @@
-"""What an update keeps beside parameters, draws and needs of others: the same in every plan, or refused."""
+"""State that an update keeps beside parameters, draws, needs of others: the same in every plan, or refused."""
 
 import math
 from pathlib import Path

@@ -52,7 +52,7 @@ def built() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def by_hand(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """What the loop writes for ``step``: a rate that follows it, one that follows itself, a decay, the momentum."""
+    """Write the options for ``step``: a rate that follows it, one that follows itself, a decay, the momentum."""
     first, second = optimizer.param_groups
     first["lr"] = 0.2 / (1 + step)
     if step:

@@ -1,4 +1,4 @@
-"""What the ranks of a run have in their sums of one step, from what they are seen to do: nothing that they say."""
+"""Contents of the sums of a run's ranks in one step, from what the ranks are seen to do: nothing that they say."""
 
 import threading
 from collections import Counter, defaultdict
@@ -134,7 +134,7 @@ class Work:
             self._lost.add(self._threads[rank])
 
     def lacking(self, stages: int, lost: int) -> int:
-        """How many micro-batches some stage has in no sums of a worker that lives, at most; ``lost`` has lost one."""
+        """Count the micro-batches that some stage has in no living worker's sums, at most; ``lost`` has lost one."""
         with self._lock:
             if lost in self._alone:
                 return len(self._all)

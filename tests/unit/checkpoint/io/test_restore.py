@@ -171,7 +171,7 @@ def test_when_nothing_is_intact_the_run_does_not_start_from_zero(store: Store) -
 
 
 def resealed(store: Store, manifest: Manifest, change: Callable[[Any], object]) -> None:
-    """What ``change`` makes of a manifest, with a checksum that is right."""
+    """Change a manifest by ``change``, and give it a checksum that is right."""
     content = json.loads(manifest.model_dump_json())
     change(content)
     body = json.dumps(content).encode()

@@ -1,4 +1,4 @@
-"""What a user's state_dict holds comes back from JSON as it was."""
+"""The values of a user's state_dict come back from JSON as they were."""
 
 import json
 import random

@@ -171,7 +171,7 @@ def test_every_transfer_ends_when_the_connection_does(how: str, at: str) -> None
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_connection_that_ends_at_any_moment_leaves_nobody_waiting(seed: int) -> None:
-    """Where Gloo forgets a message that was half-way, its sender and its receiver wait for a day."""
+    """Gloo may forget a message that was half-way: its sender and its receiver then wait for a day."""
     chance = random.Random(seed)
     for _ in range(6):
         both = [Connection(each, "to it") for each in pair()]

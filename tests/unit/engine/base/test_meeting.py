@@ -23,7 +23,7 @@ from varuna.testing.threads import run_all
 
 
 def place(host: str, port: int) -> str:
-    """What a member of this machine says of itself."""
+    """Return the place that a member of this machine tells the others."""
     return json.dumps(Place((Address(host, port),), Address(host, port), network_stack(), "word"))
 
 

@@ -1,4 +1,4 @@
-"""What a wait says, and when it ends: by facts alone, and among ranks."""
+"""Words and ends of waits: by facts alone, and among ranks."""
 
 import bdb
 import os

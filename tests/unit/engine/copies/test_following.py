@@ -1,4 +1,4 @@
-"""What follows arrives bit for bit, and whoever waits for it learns from whom, and when nobody sends it any more."""
+"""State that follows arrives bit for bit; whoever waits for it learns its sender, and when nobody sends it any more."""
 
 import threading
 from functools import partial

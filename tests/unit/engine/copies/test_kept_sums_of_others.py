@@ -16,7 +16,7 @@ def held(section: int, spans: Spans, *losses: int) -> HeldSums:
 
 
 def put(kept: KeptSums, step: int, sums: HeldSums, value: float) -> int:
-    """Where they are."""
+    """Keep sums, and return their address in memory."""
     room = kept.begin(step, 16)
     assert room is not None
     kept.complete(sums, room.fill_(value))

@@ -61,7 +61,7 @@ class Hasty(StreamCopies):
 
 
 def test_a_wait_that_is_left_out_would_be_seen() -> None:
-    """What the tests above rest on."""
+    """The tests above rest on this."""
     setup = Setup(
         build=SmallLanguage, traffic=Late(lambda streams: TransferPaths(Hasty(streams), StreamCopies(streams), streams))
     )
@@ -125,7 +125,7 @@ def test_a_cpu_copies_nothing_twice() -> None:
 
 
 class Told(Exception):
-    """What a session said when it joined."""
+    """The device that a session told when it joined."""
 
 
 class Listening:

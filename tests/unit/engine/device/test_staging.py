@@ -1,4 +1,4 @@
-"""What passes through the device and goes home: over streams that are as late as they may be, no bit changes."""
+"""Values that pass through the device and go home keep their bits, over streams that are as late as they may be."""
 
 import weakref
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Hasty(StreamCopies):
 
 @pytest.mark.parametrize("kind", [Hasty, Rash])
 def test_a_wait_that_is_left_out_changes_the_run(kind: type[StreamCopies]) -> None:
-    """What the tests above rest on."""
+    """The tests above rest on this."""
     plain = Setup(build=SmallLanguage)
     losses = plain.losses(1, 1, steps=2)
     late = Late(lambda streams: traffic_over(streams)._replace(optimizer=kind(streams)))

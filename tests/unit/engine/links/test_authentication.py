@@ -13,7 +13,7 @@ SECRET, OTHER = "ab" * 32, "cd" * 32
 
 
 def meet(secrets: list[str], *, bound_s: float = 10.0, silent: int | None = None) -> list[str]:
-    """What each member of a group says of the others; empty if nothing is wrong."""
+    """Let the members of a group meet; return what each says of the others, empty if nothing is wrong."""
     store, said = local_store(), ["" for _ in secrets]
     done = threading.Barrier(len(secrets))
 

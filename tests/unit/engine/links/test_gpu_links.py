@@ -241,7 +241,7 @@ def test_bodies_follow_their_headers_in_order_and_come_whole(pair: Pair) -> None
 
 
 def test_a_wait_that_is_left_out_would_be_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests of whole runs rest on: for the transfer at its receiver, and for the tensors at their sender."""
+    """Tests of whole runs rest on this: for the transfer at its receiver, and for the tensors at their sender."""
     sender = pair.sender()
     pair.receive()
     with monkeypatch.context() as patch:

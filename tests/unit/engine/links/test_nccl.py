@@ -19,7 +19,7 @@ ERRORS = {2: "unhandled system error", 6: "remote process exited"}
 
 
 class BindingError(Exception):
-    """What nccl4py raises."""
+    """An error as nccl4py raises it."""
 
 
 class Noting:

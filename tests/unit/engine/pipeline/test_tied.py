@@ -116,7 +116,7 @@ _WIDTH = 8
 
 @dataclass(frozen=True)
 class Pattern:
-    """Who shares what: equal numbers are the same thing."""
+    """The parts that blocks share: equal numbers are the same thing."""
 
     modules: tuple[int, ...]
     """by block: its linear module"""

@@ -62,7 +62,7 @@ class Turned(Layers):
 
 
 class TurnedInside(Layers):
-    """What goes back from a layer is a transposed view."""
+    """Layers whose gradients of inputs are transposed views."""
 
     def each(self, x: Tensor, layer: nn.Module) -> Tensor:
         return layer(torch.tanh(x).mT.contiguous().mT + x.mT.contiguous().mT)  # type: ignore[no-any-return]
@@ -108,7 +108,7 @@ class Partly(Layers):
 
 
 class Complex(Layers):
-    """What crosses is complex, and conjugated."""
+    """Layers whose values at a boundary are complex, and conjugated."""
 
     def each(self, x: Tensor, layer: nn.Module) -> Tensor:
         x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else torch.stack([x, x.cos()], -1)

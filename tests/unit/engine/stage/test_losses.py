@@ -43,7 +43,7 @@ class Hung(HostCopies):
 
 
 class Never:
-    """What is never there."""
+    """A copy that is never there."""
 
     def wait(self) -> None:
         raise AssertionError("somebody waits for a device that hangs")

@@ -55,7 +55,7 @@ def test_a_checkpoint_is_resumed_with_and_without(saved_offloaded: bool, tmp_pat
 
 @pytest.mark.parametrize("precision", ["bf16", *nightly("fp32")])
 def test_states_go_from_stages_with_to_stages_without_and_back(precision: Precision) -> None:
-    """What a morph does: a state as bytes, a stage built from it."""
+    """A morph does this: a state as bytes, a stage built from it."""
     plain, offloaded = Setup(precision=precision), Setup(precision=precision, offload=True)
     expected = plain.losses(1, 1, steps=2)
     assert offloaded.losses(1, 1, steps=2) == expected

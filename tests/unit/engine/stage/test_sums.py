@@ -1,4 +1,4 @@
-"""What is in a stage's sums: nobody is told of half a micro-batch, and nothing changes what was told."""
+"""Contents of a stage's sums: nobody is told of half a micro-batch, and nothing changes what was told."""
 
 import pytest
 import torch

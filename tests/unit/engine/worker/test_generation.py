@@ -1,4 +1,4 @@
-"""What belongs to one generation ends with it."""
+"""All that belongs to one generation ends with it."""
 
 import gc
 import weakref

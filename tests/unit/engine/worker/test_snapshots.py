@@ -1,4 +1,4 @@
-"""What is saved is the state between two steps, though a device copies it while the next step runs."""
+"""A snapshot is the state between two steps, though a device copies it while the next step runs."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -163,7 +163,7 @@ def test_the_next_update_overwrites_nothing_that_is_still_to_be_copied(
 
 @pytest.mark.parametrize("given", CASES, ids=shown)
 def test_an_update_that_does_not_wait_tears_the_snapshot(given: dict[str, Any], store: Store) -> None:
-    """What the test above rests on."""
+    """The test above rests on this."""
     torn, _ = saved_while_training(Setup(build=SmallLanguage, **given), Rash, store)
     assert torn
 

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, who saves what, and that training on does not change what is being saved."""
+"""Checkpoints: when one is due, which rank saves what, and that training on does not change what is being saved."""
 
 import threading
 from collections.abc import Sequence

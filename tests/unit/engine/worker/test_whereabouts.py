@@ -1,4 +1,4 @@
-"""Where a thread is, seen from another."""
+"""The place of a thread, seen from another."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""What the manager asks of a rank, on a thread that is not the training one."""
+"""Requests of the manager to a rank, on a thread that is not the training one."""
 
 import threading
 from typing import cast

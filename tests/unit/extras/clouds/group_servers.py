@@ -51,7 +51,7 @@ class Azure(Group):
 
     PATH = "/subscriptions/s-1/resourceGroups/rg/providers/Microsoft.Compute/virtualMachineScaleSets/trainers"
     ends_with: ClassVar[dict[str, Any]] = {"status": "InProgress"}
-    """How the newest change ended."""
+    """End of the newest change."""
     state: ClassVar[str] = "Succeeded"
     stopped: ClassVar[int] = 0
     next_host: ClassVar[str] = ""

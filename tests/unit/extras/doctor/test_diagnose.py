@@ -1,4 +1,4 @@
-"""What a doctor says of what he was shown."""
+"""The doctor's findings, by the facts that it is shown."""
 
 from dataclasses import replace
 

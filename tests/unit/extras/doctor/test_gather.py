@@ -1,4 +1,4 @@
-"""What a doctor sees of real sockets and of a real checkpoint directory."""
+"""Facts that a doctor sees of real sockets and of a real checkpoint directory."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Which nodes of a Ray cluster get an agent, and what is said where Ray is missing. Ray itself: see the scenarios."""
+"""Nodes of a Ray cluster that get an agent, and the error where Ray is missing. Ray itself: see the scenarios."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is in whose sums at a moment of a step, as a replay sees it; and what that is worth."""
+"""Contents of sums at a moment of a step, as a replay sees them; and what they are worth."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Where a replay's goodput went: the parts add up, and each cause is what it says."""
+"""Losses of a replay's goodput: the parts add up, and each cause is what it says."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a generation waits for, and what may come while its first step runs."""
+"""State that a generation waits for, and state that may come while its first step runs."""
 
 import pytest
 

@@ -28,7 +28,7 @@ SIZE = 60
 
 
 def sample(index: int) -> dict[str, Any]:
-    """What was written."""
+    """Return the sample that was written."""
     return {
         "x": np.sin(np.arange(4, dtype=np.float32) + index),
         "labels": index % 3,

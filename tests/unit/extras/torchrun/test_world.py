@@ -1,4 +1,4 @@
-"""Which torchrun agents make up the world."""
+"""Torchrun agents that make up the world."""
 
 from varuna.extras.torchrun.report import NodeState, TorchrunAnswer, TorchrunReport
 from varuna.extras.torchrun.world import TorchrunWorld, answer, heard, passed, stopped

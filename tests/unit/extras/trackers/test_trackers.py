@@ -37,7 +37,7 @@ def trackers(*loggers: Any, chart: str = "abc", **more: Any) -> Trackers:
 
 
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
-    """What TensorBoard itself would show."""
+    """Return the steps and values that TensorBoard itself would show."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))

@@ -1,4 +1,4 @@
-"""How a machine becomes part of a run, and becomes part of it again; and where the JOIN string may be."""
+"""A machine becomes part of a run, and becomes part of it again; places where the JOIN string may be."""
 
 from pathlib import Path
 

@@ -321,7 +321,7 @@ def test_a_stop_that_comes_when_the_connection_has_just_ended_for_good_begins_no
     shut_down = asyncio.BaseEventLoop.shutdown_asyncgens
 
     async def stop_then_shut_down(loop: asyncio.BaseEventLoop) -> None:
-        """What a loop does last."""
+        """Stop the uplink as a loop does its last work."""
         if threading.current_thread().name == "varuna-uplink":
             with contextlib.suppress(RuntimeError):  # a thread cannot wait for its own end
                 uplink.stop(1.0)

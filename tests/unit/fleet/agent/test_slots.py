@@ -1,4 +1,4 @@
-"""When an agent starts workers."""
+"""Times at which an agent starts workers."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What an agent remembers, and logs on their way."""
+"""An agent's memory of workers, and logs on their way."""
 
 import errno
 import os

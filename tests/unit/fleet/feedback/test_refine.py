@@ -21,7 +21,7 @@ def plan(replicas: int = 1) -> Plan:
 
 
 def as_predicted(calibration: Calibration, plan: Plan) -> list[RankTimes]:
-    """What ranks would tell if everything went as predicted."""
+    """Return the times that ranks would tell if everything went as predicted."""
     guess = predict(costs_of(calibration, plan), plan)
     told = []
     for stage, times, row in zip(guess.trace.costs.stages, guess.trace.stage_times, guess.trace.rows, strict=True):
@@ -273,7 +273,7 @@ def test_what_a_job_changes_in_its_costs_is_not_put_down_to_the_network() -> Non
 
 @pytest.mark.parametrize("factor", [0.93, 1.1, 1.5, 3.0])
 def test_no_run_goes_on_with_a_prediction_that_is_off(factor: float) -> None:
-    """What a step takes beyond its parts is put down to the network."""
+    """Refining puts the time of a step beyond its parts down to the network."""
     links = NetworkCosts(link=Link(latency_s=0.1, bytes_per_s=4e5), rings=(Ring(latency_s=0.1, bytes_per_s=1e7),))
     before = calibrated(FACTS, across_vms=links)
     for shape in (plan(), plan(2)):

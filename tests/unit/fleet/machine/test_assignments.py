@@ -1,4 +1,4 @@
-"""What members are told of a new generation: all that each needs, and nothing that grows with the fleet."""
+"""Assignments of a new generation tell members all that each needs, and nothing that grows with the fleet."""
 
 from tests.unit.fleet.support import make_job
 from varuna.core.messages import Transfer

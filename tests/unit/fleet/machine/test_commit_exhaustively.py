@@ -81,7 +81,7 @@ class Small(SimulatedFleet):
         super().carry_out(instruction)
 
     def tidy(self) -> None:
-        """What nobody's decision depends on happens at once."""
+        """Let workers obey at once where nobody's decision depends on it."""
         for worker in self.workers.values():
             while worker.inbox and isinstance(worker.inbox[0], Recorded):
                 self.obey(worker)
@@ -118,7 +118,7 @@ class Small(SimulatedFleet):
             yield twin
 
     def acts(self) -> list[str]:
-        """What a living worker may do."""
+        """List the acts that a living worker may do."""
         acts = ["obey", "learn", "fetch"] + ["leave"] * (self.steps < STEPS)
         acts += ["copy"] if self.driver.plan is copied_stages else []
         return acts + ["gather"] * self.shared + ["again"] * bool(self.repeats) + ["die"] * bool(self.deaths)

@@ -1,4 +1,4 @@
-"""Where each section has one holder, another worker's copy of it counts as one too, if it is of the same step."""
+"""A copy in another worker counts as a holder of a section that has only one, if it is of the same step."""
 
 import pytest
 

@@ -378,7 +378,7 @@ def test_an_agent_that_stood_still_costs_none_of_its_workers(trains: bool) -> No
 
 
 class Terse(Driver):
-    """What workers say with a beat that is as the one before is only that they live."""
+    """A driver whose workers say only that they live, where a beat is as the one before."""
 
     left_out = 0
 

@@ -1,4 +1,4 @@
-"""Where each section has one holder, a loss sends all back to the newest step that the workers left have in memory."""
+"""With one holder for each section, a loss sends all back to the newest step that the workers left have in memory."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -224,7 +224,7 @@ class KeepingFleet(SimulatedFleet):
                 mine.setdefault(key, Kept(worker.timeline, set())).own = set(worker.needed)
 
     def send(self, worker: SimulatedWorker) -> None:
-        """What its owner has made comes to a keeper."""
+        """Bring what its owner has made to a keeper."""
         assignment = worker.assignment
         if assignment is None or assignment.copy_from is None or not (worker.alive and worker.is_ready):
             return

@@ -1,4 +1,4 @@
-"""What a generation keeps of a step that was broken off: whose sums, what runs again, and what is void."""
+"""Parts of a broken step that a generation keeps: whose sums, what runs again, and what is void."""
 
 from collections.abc import Mapping
 from dataclasses import replace

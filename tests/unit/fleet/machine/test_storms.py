@@ -95,7 +95,7 @@ class FleetOfAgents(SimulatedFleet):
 
 @pytest.mark.parametrize("seed", range(by_depth(12, 200)))
 def test_a_manager_that_dies_at_any_moment_comes_back_to_the_same_run(seed: int) -> None:
-    """What the next one has is the journal and what agents remember: numbers of generations go on, as steps do."""
+    """The next manager has the journal and what agents remember: numbers of generations go on, as steps do."""
     choose = random.Random(seed)
     planner = ["one stage", "two stages", "unlike"][seed % 3]
     fleet = FleetOfAgents(choose.randint(2, 6), planner, checkpoints=choose.random() < 0.5)
@@ -116,7 +116,7 @@ def test_a_manager_that_dies_at_any_moment_comes_back_to_the_same_run(seed: int)
 
 @dataclass
 class Summed:
-    """What a worker truly has of one step: own sums by section, and those of the rank that it keeps copies of."""
+    """The truth of a worker's sums of one step: its own by section, and those of the rank that it keeps copies of."""
 
     generation: int
     step: int
@@ -164,7 +164,7 @@ class SummingFleet(SimulatedFleet):
         return worker.name in self.summed and self.summed[worker.name].generation == generation
 
     def _begun(self, worker: SimulatedWorker, members: list[str]) -> Summed:
-        """What a rank begins a generation with."""
+        """Return the sums with which a rank begins a generation."""
         assert worker.assignment is not None
         rest, step = worker.assignment.rest, worker.assignment.next_step
         begun = Summed(worker.generation, step, {section: set() for section in worker.stage})
@@ -181,7 +181,7 @@ class SummingFleet(SimulatedFleet):
         return begun
 
     def now(self, worker: SimulatedWorker) -> Summed | None:
-        """What a rank has of the step that it runs."""
+        """Return the sums that a rank has of the step that it runs."""
         if not (self.settle() and worker.alive and worker.is_ready) or worker.left or not worker.stage:
             return None
         if not self._is_settled(worker, self.driver.fleet.generation) or worker.next_step is None:
@@ -248,7 +248,7 @@ class SummingFleet(SimulatedFleet):
             found.losses = set(everything)
 
     def fetch(self, worker: SimulatedWorker) -> None:
-        """What is loaded has no sums."""
+        """Fetch as always; state that was loaded has no sums."""
         was_loading = worker.loading
         super().fetch(worker)
         if was_loading and not worker.loading:

@@ -1,4 +1,4 @@
-"""Where machines are: pipelines stay in a region, and beside workers of their zone; copies and state do not travel."""
+"""Places of machines: pipelines stay in a region, beside workers of their zone; copies and state do not travel."""
 
 import random
 from itertools import pairwise

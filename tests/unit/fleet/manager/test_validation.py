@@ -1,4 +1,4 @@
-"""What a worker cannot truthfully say, and what it may."""
+"""Claims that a worker cannot truthfully make, and those that it may."""
 
 from dataclasses import replace
 

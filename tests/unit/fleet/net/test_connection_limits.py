@@ -64,7 +64,7 @@ async def echo(websocket: WebSocket) -> None:
 
 @pytest.fixture(autouse=True)
 def users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes from another address of this machine is another user."""
+    """Take each address of this machine for another user."""
     monkeypatch.setattr(connection_limits, "user_of", lambda peer, own: int(peer[0].rpartition(".")[2]))
 
 

@@ -1,4 +1,4 @@
-"""Which user has the other end of a connection, asked of the kernel."""
+"""The user at the other end of a connection, asked of the kernel."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Who is trusted, over real TLS: pinned, named, in time; and what people read when it is somebody else."""
+"""Trust over real TLS: pinned, named, in time; and what people read when it is somebody else."""
 
 import asyncio
 import datetime

@@ -1,4 +1,4 @@
-"""What a run costs follows from its journal alone."""
+"""The costs of a run follow from its journal alone."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What pages hear: everything once, then changes; after a break only what they missed."""
+"""Pages hear everything once, then changes; after a break only what they missed."""
 
 import asyncio
 import json

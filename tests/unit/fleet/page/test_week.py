@@ -1,4 +1,4 @@
-"""What a week of 300 workers costs a manager and each page: counted, and bounded whatever happens."""
+"""Costs of a week of 300 workers to a manager and each page: counted, and bounded whatever happens."""
 
 import sys
 from collections import deque

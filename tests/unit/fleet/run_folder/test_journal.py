@@ -1,4 +1,4 @@
-"""What is written when the disk is full, and when it has a place again; what a damaged file is called."""
+"""Writes when the disk is full, and when it has a place again; names of damaged files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What commands read of a journal, however long the run was: rows that are not read here are no JSON."""
+"""Commands read few rows of a journal, however long the run was: rows that they must not read are no JSON here."""
 
 import sqlite3
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""What a log says of how well steps were predicted."""
+"""Words of a log on how well steps were predicted."""
 
 import pytest
 

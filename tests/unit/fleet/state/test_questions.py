@@ -1,4 +1,4 @@
-"""What the shell finds out for the state machine."""
+"""Answers that the shell finds for the state machine."""
 
 from tests.unit.fleet.support import make_job, two_stages
 from varuna.core.errors import NoPlanError

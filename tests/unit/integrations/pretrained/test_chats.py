@@ -29,7 +29,7 @@ def written(path: Path, lines: Sequence[object]) -> Path:
 
 
 def counted(row: dict[str, Any]) -> str:
-    """What the loss counts of a row."""
+    """Return the part of a row that the loss counts."""
     text: str = WORDS.decode(row["labels"][row["labels"] != -100])
     return text
 

@@ -1,4 +1,4 @@
-"""What a function reads of its object is found in the bytecode of every Python."""
+"""Reads of an object by a function are found in the bytecode of every Python."""
 
 import dis
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What the loop does to what it handed over is taken over, or refused by name; all else is its own business."""
+"""Changes by the loop to what it handed over are taken over, or refused by name; all else is its own business."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -87,7 +87,7 @@ class Schedule:
 
 
 class Script:
-    """What a script has, and what it gives to a Trainer."""
+    """The objects of a script, and those that it gives to a Trainer."""
 
     def __init__(self) -> None:
         global beta

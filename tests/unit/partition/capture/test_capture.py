@@ -1,4 +1,4 @@
-"""What capture accepts, keeps and refuses."""
+"""Models and graphs that capture accepts, keeps and refuses."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

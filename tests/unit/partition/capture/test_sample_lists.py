@@ -78,7 +78,7 @@ class OneAfterAnother(Vision):
 
 
 class Counted(Vision):
-    """How many patches belong to each sample follows from the samples."""
+    """The number of patches of each sample follows from the samples."""
 
     def features(self, patches: Tensor) -> Any:
         counts = (patches.abs().sum(-1) > 0).sum(1)

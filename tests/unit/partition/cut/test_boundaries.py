@@ -1,4 +1,4 @@
-"""What a boundary between sections changes about a value, or must not: cut after every op, against plain eager."""
+"""A boundary between sections changes of a value only what it may: cut after every op, against plain eager."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""What a section needs at work is found on fake tensors, and is what it uses."""
+"""The memory that a section needs at work is found on fake tensors, and is what it uses."""
 
 from functools import partial
 

@@ -83,7 +83,7 @@ def _captured(build: Callable[[], nn.Module], key: str = "tokens", **more: Tenso
 
 
 def _told(found: Capture) -> set[str]:
-    """What attention is told in a graph."""
+    """List what calls of attention in a graph are given."""
     kinds = set()
     for node in found.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default):
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")

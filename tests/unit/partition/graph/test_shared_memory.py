@@ -38,7 +38,7 @@ class Points:
 
 
 class Values:
-    """What a model has computed so far, and may write to."""
+    """The values that a model has computed so far, and may write to."""
 
     def __init__(self, x: Tensor, mask: Tensor, y: Tensor, layers: Any, table: Tensor) -> None:
         self.layers, self.table = layers, table

@@ -1,4 +1,4 @@
-"""What of a safetensors checkpoint goes where, and what is refused."""
+"""Destinations of the entries of a safetensors checkpoint, and refusals."""
 
 import json
 from pathlib import Path

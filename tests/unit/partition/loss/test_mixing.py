@@ -1,4 +1,4 @@
-"""What mixes the examples of a batch is found in the graph, and told with its place; what does not is left alone."""
+"""Operations that mix a batch's examples are found in the graph, and told with their place; others are left alone."""
 
 from collections.abc import Callable
 from dataclasses import replace

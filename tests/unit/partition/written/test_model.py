@@ -24,7 +24,7 @@ from varuna.partition.written.model import from_bytes, to_bytes
 
 
 class Mixed(nn.Module):
-    """What graphs hold besides operations: constants, tied weights, statistics, an autocast region, a branch."""
+    """A model whose graph has constants, tied weights, statistics, an autocast region and a branch."""
 
     def __init__(self) -> None:
         super().__init__()

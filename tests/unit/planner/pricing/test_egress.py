@@ -1,4 +1,4 @@
-"""What leaves a region or a zone in a step, counted by hand."""
+"""Bytes that leave a region or a zone in a step, counted by hand."""
 
 import pytest
 

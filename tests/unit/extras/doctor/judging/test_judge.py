@@ -1,4 +1,4 @@
-"""What is said of machines before a run."""
+"""Findings about machines before a run."""
 
 from typing import Any
 

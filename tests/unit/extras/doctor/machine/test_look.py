@@ -1,4 +1,4 @@
-"""What is seen of a machine: its container's limits, disks, GPUs, its store of checkpoints."""
+"""Facts that are seen of a machine: its container's limits, disks, GPUs, its store of checkpoints."""
 
 import os
 import stat
