@@ -1,4 +1,4 @@
-"""Simulate the worth, on recorded clusters, of losses that cost no step: goodput, and the causes of the rest.
+"""Simulate, on recorded clusters, the worth of kept sums when a worker is lost: goodput, and the causes of the rest.
 
 For each recording, global batch and length of notice: goodput with all that is kept, without copies of state and sums,
 and without sums of gradients at all; the restart policy beside it.

@@ -8,8 +8,8 @@ answers. Some agents stop reading after a while. Printed: how long connecting to
 them how late this process was woken (on a busy machine that is most of it), the time until an instruction has reached
 everyone, and how the others fared while some were deaf.
 
-With --bare the server has no manager: it reads each frame without looking at it, and answers as often. What a beat
-costs then is TLS, system calls and the frames of the libraries.
+With --bare the server has no manager: it reads each frame without looking at it, and answers as often. A beat then
+costs TLS, system calls and the frames of the libraries.
 """
 
 import argparse

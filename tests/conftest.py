@@ -58,7 +58,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Put what tests, and the processes that they start, leave in the temporary folder into pytest's, to go with it."""
+    """Give tests, and the processes that they start, a temporary folder of pytest's, which goes with the others."""
     folder = str(tmp_path_factory.mktemp("temporary"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)

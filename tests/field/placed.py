@@ -1,6 +1,6 @@
 """Modules that users write around a denoiser that wants more than tensors with one entry for each example.
 
-How patches and words lie is the same for all examples: positions, shapes and grids are told by the module around it.
+Patches and words lie alike in all examples: the module around the denoiser tells positions, shapes and grids.
 """
 
 import inspect

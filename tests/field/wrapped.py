@@ -1,7 +1,7 @@
 """Modules that users write around a model whose ``forward`` wants more than a tensor for each name.
 
-Samples are dicts of tensors of one shape each, which are stacked. What a model wants in another form is made of them
-here, in the module that is trained.
+Samples are dicts of tensors of one shape each, which are stacked. These modules, which are trained, make of
+them what a model wants in another form.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Measures a GPU worker's host memory over the null GPU: ``python -m tests.null_gpu.measuring saves bf16``.
+"""Measure a GPU worker's host memory over the null GPU: ``python -m tests.null_gpu.measuring saves bf16``.
 
 Prints figures as JSON, in bytes unless they are said to be something else.
 """

@@ -23,7 +23,7 @@ _START_S = 10.0
 _SHAPED = "burst 16kb latency 400ms"
 """The bucket is small: what passes a line that was idle at full speed hides how narrow it is."""
 _UNCUT_BYTES = 15_000
-"""Bytes that TCP hands over at once and the bucket lets pass whole; a real network card cuts them. Cut at the bucket, a
+"""Bytes that TCP hands over at once and that pass the bucket whole; a real network card cuts them. Cut at the bucket, a
 packet has its own timer: at 100 Mb/s that takes a fifth of two processors that compute, at 1 Gb/s two fifths."""
 _USUAL = "cubic"
 """TCP's way to avoid congestion where nobody has chosen otherwise; this machine may have."""

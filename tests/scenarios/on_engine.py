@@ -73,7 +73,7 @@ class OnEngine:
         self.wait(lambda: self.newest() >= last + steps)
 
     def machines(self) -> int:
-        """Number of agents that the manager has."""
+        """Return the number of agents that the manager has."""
         return len(json.loads(find(self.run_dir)[1].remote().get("/status").body)["connected"])
 
     def check(self, undisturbed: dict[int, float]) -> None:

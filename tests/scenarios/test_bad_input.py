@@ -1,6 +1,6 @@
 """A fault ends in one clear message, with no process left behind and nothing lost.
 
-What a script or a command refuses by itself is tried in this process; what a manager makes of it takes real workers.
+Refusals by a script or a command itself are tried in this process; what a manager makes of them takes real workers.
 """
 
 import math

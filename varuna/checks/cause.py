@@ -9,7 +9,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Evidence:
-    """Unusual facts that were found out about a job; empty where there are none."""
+    """Unusual facts about a job; a field is empty where nothing is unusual."""
 
     hooks: tuple[str, ...] = ()
     """on gradients, with their places"""

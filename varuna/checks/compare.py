@@ -82,7 +82,7 @@ class Errors:
 
 
 def errors(found: Outcome, expected: Outcome) -> Errors:
-    """Measure the distance of two outcomes, in figures for a report."""
+    """Measure how far apart two outcomes are, in figures for a report."""
     scale = largest(expected.gradients.values()) or 1.0
     names = {**expected.gradients, **found.gradients}
     apart = {name: _apart(found.gradients.get(name), expected.gradients.get(name)) / scale for name in names}
@@ -135,7 +135,7 @@ def differences(
 
 
 def noise_of(expected: Outcome, moved: Iterable[Outcome]) -> Noise:
-    """Measure the distance of ``moved`` outcomes from the one whose parameters were not moved."""
+    """Measure how far ``moved`` outcomes are from the one whose parameters were not moved."""
     outcomes = list(moved)
     losses = zip(*((each.loss, *each.losses) for each in (expected, *outcomes)), strict=False)  # by micro-batch
     return Noise(

@@ -11,7 +11,7 @@ from varuna.checkpoint.io.section_state import bit_sum
 
 _TABLES = ("_parameters", "_buffers", "_modules", "training")
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-"""Ends of torch's names of a module's tables of hooks."""
+"""Endings of torch's names for a module's tables of hooks."""
 _DEEPEST = 3
 _MOST = 64
 """Most elements of a container that are looked at."""

@@ -65,7 +65,7 @@ def computing(initial: Initial, dtype: torch.dtype, *, widened: bool = False) ->
 
 
 def noise(losses: LossModule, parts: Sequence[Part], expected: Outcome, draws: Draws) -> Noise:
-    """Measure the distance that loss, gradients and buffers move when parameters and inputs do by their last bit."""
+    """Measure how far loss, gradients and buffers move when parameters and inputs do by their last bit."""
     return noise_of(expected, [_moved(losses, parts, key, draws) for key in range(_MOVED)])
 
 

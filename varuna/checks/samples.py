@@ -57,7 +57,7 @@ def unlike(signatures: dict[int, _Signature], count: int) -> tuple[int, ...]:
 
 
 def signature(batch: dict[str, Tensor]) -> _Signature:
-    """Count each key's entries that are zero or ignored: they tell masks, padding and ignored labels."""
+    """Count the zero and the ignored entries of each key: masks, padding and ignored labels show in them."""
     return tuple(
         (key, float((value == 0).sum()), 0.0 if value.dtype is torch.bool else float((value == _IGNORED).sum()))
         for key, value in sorted(batch.items())

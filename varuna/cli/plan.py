@@ -190,7 +190,7 @@ def classes_of(known: Calibration, gpus: Sequence[int]) -> tuple[ClassSize, ...]
 
 
 def _together(files: Sequence[Path]) -> Calibration:
-    """Join the calibrations of several files, each of one kind of GPU, which is called as its file says.
+    """Join the calibrations of several files, each of one kind of GPU, named as its file says.
 
     Raises:
         UsageError: a file cannot be read, two are of GPUs of one name, or of different models.

@@ -1,6 +1,6 @@
 """Objects that a script has built already, as functions that build the same model, optimizer and scheduler.
 
-While it trains, the script's own model and optimizer are patterns that keep their first values. Using them then would
+In training, the script's own model and optimizer are patterns that keep their first values. Using them then would
 be a mistake that nothing shows, so it is an error with the remedy. After the loop the model has the trained values.
 """
 

@@ -145,7 +145,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Loss:
-    """The computation of a batch's loss, and what it is a mean over.
+    """The loss of a batch, and what it is a mean over.
 
     Attributes:
         function: ``fn(output, batch)`` that returns a scalar mean. Left out: the model returns its loss itself.
@@ -168,7 +168,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Collate:
-    """The way in which samples become a micro-batch, and the shapes that it may have.
+    """The function that makes a micro-batch of samples, and the shapes that a micro-batch may have.
 
     Attributes:
         function: from a list of samples to a dict of tensors, or a nest of dicts and lists of them. Their first

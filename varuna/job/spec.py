@@ -338,7 +338,7 @@ class JobSpec:
         return {name: cast(value.to(self.device), self.dtype) for name, value in buffers.items()}
 
     def beginning(self) -> InitialParameters:
-        """The source of the parameters' first values."""
+        """Return the source of the parameters' first values."""
         model = self.partitioned
         return begin_with(
             self.recipe,

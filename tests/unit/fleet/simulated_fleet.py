@@ -68,7 +68,7 @@ SECTIONS, STEPS = 4, 400
 
 @dataclass
 class SimulatedWorker:
-    """The truth of what a worker holds. ``timeline`` is the generation that last loaded or made fresh state."""
+    """A worker with what it truly holds. ``timeline`` is the generation that last loaded or made fresh state."""
 
     name: str
     shared: bool = False

@@ -213,7 +213,7 @@ def of_several_lengths() -> list[int]:
     ("stages", "other"), [({4: 4, 3: 3}, 0), ({4: 2, 3: 3}, 0), ({6: 3, 5: 5}, 3)], ids=["4x1", "2x2", "3x2"]
 )
 def test_a_step_that_runs_in_an_order_by_length_is_kept_like_any_other(stages: dict[int, int], other: int) -> None:
-    """The numbers added to sums are no run. The first stage of the other pipeline has done its part."""
+    """The numbers of the micro-batches in sums are no run. The first stage of the other pipeline has done its part."""
     undisturbed = run(of_several_lengths, captures=CAPTURES).losses
     fault = OnceOthers(2, 2, "B", 4, others=(other,), done=3)
     outcome = run(of_several_lengths, captures=CAPTURES, workers=max(stages), stages=stages, faults=[fault])

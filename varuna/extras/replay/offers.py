@@ -97,7 +97,7 @@ def offers(
 
 
 def read_offers(path: Path) -> tuple[Calibration, tuple[Offer, ...]]:
-    """Read what can be had, and the calibrations of its GPUs in one.
+    """Read the offers of machines, and the calibrations of their GPUs in one.
 
     Raises:
         UsageError: says which offer is wrong, and how.

@@ -43,7 +43,7 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, 
 Key = tuple[str, Any]
 """An attribute (``.``) or an item (``[``), by name."""
 _Start = tuple[Any, tuple[Key, ...], str]
-"""Begin of the way from a local variable, the way, and its name in the user's code."""
+"""Container from which a local variable comes, the way from there, and the variable's name in the user's code."""
 
 
 class ReadPlace(NamedTuple):

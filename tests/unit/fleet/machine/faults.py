@@ -17,7 +17,7 @@ Turn = tuple[Fleet, list[Instruction]]
 
 
 def hearing(change: Callable[[Fleet, StopReport], dict[str, Any]]) -> Machine:
-    """Hear something else than a worker that has stopped says it holds."""
+    """Return a machine that hears something else than a worker that has stopped says it holds."""
 
     def machine(fleet: Fleet, event: Event, now_s: float) -> Turn:
         if isinstance(event, MessageReceived) and isinstance(event.message, StopReport):

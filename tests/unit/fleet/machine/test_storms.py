@@ -116,7 +116,7 @@ def test_a_manager_that_dies_at_any_moment_comes_back_to_the_same_run(seed: int)
 
 @dataclass
 class Summed:
-    """The truth of a worker's sums of one step: its own by section, and those of the rank that it keeps copies of."""
+    """A worker's true sums of one step: its own by section, and those of the rank that it keeps copies of."""
 
     generation: int
     step: int

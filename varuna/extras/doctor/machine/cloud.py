@@ -1,4 +1,4 @@
-"""Recognizes the cloud that this machine is on, and tests whether its notices can be heard."""
+"""The cloud that this machine is on, and whether its notices can be heard."""
 
 import time
 from collections.abc import Sequence

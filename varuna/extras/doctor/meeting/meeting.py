@@ -145,7 +145,7 @@ class MachineMeeting:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def names(self) -> tuple[str, ...]:
-        """Names of the machines that have come."""
+        """Return the names of the machines that have come."""
         with self._lock:
             return (*(each.facts.name for each in self._machines), *self._others)
 
