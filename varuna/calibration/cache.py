@@ -12,7 +12,7 @@ from varuna.core.model import JobFacts
 
 
 def cache_file(job: JobFacts, device_class: str = "") -> Path:
-    """Where the calibration of a job on this machine lies: under ``XDG_CACHE_HOME``, else ``~/.cache``.
+    """Return the file of a job's calibration on this machine, under ``XDG_CACHE_HOME``, else ``~/.cache``.
 
     Workers whose devices are of a class have a file of their own.
 

@@ -1,4 +1,4 @@
-"""What is measured once of a model on some hardware, independent of P, D and N_m (paper Table "Primitive parameters").
+"""Costs of a model on some hardware, measured once, independent of P, D and N_m (paper Table "Primitive parameters").
 
 A calibration is one JSON file, short enough to be written by hand: sections that run the same graph are one
 *kind*, listed with a count. ``docs/calibration-file.md`` explains each field; all times are seconds, all sizes bytes,
@@ -46,7 +46,7 @@ class Hardware(Finite):
 
 
 class ModelIdentity(Finite):
-    """Which model was measured, and in which precision."""
+    """The model that was measured, and the precision of its computation."""
 
     name: str = Field(min_length=1)
     digest: str | None = Field(default=None, description="ModelFacts.digest; None in files written by hand")
@@ -287,7 +287,7 @@ class Calibration(Finite):
         return tuple(each.hardware.device_class for each in (self, *self.others))
 
     def of(self, device_class: str) -> "Calibration":
-        """What is known of a class of devices: of that device elsewhere, if need be, or of the slowest one."""
+        """Return the costs of a class of devices: if need be those of that device elsewhere, or of the slowest one."""
         if not self.others:
             return self
         every = [self.model_copy(update={"others": ()}), *self.others]

@@ -1,4 +1,4 @@
-"""What one worker has measured: samples, not yet statistics. No torch, so that any process can merge them."""
+"""Samples that one worker has measured, not yet statistics. No torch, so that any process can merge them."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Which sections are measured together, and by whom. Pure."""
+"""Windows: the sections that are measured together, and the workers that measure them. Pure."""
 
 from collections.abc import Sequence
 
