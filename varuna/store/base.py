@@ -1,4 +1,4 @@
-"""What a store of checkpoints can do: few operations, each either done for good or not done at all.
+"""The interface of a store of checkpoints: few operations, each either done for good or not done at all.
 
 Names are relative, with ``/`` between parts, as in ``step-00000010/manifest.json``.
 """

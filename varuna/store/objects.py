@@ -184,7 +184,7 @@ class ObjectStore:
 
 
 _process: int | None = None
-"""Where obstore's threads run: those of a process that is forked later are missing, and a request would hang."""
+"""The process that runs obstore's threads: one that is forked later has none of them, and a request would hang."""
 
 
 def hangs_here() -> bool:

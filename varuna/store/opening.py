@@ -13,7 +13,7 @@ from varuna.store.retry import PATIENCE_S, RetryingStore
 from varuna.store.throttle import Throttle
 
 _MEANT = re.compile(r"[%\\?#\x00-\x1f\x7f]|(?<=/)\.{1,2}(?=/|$)|\s$")
-"""What parsers of URLs decode, remove or follow: a place may not lead elsewhere than its text says."""
+"""Parts of a URL that parsers decode, remove or follow: a place may not lead elsewhere than its text says."""
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 _memory: dict[str, Store] = {}
 

@@ -14,9 +14,9 @@ from varuna.store.base import Chunks, Entry, Store
 T = TypeVar("T")
 
 PATIENCE_S = 900.0
-"""How long one operation is retried: longer than most outages, shorter than a night."""
+"""Seconds for which one operation is retried: longer than most outages, shorter than a night."""
 SHOWN_S = 20.0
-"""How long a person waits for a listing, or for a manifest."""
+"""Seconds that a person waits for a listing, or for a manifest."""
 _FIRST_S, _LONGEST_S = 0.5, 30.0
 _TRIES_IN_SILENCE = 3
 
