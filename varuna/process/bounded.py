@@ -16,11 +16,11 @@ class Bounded(Generic[T]):
         self._thread.start()
 
     def take(self, bound_s: float) -> T:
-        """What it returned.
+        """Return the result of the work.
 
         Raises:
             TimeoutError: nothing yet after ``bound_s``.
-            Exception: what it raised.
+            Exception: the work raised it.
         """
         self._thread.join(bound_s)
         if self._error is not None:

@@ -1,4 +1,4 @@
-"""Where threads of this process are, without stopping or breaking it.
+"""Stacks of this process's threads, read without stopping or breaking it.
 
 Before Python 3.12, frame objects are made when somebody asks for them, and that may begin a garbage collection. What it
 frees, a tensor for one, lets other threads run in the middle of the look:
@@ -36,7 +36,7 @@ def _stack(innermost: FrameType) -> list[FrameType]:
 
 
 def _at_once(look: Callable[[], Any]) -> Any:
-    """What ``look`` finds; no garbage collection interrupts it, and no thread finds collections switched off."""
+    """Return what ``look`` finds; no garbage collection interrupts it, and no thread finds collections switched off."""
     if not gc.isenabled():
         return look()
     try:

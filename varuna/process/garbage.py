@@ -29,7 +29,7 @@ def old_left_out() -> Iterator[None]:
 
 
 def collect_rarely() -> None:
-    """What this process has is never looked through again, and what it makes from now on only after many new objects.
+    """Keep what this process has out of all collections, and collect what it makes only after many new objects.
 
     For servers: a look at all that a crowd of connections has stops them for tenths of a second. What they say makes no
     garbage that has to be looked for; a connection that ended leaves about 40 objects of it.

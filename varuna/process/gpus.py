@@ -1,4 +1,4 @@
-"""How many workers suit this machine: one per GPU, counted without loading torch."""
+"""The number of workers that suit this machine: one per GPU, counted without loading torch."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""How much memory this machine, or this container, has left, and whom the system killed for want of it."""
+"""Memory that this machine, or this container, has left, and processes that the system killed for want of it."""
 
 import threading
 from pathlib import Path
@@ -55,7 +55,7 @@ def _machine_bytes() -> int | None:
 
 
 def _container_bytes() -> int | None:
-    """What is left of this container's own limit (version 2 of control groups), without files that could be dropped."""
+    """Return the bytes left of this container's limit (control groups, version 2); droppable files take none of it."""
     try:
         limit = int((_CONTAINER / "memory.max").read_text())
         used = int((_CONTAINER / "memory.current").read_text())

@@ -19,7 +19,7 @@ _MOST_BYTES = 4096
 
 
 class Address(NamedTuple):
-    """Where something listens, by TCP."""
+    """A TCP address at which something listens."""
 
     host: str
     port: int
@@ -29,7 +29,7 @@ class Address(NamedTuple):
 
 
 class PortFacts(NamedTuple):
-    """What an agent tells workers of the machine's port."""
+    """Facts about the machine's port that an agent tells workers."""
 
     announced: Address
     """where machines elsewhere reach it"""
@@ -69,7 +69,7 @@ class Waiting:
         self._agent.setblocking(False)
 
     def fileno(self) -> int:
-        """What becomes readable when somebody calls."""
+        """Return the descriptor that becomes readable when somebody calls."""
         return self._agent.fileno()
 
     def accept(self) -> socket.socket:

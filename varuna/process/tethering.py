@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def tether() -> list[str]:
-    """What to put before a command, so that it dies with the *thread* that starts it, even before any code of ours."""
+    """Return a command's prefix by which it dies with the *thread* that starts it, even before any code of ours."""
     if sys.platform != "linux":
         return []  # there a closed connection or pipe has to do
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("tether.py")), str(os.getpid())]
