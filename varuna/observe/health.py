@@ -8,7 +8,7 @@ from varuna.core.units import format_duration
 
 
 class Health(IntEnum):
-    """How a run is, as the exit code of ``varuna status --check``."""
+    """The state of a run, as the exit code of ``varuna status --check``."""
 
     TRAINS = 0
     STANDS_STILL = 1
@@ -17,7 +17,7 @@ class Health(IntEnum):
 
 
 class Checked(NamedTuple):
-    """What a look at a run has shown."""
+    """The result of a look at a run."""
 
     exit_code: Health
     text: str

@@ -73,7 +73,7 @@ def live_view(
 
 
 def rule(*, plain: bool) -> RenderableType:
-    """What sets the view apart from lines above it."""
+    """Return the rule that sets the view apart from lines above it."""
     return Rule(style="dim", characters="-" if plain else "─")
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself in a terminal or a log: its plan, progress, morphs, and how it ended."""
+"""Lines that a run writes to a terminal or a log: its plan, progress, morphs, and how it ended."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What happened in a run, from its events: generations, morphs, losses."""
+"""The report of a run, from its events: generations, morphs, losses."""
 
 from typing import NamedTuple
 

@@ -43,7 +43,7 @@ class SeatView(NamedTuple):
 
 
 _NO_SEAT = SeatView("", "", "")
-"""Where a pipeline has fewer stages than others."""
+"""The empty cell of a pipeline that has fewer stages than others."""
 
 
 def seats(status: Mapping[str, Any]) -> list[list[SeatView]]:
@@ -124,7 +124,7 @@ def _signs(table: Sequence[Sequence[SeatView]], down: str, *, plain: bool) -> li
 
 
 def summary(by_replica: Sequence[Sequence[SeatView]]) -> Text:
-    """How many work, and who does not."""
+    """Say how many workers work, and name those that do not."""
     taken = [seat for row in by_replica for seat in row]
     line = _line(f"{sum(seat.kind == 'ok' for seat in taken)} of {counted(len(taken), 'worker')} work", "")
     odd = [seat for seat in taken if seat.kind != "ok"]

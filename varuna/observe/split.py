@@ -1,4 +1,4 @@
-"""Where a step's time goes, measured against predicted, as a small table. Pure."""
+"""A small table of a step's time by parts, measured against predicted. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

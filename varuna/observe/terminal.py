@@ -49,7 +49,7 @@ class Progress:
         self.arrow = "→" if console.encoding.lower().startswith("utf") else "->"
         self._has_line, self._every_s, self._clock = live_line, every_s, clock
         self.is_live = live_line and redraws and console.is_terminal and not console.is_dumb_terminal
-        """What is shown is replaced where it stands."""
+        """Whether what is shown is replaced where it stands."""
         self.is_plain = self.arrow == "->"
         """Only ASCII can be written."""
         self._lock = threading.RLock()
@@ -141,7 +141,7 @@ class Progress:
             self._drawn = []
 
     def _away(self) -> str:
-        """What removes the lines at the bottom; a terminal that has become narrower has broken them."""
+        """Return the codes that remove the lines at the bottom; a terminal that has become narrower has broken them."""
         width = max(1, self.console.width)
         up = sum(max(1, -(-columns // width)) for columns in self._drawn) - 1
         return (_UP.format(up) if up > 0 else "") + _CLEAR
