@@ -13,7 +13,7 @@ AGAIN_S = 3.0
 
 
 def seen_twice(look: Callable[[], T]) -> T:
-    """What ``look`` returns, now or, if something is wrong or missing now, some seconds later.
+    """Return what ``look`` finds, now or, if something is wrong or missing now, some seconds later.
 
     Raises:
         DamagedCheckpoint: it is wrong in the second look, too.

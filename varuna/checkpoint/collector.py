@@ -1,4 +1,4 @@
-"""When a checkpoint is complete: all parts of all sections, of one step and one generation. Pure."""
+"""Completeness of a checkpoint: all parts of all sections, of one step and one generation. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ _Parts = dict[tuple[int, int], SavedShard]  # (section, part) -> shard
 
 
 class Gathered(NamedTuple):
-    """How far the newest unfinished checkpoint is."""
+    """Progress of the newest unfinished checkpoint."""
 
     step: int
     parts: int
@@ -90,7 +90,7 @@ class Collector:
 
     @property
     def gathered(self) -> Gathered | None:
-        """How far the newest unfinished checkpoint is; None if none is under way."""
+        """Return the progress of the newest unfinished checkpoint; None if none is under way."""
         if not self._pending:
             return None
         generation, step = max(self._pending, key=lambda key: (key[1], key[0]))

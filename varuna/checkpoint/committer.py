@@ -137,7 +137,7 @@ class CheckpointCommitter:
         self._is_unneeded.set()
 
     def _look(self, deadline_s: float) -> tuple[tuple[Manifest, list[str]] | None, str]:
-        """What the store shows now, and why to look again; empty: there is no reason."""
+        """Return what the store shows now, and why to look again; empty: there is no reason."""
         try:
             found = newest_intact(self.store)
         except DamagedCheckpoint as error:
@@ -170,7 +170,7 @@ class CheckpointCommitter:
         )
 
     def sums_after(self, manifest: Manifest) -> StoredSums | None:
-        """What the store has of the step after a checkpoint; None: nothing, or it cannot be read, which costs time."""
+        """Find sums of the step after a checkpoint; None: there are none, or they cannot be read, which costs time."""
         try:
             return find_sums(self.store, look(self.store, manifest.step), self._job)
         except CheckpointError as error:
@@ -185,13 +185,13 @@ class CheckpointCommitter:
 
     @property
     def committed_place(self) -> str | None:
-        """Where the newest complete checkpoint is; None before the first."""
+        """Place of the newest complete checkpoint; None before the first."""
         step = self.committed_step
         return None if step < 0 else checkpoint_place(self._job.checkpoint_dir or "", step)
 
     @property
     def gathered(self) -> Gathered | None:
-        """How far the newest unfinished checkpoint is; any thread may ask."""
+        """Progress of the newest unfinished checkpoint; any thread may ask."""
         return self._gathered
 
     def begin(self, generation: int, plan: Plan, *, first_step: int, rollback: bool) -> None:

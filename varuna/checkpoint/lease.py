@@ -200,7 +200,7 @@ def process_scope(proc: Path = Path("/proc")) -> str:
 
 
 def process_started(process: str) -> str:
-    """When a process began, in the kernel's ticks; empty where the kernel does not say."""
+    """Return the moment at which a process began, in the kernel's ticks; empty where the kernel does not say."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

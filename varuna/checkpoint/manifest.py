@@ -1,4 +1,4 @@
-"""What makes shards a checkpoint: a manifest, written last, that names each of them with its checksums."""
+"""The manifest, which makes shards a checkpoint: it is written last, and names each of them with its checksums."""
 
 import re
 import zlib

@@ -1,4 +1,4 @@
-"""How a section is divided among its holders: equal bytes, cut anywhere in the sequence of its tensors."""
+"""The division of a section among its holders: equal bytes, cut anywhere in the sequence of its tensors."""
 
 from collections.abc import Iterable, Sequence
 from math import prod

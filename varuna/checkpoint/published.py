@@ -33,7 +33,7 @@ _LOCK_BOUND_S, _PAUSE_S = 5.0, 0.05
 
 
 class PublishedFolder:
-    """Where a run publishes; of each generation, one rank does.
+    """The folder in which a run publishes; in each generation one rank writes to it.
 
     Args:
         path: of the folder.

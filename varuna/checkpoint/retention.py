@@ -1,4 +1,4 @@
-"""Which checkpoints to keep, and making a directory ready for a run."""
+"""The choice of checkpoints to keep, and the preparation of a directory for a run."""
 
 from collections.abc import Sequence
 from itertools import count

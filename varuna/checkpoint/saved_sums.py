@@ -29,7 +29,7 @@ _DTYPES = {"sums": "F32", "statistics": "U8"}
 
 
 class SumsLabel(Value):
-    """What a file of sums says of itself."""
+    """The label of a file of sums: its job, parameters, checksum and contents."""
 
     job: str
     """``job_of`` the job"""
@@ -47,7 +47,7 @@ class SumsLabel(Value):
 
 
 def job_of(job: JobFacts) -> str:
-    """What must be equal for gradients to be added to those of another process; a plan may differ."""
+    """Return a digest of all that must be equal for gradients to be added to another process's; a plan may differ."""
     model = job.model
     parts = (model.digest, model.code_digest, job.global_batch, job.seed, job.metrics, job.precision)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -64,14 +64,14 @@ class TensorInFile(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """What a file begins with."""
+    """The beginning of a file of sums."""
 
     label: SumsLabel
     entries: Mapping[str, TensorInFile]
 
 
 def find_sums(store: Store, folder: StepFolder, job: JobFacts) -> StoredSums | None:
-    """What the store has of the step after a checkpoint, for a job that begins there; None: nothing.
+    """Find the store's sums of the step after a checkpoint, for a job that begins there; None: there are none.
 
     Raises:
         StoreError: the store cannot be read.
@@ -96,7 +96,7 @@ def find_sums(store: Store, folder: StepFolder, job: JobFacts) -> StoredSums | N
 
 
 def whole_micro_batches(labels: Iterable[SumsLabel]) -> tuple[int, int]:
-    """How many micro-batches of a step the sums of all sections have, and how many the step has. Pure."""
+    """Count the micro-batches of a step that the sums of all sections have, and those that the step has. Pure."""
     found: dict[int, list[Spans]] = {}
     known, micro_batches, sections = set[int](), 0, 0
     for label in labels:
@@ -109,7 +109,7 @@ def whole_micro_batches(labels: Iterable[SumsLabel]) -> tuple[int, int]:
 
 
 def metadata_of(step: int, label: SumsLabel) -> dict[str, str]:
-    """What a file's header says beside its tensors."""
+    """Return what a file's header says beside its tensors."""
     text = label.model_dump_json()
     return {"step": str(step), "label": text, "label_crc32": str(zlib.crc32(text.encode()))}
 
@@ -150,7 +150,7 @@ def _sums_in(folder: StepFolder) -> set[str]:
 
 
 def beginning_of(store: Store, name: str) -> Beginning:
-    """What a file begins with.
+    """Read the beginning of a file of sums.
 
     Raises:
         DamagedCheckpoint: it is not a file of sums.

@@ -26,7 +26,7 @@ _KINDS = ("parameters/", "buffers/")
 
 
 class ExportedFolder(NamedTuple):
-    """What an export wrote: number of tensors, bytes, files."""
+    """The size of an export: numbers of files and tensors, and bytes."""
 
     files: int
     tensors: int

@@ -104,7 +104,7 @@ class SnapshotBuffer:
     def place(
         self, parts: Sequence[SectionPart], states: Mapping[int, SectionState], room: Room
     ) -> tuple[list[Copied], list[tuple[Tensor, Tensor]]]:
-        """Where each part's bytes go, and what is to be copied: values of the states, each with its host memory."""
+        """Give each part a place, and list what is to be copied: values of the states, each with its host memory."""
         self.reserve(needed_bytes(parts), room)
         copied, start = [], 0
         pairs: list[tuple[Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""What a ``state_dict()`` of the user's holds, as JSON and back: nothing is ever unpickled."""
+"""Values of a user's ``state_dict()``, as JSON and back: nothing is ever unpickled."""
 
 import base64
 from collections.abc import Mapping
