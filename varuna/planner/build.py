@@ -214,7 +214,7 @@ class Builder:
         return self._bounded(built.shape, starts, self._sizes(sizer, starts), factor, built.stash_moves, built.leans)
 
     def misfit(self, shape: Shape) -> OutOfMemory:
-        """How many bytes a shape lacks, balanced as if there were enough memory."""
+        """Say why a shape does not fit, and how many bytes it lacks, balanced as if there were enough memory."""
         sizer = self.sizer(
             self.wanted_depths(shape, 1), self.request.memory_apart, self.replication(shape), unlimited=True
         )
@@ -324,7 +324,7 @@ class Builder:
         return tuple(depths)
 
     def replication(self, shape: Shape) -> Replication:
-        """What D changes about a stage's memory."""
+        """Return what the number of replicas D changes about a stage's memory."""
         sharing = shape.replicas if self.profile.calibration.optimizer.sharded else 1
         adds_copies = shape.replicas > 1 and not self.request.memory_apart
         saving = shape.replicas if self.request.memory_apart else 0
@@ -347,12 +347,12 @@ class Builder:
     def sizer(
         self, wanted: tuple[int, ...], stash_moves: bool, replication: Replication, *, unlimited: bool = False
     ) -> Sizer:
-        """What stages with these in-flight depths take.
+        """Make the sizer of stages with these in-flight depths.
 
         Args:
             wanted: depths, by stage.
             stash_moves: what waits for R may wait in host memory.
-            replication: what D changes.
+            replication: what the number of replicas D changes.
             unlimited: whatever memory there is.
         """
         flexible = self.request.policy in _FLEXIBLE

@@ -26,7 +26,7 @@ _DOUBLED = 3
 
 
 class Flags(NamedTuple):
-    """What people set limits with, for advice that they can follow."""
+    """Names of flags with which people set limits, for advice that they can follow."""
 
     memory: str | None = None
     """None: memory is that of the devices, or of a calibration"""
@@ -111,7 +111,7 @@ def run_request(
     calibration: Calibration | None = None,
     policy: str = "adaptive",
 ) -> PlanRequest:
-    """What ``plan_run`` asks for."""
+    """Return the request that ``plan_run`` makes."""
     known = with_options(calibration or nominal_calibration(job.model), job)
     classes = job.classes if sum(each.workers for each in job.classes) == workers else ()
     # Nominal figures are no reason to send workers away.

@@ -1,4 +1,4 @@
-"""What copies of stages' states and sums of gradients take of a step, by the engine's pace. Pure."""
+"""Time of a step that copies of stages' states and sums of gradients take, by the engine's pace. Pure."""
 
 from typing import NamedTuple
 

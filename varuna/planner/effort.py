@@ -1,4 +1,4 @@
-"""How far the search for a plan looks: its tuned figures, whose effect ``benchmarks/search_quality.py`` measures."""
+"""The effort of the search for a plan: tuned figures, whose effect ``benchmarks/search_quality.py`` measures."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""What a loss of a worker costs under a plan, and the examples per second that are left at a rate of losses. Pure.
+"""The cost of a worker's loss under a plan, and the examples per second that are left at a rate of losses. Pure.
 
 A loss is noticed, groups are formed, state moves, and what nobody has of the step runs again. How much that is depends
 on the plan: with D replicas it is about the lost one's share, with copies of its sums what came after the newest of
@@ -26,7 +26,7 @@ REGROUPED_S = 2.5
 
 
 class Expected(NamedTuple):
-    """What a plan is worth at a rate of losses; seconds are of training."""
+    """The worth of a plan at a rate of losses; seconds are of training."""
 
     step_s: float
     """of a step, with what copies take of it"""
@@ -44,7 +44,7 @@ class Expected(NamedTuple):
 
 
 def expected(plan: Plan, request: PlanRequest) -> Expected:
-    """What a plan is worth at the request's rate of losses."""
+    """Compute a plan's worth at the request's rate of losses."""
     step_s = plan.step_s + (copies_take_s(plan, request) if plan.copies.are_made else 0.0)
     rate = request.losses_per_hour * min(1.0, plan.workers / request.workers)
     loss_s = loss_cost_s(plan, request)

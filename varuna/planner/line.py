@@ -18,7 +18,7 @@ from varuna.planner.pricing.predict import predictions
 HARDLY = 1.02
 """Of the step on a line without end: as fast as that."""
 _DOUBLINGS, _CLOSE = 14, 0.125
-"""How much faster or slower a line is tried, and to which part of a doubling the answer is exact."""
+"""Doublings by which a line is tried faster and slower, and the part of a doubling to which the answer is exact."""
 _TENTH = 0.1
 
 

@@ -1,4 +1,4 @@
-"""Which machines to rent: the fleets that offers allow, by how fast they train and what an example costs. Pure.
+"""Machines to rent: the fleets that offers allow, by how fast they train and what an example costs. Pure.
 
 Fleets are first compared by what each class of devices does alone, and by price. Those that no other one beats in both
 are planned for as a run would be, with what losses cost at the offers' rates; of these, again those that none beats.
@@ -194,7 +194,7 @@ def _egress_per_hour(plan: Plan, request: PlanRequest, offers: Sequence[Offer], 
 
 
 def _used(offers: Sequence[Offer], gpus: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
-    """What a plan leaves of a fleet: in whole VMs, of each class the cheapest."""
+    """Return the GPUs of each offer that a plan uses: in whole VMs, of each class the cheapest."""
     if not plan.is_by_class:
         return gpus
     left, found = dict(plan.classes), list(gpus)

@@ -62,7 +62,7 @@ class PlanReport(Value):
 
 
 class ClassReport(Value):
-    """What the GPUs of one class do in a plan."""
+    """The GPUs of one class, and their work in a plan."""
 
     name: str
     shape: str = Field(description="P x D of its pipelines; of those that run on other classes, too: stages/P x D")
@@ -206,7 +206,7 @@ def _plan_report(
 
 
 def _classes(plan: Plan) -> tuple[ClassReport, ...]:
-    """What each class does; nothing where a plan names none."""
+    """Report the work of each class; nothing where a plan names none."""
     found = []
     for name, gpus in plan.classes.items() if plan.is_by_class else ():
         owned = [(replicas, pipeline, _stages_on(pipeline, name)) for replicas, pipeline in plan.kinds]
@@ -221,7 +221,7 @@ def _classes(plan: Plan) -> tuple[ClassReport, ...]:
 
 
 def _stages_on(pipeline: Pipeline, name: str) -> int:
-    """How many stages run on devices of a class."""
+    """Count the stages that run on devices of a class."""
     return sum(pipeline.class_of(stage) == name for stage in range(pipeline.stages))
 
 
@@ -245,7 +245,7 @@ def _gpus(count: int) -> str:
 
 
 def _sharing(plan: Plan) -> str:
-    """How many micro-batches each replica runs, and how M stays exact."""
+    """Say how many micro-batches each replica runs, and how M stays exact."""
     base, more = divmod(plan.micro_batches, plan.replicas)
     if not plan.is_uniform:
         text = f"dealt so that all end together: {shares_text(plan.shares)} micro-batches of {plan.micro_batch}"

@@ -1,4 +1,4 @@
-"""How many of the last backwards to split into I and W: none, P to 1.5 P, or where that is cheap to see all."""
+"""The number of last backwards to split into I and W: none, P to 1.5 P, or where that is cheap to see all."""
 
 from operator import attrgetter
 

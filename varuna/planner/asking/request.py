@@ -14,7 +14,7 @@ Objective = Literal["time", "dollar"]
 
 
 class PlanRequest(Value):
-    """What to plan for: a model on some hardware, the workers, and what the user fixed."""
+    """A request for a plan: a model on some hardware, the workers, and what the user fixed."""
 
     calibration: Calibration
     workers: int = Field(description="most ranks to use; each has a GPU, where there are any")

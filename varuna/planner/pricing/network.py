@@ -1,4 +1,4 @@
-"""Which links and rings a plan uses, and what they cost: ranks of a VM are neighbours; a pipeline stays in a region."""
+"""Links and rings of a plan, and their costs: ranks of a VM are neighbours; a pipeline stays in a region."""
 
 from collections.abc import Iterable, Sequence
 

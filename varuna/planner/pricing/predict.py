@@ -170,9 +170,9 @@ def predictions(plan: Plan, calibration: Calibration, *, gpus_per_vm: int | None
 
 
 def _as_far_as_it_reaches(calibration: Calibration, plan: Plan, alike: Plan, name: str) -> Calibration:
-    """What is known of one class of devices; but sums that several classes make go as fast as the slowest network.
+    """Return the costs of one class of devices, with sums of several classes as fast as the slowest network.
 
-    So do messages of a pipeline, one of ``alike``, that reaches over several regions.
+    Messages of a pipeline, one of ``alike``, that reaches over several regions go over the network between regions.
     """
     known = calibration.of(name)
     if len(plan.classes) < 2:
@@ -213,7 +213,7 @@ def predict_cut(
 
 
 class _Seen(NamedTuple):
-    """What a stage did in the middle of the step."""
+    """The work of a stage in the middle of the step."""
 
     busy: float
     """Share of the time in which it worked; 0 if that time is too short."""
@@ -237,7 +237,7 @@ def _pace(trace: StepTrace, stash_limits: Sequence[int]) -> tuple[float, int]:
 
 
 def _seen(trace: StepTrace, stage: int, in_flight: int) -> _Seen:
-    """What a stage did while forwards still came in, without the first half of that time."""
+    """Measure a stage's work while forwards still came in, without the first half of that time."""
     row, costs = trace.rows[stage], trace.costs.stages[stage]
     backwards = [i for i, kind in enumerate(row.kinds) if kind is Kind.BACKWARD]
     last = len(backwards) - 1 - in_flight

@@ -22,7 +22,7 @@ UNSHARDED = Sharding()
 
 
 def sharding_of(profile: Profile, start: int, stop: int, replicas: int) -> Sharding:
-    """What dividing state saves the fullest of a stage's replicas, and what it costs; nothing if a job does not."""
+    """Return what dividing state saves a stage's fullest replica, and what it costs; nothing if a job divides none."""
     if not profile.calibration.optimizer.sharded:
         return UNSHARDED
     on_device, on_host = (sums.values[start:stop] for sums in (profile.optimizer_bytes, profile.host_bytes))

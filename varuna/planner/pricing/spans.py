@@ -30,7 +30,7 @@ _DEEP = MESSAGES_LEAVING + 2
 
 
 class PeakMoment(Enum):
-    """What a stage does when it has most."""
+    """The action at which a stage needs most memory."""
 
     FORWARD = "F, while another micro-batch waits for its gradient"
     RECOMPUTE = "R"
@@ -38,7 +38,7 @@ class PeakMoment(Enum):
 
 
 class Replication(NamedTuple):
-    """What the number of replicas D changes about the memory of a stage."""
+    """Changes that the number of replicas D makes to the memory of a stage."""
 
     sharing: int = 1
     """replicas that divide optimizer state"""
@@ -119,7 +119,7 @@ class Spans:
         self._known_s: dict[tuple[int, ...], dict[tuple[int, int], float]] = {}
 
     def known_s(self, role: tuple[int, ...]) -> dict[tuple[int, int], float]:
-        """Where seconds of spans may be noted, for all stages of whatever depth P whose role is the same."""
+        """Return the notes on seconds of spans, shared by all stages of whatever depth P that have the same role."""
         return self._known_s.setdefault(role, {})
 
     def room(self, start: int, stop: int, copies: bool) -> ActivationBudget:
@@ -183,7 +183,7 @@ class Spans:
         return peak + (depth - 1) * self.held(start, first_kept, stop)
 
     def held(self, start: int, first_kept: int, stop: int) -> float:
-        """What a micro-batch in flight holds beside its input: kept activations, and what the first of them began with.
+        """Return what a micro-batch in flight holds beside its input: kept activations, and what the first began with.
 
         The input of the stage is in the stash; of any other section the one before has made it, and has not kept it.
         Where all is kept, W's wait for idle time: what they wait with may be more (``more_held``).
@@ -269,9 +269,9 @@ class Spans:
         return max(working, splitting, self._weighing(start, stop) - queued[start])
 
     def _held_to(self, needed: Callable[[int, int], float], start: int, stop: int) -> float:
-        """What sections need, with the message that has come: it is whole until its last gradient has been used.
+        """Return what sections need with the message that has come: it is whole until its last gradient was used.
 
-        On a GPU it is not there: what it brought was copied apart.
+        On a GPU that message is not there: its contents were copied apart.
         """
         came = self._returning[stop] if self._one_memory else 0
         if not came or stop - start == 1:
@@ -300,7 +300,7 @@ class Spans:
         return activations + max(made, before, self._forward_peak(first_kept, stop, start))
 
     def _forward_peak(self, start: int, stop: int, stage_start: int) -> float:
-        """What F needs in sections [start, stop) of a stage."""
+        """Return what F needs in sections [start, stop) of a stage."""
         if start >= stop:
             return 0.0
         if start > stage_start:
@@ -336,7 +336,7 @@ class Spans:
         return int(min(self._streamed_bytes, self.profile.state_bytes.over(range(start, stop))))
 
     def host_bytes(self, start: int, stop: int, copies: bool) -> int:
-        """What lasts of a stage in host memory beside a device: offloaded state, its copy, and what is pinned.
+        """Return a stage's lasting bytes in host memory beside a device: offloaded state, its copy, what is pinned.
 
         Without a device, parameters that are streamed rest in a file.
         """
@@ -358,7 +358,7 @@ class Spans:
         return int(held - sharding.absent_state + copied)
 
     def sharding(self, start: int, stop: int) -> Sharding:
-        """What a sharded optimizer changes; nothing where every replica holds everything."""
+        """Return what a sharded optimizer changes; nothing where every replica holds everything."""
         if self._replicas == 1:
             return UNSHARDED
         known = self._sharding.get((start, stop))
@@ -371,9 +371,9 @@ class Spans:
         return int(self.profile.most_gradient_bytes.over(start, stop)) if self._adds_copies else 0
 
     def statistics(self, start: int, stop: int) -> int:
-        """What a replica's micro-batches leave for buffers, which are updated when the step is applied.
+        """Return what a replica's micro-batches leave for buffers, which are updated when the step is applied.
 
-        With the buffers themselves, as they are and as they were before the newest step.
+        The bytes include the buffers themselves, as they are and as they were before the newest step.
         """
         return int((self._noting + 2) * (self._noted[stop] - self._noted[start]))
 

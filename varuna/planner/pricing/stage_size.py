@@ -1,4 +1,4 @@
-"""How deep, and keeping which activations, a stage runs within its memory: in-flight depth first, then keeping.
+"""Depth and kept activations of a stage within its memory: in-flight depth first, then keeping.
 
 Depth beats keeping on slow links, and each kept section costs its activations once
 per micro-batch in flight. So later stages, which hold fewer in flight, keep more, and get more sections.
@@ -19,7 +19,7 @@ from varuna.schedule.buffers import STASH_IN_TRANSIT
 
 
 class Size(NamedTuple):
-    """How a stage uses its memory."""
+    """The use that a stage makes of its memory."""
 
     depth: int
     """n_k, micro-batches in flight."""
@@ -49,7 +49,7 @@ class StageBytes:
     reserved: int
     """Memory that a job never gets."""
     statistics: int = 0
-    """What micro-batches leave for buffers until the step is applied, and the buffers."""
+    """Bytes that micro-batches leave for buffers until the step is applied, and the buffers."""
     stash: int
     """Inputs of the n_k micro-batches in flight, their samples, and inputs that have arrived and wait.
 
@@ -68,7 +68,7 @@ class StageBytes:
     messages: int
     """At each end messages that leave, and places for the next ones that come."""
     update: int
-    """When nothing is in flight: what the optimizer needs.
+    """Bytes that the optimizer needs when nothing is in flight.
 
     Where a step may be applied before the vote, parameters and state as they were too, unless host memory has them.
     """
@@ -226,7 +226,7 @@ class Sizer:
     def _fit_moving(
         self, stage: int, start: int, stop: int, depth: int, most_moved: int, free: float, each: float
     ) -> tuple[int, int, int]:
-        """Where inputs may wait in host memory: activations are kept first, and inputs stay in what is left."""
+        """Choose the inputs that wait in host memory: activations are kept first, and inputs stay in what is left."""
         moved = _worth_moving(min(depth, most_moved))
         free -= Size(depth, 0, moved).on_device * each
         lowest = start + 1 if moved else start  # a stage without R has nothing that waits for it
@@ -296,7 +296,7 @@ class Sizer:
         return self.detail(stage, start, stop, Size(least, 0, least if moves else 0)).total
 
     def host_bytes(self, start: int, stop: int) -> int:
-        """What lasts of sections [start, stop) in host memory beside a device."""
+        """Return the lasting bytes of sections [start, stop) in host memory beside a device."""
         return self._spans.host_bytes(start, stop, self._copies)
 
 
