@@ -214,7 +214,7 @@ _LIFE = tuple(WorkerStatus)
 
 
 def _reached(fleet: Fleet) -> tuple[int, int, int, int, int]:
-    """How far the run has come: between two generations each number has a bound, and the first to differ counts."""
+    """Measure how far the run has come: between two generations each number has a bound; the first to differ counts."""
     lived = sum(order * fleet.workers.count(standing) for order, standing in enumerate(_LIFE))
     return fleet.training, fleet.generation, -len(fleet.workers), lived, _PHASES.index(type(fleet.phase))
 

@@ -1,4 +1,4 @@
-"""What each member of a new generation is told: its own part, and nothing that grows with the fleet."""
+"""Assignments of a new generation's members: each is told its own part, and nothing that grows with the fleet."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

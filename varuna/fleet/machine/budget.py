@@ -1,4 +1,4 @@
-"""When a run that has a budget must end, so that its last checkpoint and its model still fit into it. Pure."""
+"""The end of a run that has a budget: early enough for its last checkpoint and its model to fit into it. Pure."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -12,7 +12,7 @@ _SAVES = 2
 _STEPS = 2
 """A wish that comes just after a vote is heard by the next one."""
 _DOUBT = 1.25
-"""What has happened so far may take so many times as long when it counts."""
+"""Factor by which anything may take longer, when it counts, than it has taken so far."""
 _MOST_MARGIN_S, _MARGIN_SHARE = 30.0, 1 / 10
 """Kept for what nobody has measured: processes that end, a store that is given free."""
 _UNKNOWN_SAVE_S, _UNKNOWN_SAVE_SHARE = 60.0, 1 / 10
@@ -21,7 +21,7 @@ _TRY_SAVING_AT = 1 / 4
 
 
 class Used(NamedTuple):
-    """What a run has used up so far, all its starts together."""
+    """Time and money that a run has used up so far, all its starts together."""
 
     wall_s: float
     dollars: float = 0.0
@@ -30,14 +30,14 @@ class Used(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What is left of a budget."""
+    """The rest of a budget, by the limit that is reached first."""
 
     until_s: float
     """Seconds from now to the limit that is reached first, at the present rate; not above 0: it is reached."""
     flag: str
     """The option that sets this limit."""
     whole_s: float
-    """What the whole limit is in seconds, at the present rate."""
+    """Seconds of the whole limit, at the present rate."""
 
     @property
     def used_share(self) -> float:
@@ -46,7 +46,7 @@ class Left(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What has been seen of a run."""
+    """Times that were measured in a run."""
 
     step_s: float
     saving_s: float | None
@@ -54,7 +54,7 @@ class Seen(NamedTuple):
 
 
 class Decision(Enum):
-    """What a budget asks for."""
+    """A decision about a run that has a budget."""
 
     GO_ON = "nothing"
     SAVE = "a checkpoint, to learn how long one takes"
@@ -63,7 +63,7 @@ class Decision(Enum):
 
 
 def left_of(budget: Budgeted, used: Used) -> Left:
-    """What is left of a budget that has a limit at least."""
+    """Compute the rest of a budget that has a limit at least."""
     limits: list[Left] = []
     if (hours := budget.max_hours) is not None:
         limits.append(Left(hours * _HOUR_S - used.wall_s, "--max-hours", hours * _HOUR_S))
@@ -78,14 +78,14 @@ def left_of(budget: Budgeted, used: Used) -> Left:
 
 
 def lead_s(left: Left, seen: Seen) -> float:
-    """How long before the limit a run is told to end."""
+    """Compute how many seconds before the limit a run is told to end."""
     saving_s = min(_UNKNOWN_SAVE_S, _UNKNOWN_SAVE_SHARE * left.whole_s) if seen.saving_s is None else seen.saving_s
     margin_s = min(_MOST_MARGIN_S, _MARGIN_SHARE * left.whole_s)
     return _DOUBT * (_STEPS * seen.step_s + _SAVES * saving_s) + margin_s
 
 
 def decide(left: Left, seen: Seen, *, is_ending: bool, is_saved: bool, tried_saving: bool) -> Decision:
-    """What is to be done now.
+    """Decide what to do now.
 
     Args:
         left: of the budget.

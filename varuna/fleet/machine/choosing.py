@@ -1,4 +1,4 @@
-"""Which plan the next generation runs, and which of the workers take part in it.
+"""The choice of the next generation's plan, and of the workers that take part in it.
 
 Slow workers are left out, or get fewer micro-batches, whichever makes the step shorter. The plan that ran last stays
 unless another one is clearly better.
@@ -67,13 +67,13 @@ def is_faster(fleet: Fleet, dealt: Plan, even: Plan) -> bool:
 
 
 def speeds_of(fleet: Fleet, names: Iterable[str]) -> tuple[float, ...]:
-    """How fast workers are, by class of device as in ``classes_of``, the fastest first; () if none is slow."""
+    """Return workers' speeds, by class of device as in ``classes_of``, the fastest first; () if none is slow."""
     speeds = tuple(chain.from_iterable(_speeds_by_class(fleet, names).values()))
     return speeds if speeds and min(speeds) < 1 else ()
 
 
 def _speeds_by_class(fleet: Fleet, names: Iterable[str]) -> dict[str, list[float]]:
-    """How fast workers are, the fastest first, by class of device, in the order of their names."""
+    """Return workers' speeds, the fastest first, by class of device, in the order of their names."""
     found: dict[str, list[float]] = {}
     for name, device_class in sorted(fleet.device_classes(names).items(), key=lambda each: -fleet.speed_of(each[0])):
         found.setdefault(device_class, []).append(fleet.speed_of(name))
@@ -111,7 +111,7 @@ def _plan_keeping(transition: Transition, usable: tuple[str, ...]) -> Plan:
 
 
 def plan_to_come(fleet: Fleet, known: Planned) -> Plan:
-    """What a morph now would run, if that is the best plan that is known.
+    """Return the plan that a morph now would run, if ``known`` is the best plan that is known.
 
     Whoever asks for a morph must know: one that changes nothing would be asked for again and again.
     """

@@ -169,7 +169,7 @@ def note_full(transition: Transition, name: str, fault: DeviceFault) -> None:
 
 
 def _figures(fleet: Fleet, worker: Worker, fault: DeviceFault) -> str:
-    """What a worker's stage was promised, what its device has, and what other processes had of that."""
+    """Say what a worker's stage was promised, what its device has, and what other processes had of that."""
     rank = fleet.rank_of(worker.name)
     if rank is None or worker.device is None or not fleet.record.has_seat(worker.name):
         return ""

@@ -107,7 +107,7 @@ def expire(transition: Transition) -> None:
 
 
 def _due_s(fleet: Fleet, worker: Worker) -> float:
-    """When the time of a worker that is not watched is up at the earliest, if nothing is heard of it until then.
+    """Return when an unwatched worker's time is up at the earliest, if nothing is heard of it until then.
 
     Silence of an elastic fleet's workers is noticed when their machine is heard.
     """

@@ -34,7 +34,7 @@ from varuna.fleet.state.worker import WorkerInventory, WorkerStatus
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where the state of a generation comes from: workers that hold it, a checkpoint in a store, or neither."""
+    """The origin of a generation's state: workers that hold it, a checkpoint in a store, or neither."""
 
     next_step: int
     holdings: placement.Holdings | None = None
@@ -362,7 +362,7 @@ def _ran(fleet: Fleet) -> placement.Holdings:
 
 
 def _holding(fleet: Fleet, name: str) -> WorkerInventory:
-    """What a worker holds; nothing, if it has just come."""
+    """Return what a worker holds; nothing, if it has just come."""
     return fleet.workers[name].holding or WorkerInventory()
 
 

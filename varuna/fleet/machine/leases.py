@@ -1,4 +1,4 @@
-"""Who can be heard, and what silence means. A broken network alone makes nobody count as dead.
+"""Leases: who can be heard, and what silence means. A broken network alone makes nobody count as dead.
 
 Silence is measured on a clock of its own, ``Fleet.listened_s``. It stands still while the manager could not have heard
 anybody: its process did not run, its door was not served, or, where workers are on other machines, nobody at all is
@@ -199,7 +199,7 @@ def begin_progress(fleet: Fleet, record: GenerationRecord) -> dict[str, object]:
 
 
 def _as_known(fleet: Fleet, node: str) -> NodeContact:
-    """What is known of a machine, without a look at the steps that have shown it."""
+    """Return what is known of a machine, without a look at the steps that have shown it."""
     is_parted = fleet.is_parted(node)
     sight = fleet.nodes[node]
     return replace(sight, parted_after=fleet.progresses if is_parted else None, ended=is_parted and sight.ended)

@@ -1,4 +1,4 @@
-"""What a training that is over has come to, for workers that had no part in its end. Pure."""
+"""The outcome of a training that is over, for workers that had no part in its end. Pure."""
 
 from varuna.core.messages import LastStep, TrainingOver
 from varuna.core.vote import VoteLayout
@@ -6,7 +6,7 @@ from varuna.fleet.state.fleet import Fleet
 
 
 def outcome(fleet: Fleet, name: str) -> TrainingOver:
-    """What a worker is told at the end of the present training."""
+    """Return what a worker is told at the end of the present training."""
     is_main = bool(fleet.history) and name == fleet.members[0]
     return TrainingOver(training=fleet.training, steps=steps_made(fleet), last=last_step(fleet), is_main=is_main)
 

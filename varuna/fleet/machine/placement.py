@@ -1,4 +1,4 @@
-"""Who sits where in a new generation, so that as little state as possible moves. Pure."""
+"""Seats of a new generation's workers, chosen so that as little state as possible moves. Pure."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -166,7 +166,7 @@ def _plan_of(plan: Plan, group: Sequence[int]) -> Plan:
 
 
 def _of_replicas(holders: Holders, group: Sequence[int]) -> Holders:
-    """Who of these replicas holds a section whole, by its place among them."""
+    """Return the holders of whole sections among these replicas, by their places among them."""
     place_of = {replica: place for place, replica in enumerate(group)}
     return tuple(tuple(place_of[replica] for replica in each if replica in place_of) for each in holders)
 
@@ -214,7 +214,7 @@ class _Seating:
         return max(free, key=fits)
 
     def beside(self, rank: int, places: Mapping[str, str]) -> Counter[str]:
-        """How many of a rank's neighbours in the pipeline are at each place: nodes, or zones."""
+        """Count a rank's neighbours in the pipeline at each place: nodes, or zones."""
         return Counter(places[self.seats[other]] for other in self._neighbours(rank) if other in self.seats)
 
     def _neighbours(self, rank: int) -> list[int]:

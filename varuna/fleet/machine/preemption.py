@@ -22,7 +22,7 @@ _SLOWER = 1.5
 
 
 class Way(Enum):
-    """How a run leaves nodes that are about to go."""
+    """A way to leave nodes that are about to go."""
 
     STAY = auto()
     """Not yet: they are worth their seats."""
@@ -83,7 +83,7 @@ def leavers(fleet: Fleet) -> list[str]:
 
 
 def way_out(fleet: Fleet, now_s: float) -> Way:
-    """How to leave the nodes that are about to go, by their earliest deadline.
+    """Choose how to leave the nodes that are about to go, by their earliest deadline.
 
     If the step in flight ends in time, and nothing but this asks for haste, its end is waited for: that is cheaper. If
     it cannot, or nobody knows, it goes on as long as there is time for state and sums to move, and is then broken off.
@@ -102,7 +102,7 @@ def way_out(fleet: Fleet, now_s: float) -> Way:
 
 
 def step_ends_s(fleet: Fleet) -> float | None:
-    """When the step in flight is expected to be committed; None if nobody knows."""
+    """Return when the step in flight is expected to be committed; None if nobody knows."""
     return fleet.recorded_s + fleet.step_wall_s if fleet.formed and fleet.step_wall_s else None
 
 

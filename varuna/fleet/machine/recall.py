@@ -18,7 +18,7 @@ class MemoryCheckpoint(NamedTuple):
     holdings: Holdings
 
     def holders(self) -> Counter[int]:
-        """How many workers have each section."""
+        """Count the workers that have each section."""
         return Counter(section for sections in self.holdings.values() for section in sections)
 
 

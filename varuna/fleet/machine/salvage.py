@@ -1,4 +1,4 @@
-"""What the next generation keeps of the step in flight: sums of gradients that outlast a loss. Pure.
+"""Parts of the step in flight that the next generation keeps: sums of gradients that outlast a loss. Pure.
 
 Sums are used only for the same step, on top of the same parameters. Where a section moves, they move too, unless their
 micro-batches are computed again sooner. A wrong set costs time, never the run: the vote counts what is in the sums.
@@ -24,7 +24,7 @@ _CLEARLY = 1.5
 
 
 def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) -> RemainingWork | None:
-    """What is left to do of the step that was broken off; None: all of it.
+    """Return the work that is left of the step that was broken off; None: all of it.
 
     Args:
         fleet: all its members stand still.
@@ -111,7 +111,7 @@ def losses_of(fleet: Fleet, members: Sequence[str], plan: Plan) -> Mapping[int, 
 
 
 def share_of_step(record: GenerationRecord) -> float:
-    """Which share of a whole step's time the first step of a generation takes, if a part of it is kept."""
+    """Return the share of a whole step's time that a generation's first step takes, if a part of the step is kept."""
     plan, left = record.plan, record.remainder
     if left is None:
         return 1.0
@@ -149,7 +149,7 @@ def worth_breaking_off_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) 
 
 
 def _holdings(fleet: Fleet, members: Sequence[str]) -> list[WorkerInventory]:
-    """What each member says that it holds; nothing, where that may be of a timeline that was given up."""
+    """Return what each member says that it holds; nothing, where that may be of a timeline that was given up."""
     doubtful = bool(fleet.history) and fleet.record.rollback and not fleet.formed
     return [
         WorkerInventory()

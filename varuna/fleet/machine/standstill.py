@@ -1,4 +1,4 @@
-"""When no step is committed for long: since when, and what the run waits for. The same words for all who ask.
+"""Standstill of a run that commits no step for long: since when, and what it waits for. The same words for all who ask.
 
 Workers say so too, but under a manager their words go into logs, and the terminal would be silent.
 """
@@ -54,7 +54,7 @@ def _why(fleet: Fleet, now_s: float) -> str:
 
 
 def doing(fleet: Fleet) -> str:
-    """What the ranks of the newest generation say that they do: who is at work, or who waits for whom."""
+    """Return what ranks of the newest generation say that they do: who is at work, or who waits for whom."""
     beats = _beats(fleet)
     at_work = [f"rank {rank} {beat.activity}" for rank, beat in beats.items() if beat.at_work]
     said = at_work or [f"rank {rank} {beat.activity}" for rank, beat in beats.items()]

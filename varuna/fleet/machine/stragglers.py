@@ -88,7 +88,7 @@ def _ranks_like(plan: Plan, rank: int) -> Sequence[int]:
 
 
 def _comparable_s(fleet: Fleet, rank: int) -> float | None:
-    """What to divide a rank's time by: 1 where all that are compared do the same; None: nobody knows."""
+    """Return the divisor that makes a rank's time comparable: 1 where all compared do the same; None: nobody knows."""
     plan = fleet.record.plan
     if plan.is_uniform:
         return 1.0

@@ -1,4 +1,4 @@
-"""What a run has used up in its earlier starts."""
+"""The account of what a run has used up in its earlier starts."""
 
 from pydantic import Field
 

@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Ending(Enum):
-    """What ends a generation."""
+    """A reason for which a generation ends."""
 
     LOST = "a member that it needed is gone"
     HIDDEN = "a member that it needed is out of sight, and the step stands still"
@@ -43,7 +43,7 @@ class FinishWish:
 
 
 class Obstacle(Enum):
-    """What keeps the next generation from beginning."""
+    """A reason for which the next generation cannot begin."""
 
     NO_WORKERS = "nobody is ready"
     NO_PLAN = "no plan fits"
@@ -69,6 +69,6 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """What a worker says cannot be true, or is of another run."""
+    """An objection to a worker's words: they cannot be true, or are of another run."""
 
     text: str

@@ -1,11 +1,11 @@
-"""How a run is managed: bounds, and what a morph must gain."""
+"""Settings of a run's management: bounds, and what a morph must gain."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig:
-    """How many workers, and how patient the manager is with them."""
+    """The number of workers, and the manager's patience with them."""
 
     workers: int
     replace: bool = True
@@ -32,11 +32,11 @@ class FleetConfig:
     start_timeout_s: float = 300.0
     """From a worker's start to its Hello."""
     wait_s: float = 300.0
-    """How long a run waits for workers that it cannot do without."""
+    """Seconds that a run waits for workers that it cannot do without."""
     return_s: float = 300.0
-    """How long state that is out of sight is waited for, at most, before the run falls back to a checkpoint."""
+    """Seconds, at most, that the run waits for state out of sight before it falls back to a checkpoint."""
     futile_s: float = 60.0
-    """How long generation after generation may break before its first step, though nobody dies, until the run ends."""
+    """Seconds for which generations may break before their first step, though nobody dies, until the run ends."""
     form_timeout_s: float = 300.0
     """From an assignment until newcomers that have not copied their state are dropped."""
     slow_ratio: float | None = None

@@ -1,4 +1,4 @@
-"""What the manager remembers of devices that failed."""
+"""The manager's memory of devices that failed."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class BrokenDevice:
     faults: int
     """So far."""
     until_s: float
-    """When it may have a worker again."""
+    """Time from which the device may have a worker again."""
     may_be_code: bool = False
     """Its error does not say whose matter it is."""
     accused: str = ""
@@ -28,7 +28,7 @@ class ShortMemory:
     """Plans for a class of devices fill less than what these seemed to have."""
 
     times: int
-    """How often that was lowered."""
+    """Number of times that ``part`` was lowered."""
     generation: int
     """In which it was lowered last: all ranks of a stage run out of memory at once."""
 

@@ -1,4 +1,4 @@
-"""What the manager knows of a run: frozen values that ``machine.advance`` replaces."""
+"""The manager's knowledge of a run: frozen values that ``machine.advance`` replaces."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -74,13 +74,13 @@ class Fleet:
     told_alone: bool = False
     """People know that."""
     heard_s: float = 0.0
-    """When anybody was heard last."""
+    """Time at which anybody was heard last."""
     regained_s: float = float("-inf")
-    """When that ended for the last time, on the clock for silence."""
+    """Time at which the newest silence of all ended, on the clock for silence."""
     nodes: PersistentMap[NodeContact] = field(default_factory=PersistentMap)
     """By machine, of an elastic fleet."""
     nearest_s: float = float("-inf")
-    """When a machine was heard last, on the clock for silence."""
+    """Time at which a machine was heard last, on the clock for silence."""
     hidden: PersistentMap[None] = field(default_factory=PersistentMap)
     """Machines that were out of sight when all were looked at, and have not been heard since."""
     looked: ReachabilityScan = field(default_factory=ReachabilityScan)
@@ -93,9 +93,9 @@ class Fleet:
     watched: frozenset[str] = frozenset()
     """Workers that ended, or lost their connection, or were silent while their machine was heard."""
     progressed_s: float = float("-inf")
-    """When a step of this generation was committed, which proves that all its ranks live; on the clock for silence."""
+    """Time of this generation's newest commit, which proves that all its ranks live; on the clock for silence."""
     progresses: int = 0
-    """How often something proved that."""
+    """Number of such proofs."""
     compute_s: tuple[tuple[float, ...], ...] = ()
     """By stage, ascending: what its ranks told of their compute in this generation, as if all were equally fast."""
     spawned: int = 0
@@ -127,7 +127,7 @@ class Fleet:
     causes: tuple[EndCause, ...] = ()
     """Why the newest generation ended."""
     broke_s: float = 0.0
-    """When the generation before the newest broke."""
+    """Time at which the generation before the newest broke."""
     planned: bool = False
     """Whether it was a planned morph that ended it."""
     first_step: FirstStep | None = None
@@ -137,7 +137,7 @@ class Fleet:
     futile: int = 0
     """Generations in a row that broke before a step without anybody's death."""
     futile_since_s: float | None = None
-    """When the first of them did, those before newcomers were dropped included; on the clock for silence."""
+    """Time at which the first of them did, those before newcomers were dropped included; on the clock for silence."""
     experience: MorphHistory = field(default_factory=lambda: MorphHistory(began_s=0.0))
     loss_rate: LossRate = field(default_factory=lambda: LossRate(began_s=0.0))
     departing: Mapping[str, Departure] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Fleet:
     asked: Mapping[Question, OpenQuestion] = field(default_factory=dict)
     """Those that are open."""
     answers: Mapping[Question, Answer] = field(default_factory=dict)
-    """What this generation was told."""
+    """Answers that this generation was given."""
     expected_s: tuple[float, ...] | None = None
     """By slot of the plan that runs: calibrated compute seconds per micro-batch; None if nothing was measured."""
     link_bytes_per_s: float | None = None
@@ -281,11 +281,11 @@ class Fleet:
 
     @property
     def memory_bytes(self) -> int | None:
-        """What every joined worker's device has for it; None if nobody has said."""
+        """Bytes that every joined worker's device has for its worker; None if nobody has said."""
         return worker_bytes(self.workers[name].device for name in self.joined)
 
     def classes_of(self, names: Iterable[str]) -> tuple[ClassSize, ...]:
-        """How many of these workers compute on devices of each class; () where nobody says of which."""
+        """Count these workers by class of their devices; () where nobody says of which."""
         classes = self.device_classes(names)
         sizes = class_sizes((found, self.workers[name].device) for name, found in classes.items())
         parts = {name: short.part for name, short in self.short.items()}
@@ -391,11 +391,11 @@ class Fleet:
         return not self.is_departing(name) and self.is_in_touch(name)
 
     def speed_of(self, name: str) -> float:
-        """What a worker computes while the fastest one computes 1."""
+        """Return a worker's speed, the fastest one's being 1."""
         return self.slow[name].speed if name in self.slow else 1.0
 
     def seen_s(self, worker: Worker) -> float:
-        """When a worker was last known to live: by its own word, or by a step that was committed."""
+        """Return when a worker was last known to live: by its own word, or by a step that was committed."""
         return max(worker.seen_s, self.progressed_s) if worker.seated and worker.is_joined else worker.seen_s
 
     def is_parted(self, node: str) -> bool:

@@ -1,4 +1,4 @@
-"""What can happen to a fleet: the inputs of ``machine.advance``."""
+"""Events that can happen to a fleet: the inputs of ``machine.advance``."""
 
 from dataclasses import dataclass
 
@@ -135,7 +135,7 @@ class AnswerReceived:
 
 @dataclass(frozen=True, slots=True)
 class Recalibrated:
-    """What plans are made from has become better known while ``generation`` runs; so has what its stages take."""
+    """The calibration has become better while ``generation`` runs, and with it the expected times of its stages."""
 
     generation: int
     expected_s: tuple[float, ...] | None

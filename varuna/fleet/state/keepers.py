@@ -1,4 +1,4 @@
-"""Who keeps whose copies, of state and of sums of gradients. Pure."""
+"""Keepers of copies, of state and of sums of gradients. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How often a run loses workers: an estimate that forgets, and the rate to plan for, which ignores wobbles. Pure."""
+"""The rate at which a run loses workers: an estimate that forgets, and the rate to plan for, without wobbles. Pure."""
 
 from dataclasses import dataclass, replace
 from math import exp
@@ -6,7 +6,7 @@ from math import exp
 _PRIOR_S = 1800.0
 """A run begins as if it had watched so long, and seen no more losses than it was told of."""
 _FORGETS_S = 6 * 3600.0
-"""What is older than this counts for little."""
+"""Age in seconds from which a loss counts for little."""
 NOTICED = 0.1
 """Of a loss, that one with a notice counts for: there is a morph, but nothing runs again."""
 _WOBBLE = 2.0

@@ -26,13 +26,13 @@ class FirstStep:
     """Of a whole step, which it ran."""
 
     def stall_s(self, step_s: float) -> float:
-        """What of that was the morph's, if a whole step takes ``step_s``."""
+        """Return the seconds for which the morph stalled training, if a whole step takes ``step_s``."""
         return max(0.0, self.took_s - self.share * step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MorphHistory:
-    """What a run has learned about change: how often it comes, and how long a planned morph stalls training."""
+    """A run's experience of change: how often it comes, and how long a planned morph stalls training."""
 
     began_s: float
     changes: int = 0
@@ -89,7 +89,7 @@ class MorphEstimate:
     faster: float
     """Share of the step time that goes away."""
     spared_s: float = 0.0
-    """What the loss of a section's only holder would cost, times its likelihood."""
+    """Seconds that the loss of a section's only holder would cost, times its likelihood."""
 
     @property
     def pays(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the shell must do, in order: the outputs of ``machine.advance``."""
+"""Commands that the shell carries out, in order: the outputs of ``machine.advance``."""
 
 from dataclasses import dataclass
 

@@ -46,7 +46,7 @@ class Running:
     """On the clock for silence."""
     suspicion: Suspicion | None = None
     flags: frozenset[Flag] = frozenset()
-    """What rank 0 was asked to raise in the next vote."""
+    """Flags that rank 0 was asked to raise in the next vote."""
     regroup: EndCause | None = None
     """Why there will be a planned morph after the next vote, if so."""
     considered: frozenset[str] = frozenset()
@@ -68,13 +68,13 @@ class Stopping:
     deadline_s: float
     """On the clock for silence."""
     hold_at_s: float | None = None
-    """When to say Hold to those that should stop by themselves; None once it was said."""
+    """Time to say Hold to those that should stop by themselves; None once it was said."""
     applying: frozenset[str] = frozenset()
     """Laggards that were told the verdict and have not answered."""
     committed: bool = False
     """The verdict was COMMIT."""
     suspicion: Suspicion | None = None
-    """What was reported before it was over."""
+    """The suspicion that was reported before it was over."""
     waits: bool = False
     """People know that state is out of sight and waited for."""
 

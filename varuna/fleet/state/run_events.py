@@ -94,7 +94,7 @@ class WorkerLeft(Value):
 
 
 class Priced(Value):
-    """What a worker costs from now on."""
+    """The price of a worker from now on."""
 
     kind: Literal["priced"] = "priced"
     per_hour: float = Field(ge=0, description="dollars per worker and hour")
@@ -102,7 +102,7 @@ class Priced(Value):
 
 
 class Budgeted(Value):
-    """What the run may use up, all its starts together; None: as much as it takes."""
+    """Limits on what the run may use up, all its starts together; None: as much as it takes."""
 
     kind: Literal["budgeted"] = "budgeted"
     max_dollars: float | None = Field(default=None, gt=0)
@@ -148,7 +148,7 @@ class StepRecorded(Value):
 
 
 class GenerationTimed(Value):
-    """What the steps of a generation have taken so far, by stage."""
+    """Times of a generation's steps so far, by stage."""
 
     kind: Literal["generation_timed"] = "generation_timed"
     generation: int
@@ -159,7 +159,7 @@ class GenerationTimed(Value):
 
 
 class WaitsSplit(Value):
-    """What the waits of one step were for, by stage: means over the replicas, in seconds of that step."""
+    """Waits of one step by their reasons and by stage: means over the replicas, in seconds of that step."""
 
     kind: Literal["waits_split"] = "waits_split"
     generation: int
@@ -207,7 +207,7 @@ class Asked(Value):
 
 
 class Answered(Value):
-    """What was asked for is done, or cannot be; of a morph, a new generation says the same."""
+    """The answer to what was asked for: it is done, or cannot be; of a morph, a new generation says the same."""
 
     kind: Literal["answered"] = "answered"
     what: Literal["drain", "morph"]

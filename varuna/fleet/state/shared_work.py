@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from varuna.core.messages import WorkFound, WorkOffered, WorkSought
 
 _WORK_S = 100.0
-"""How long others wait for a worker before one of them does the same."""
+"""Seconds that others wait for a worker before one of them does the same."""
 _MOST_KEYS, _MOST_BYTES = 64, 64 * 2**20
 
 
@@ -22,7 +22,7 @@ class _Underway:
 
 
 class SharedWork:
-    """What the workers of a run have done, and do, for each other; for one thread."""
+    """Work that the workers of a run have done, and do, for each other; for one thread."""
 
     def __init__(self) -> None:
         self._found: dict[str, bytes] = {}  # empty: each worker has to do it

@@ -1,4 +1,4 @@
-"""What the manager remembers of two machines between which nothing gets through."""
+"""The manager's memory of two machines between which nothing gets through."""
 
 from dataclasses import dataclass
 

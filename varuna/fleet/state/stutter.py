@@ -11,7 +11,7 @@ from math import exp, log
 from statistics import median
 
 SLOW_RATIO = 1.3
-"""How much slower a worker must be to be left out: the 30 % that the paper saw."""
+"""Factor by which a worker must be slower to be left out: the 30 % that the paper saw."""
 RECENT_BEATS = 8
 """So many tell what a worker usually takes; all of them have to be of the time in which it was slower, or faster."""
 _ENOUGH = 1.05
@@ -20,7 +20,7 @@ _MOST = 0.5  # of one beat: a single hiccup, however long, proves nothing
 
 @dataclass(frozen=True, slots=True)
 class StutterEvidence:
-    """What the beats of one worker said so far in this generation: a cumulative sum test on the log of its ratio.
+    """Evidence of one worker's beats so far in this generation: a cumulative sum test on the log of its ratio.
 
     Each beat adds the log of its ratio less half of what is looked for; below zero the count starts anew. So noise
     drifts down, and slowness up: of 10 % noise, e^-14 of all excursions get this far.
@@ -58,7 +58,7 @@ class Straggler:
     ratio: float
     until_s: float
     speed: float = 1.0
-    """What plans are told of it, the fastest one being 1."""
+    """Speed that plans are told of it, the fastest one being 1."""
 
     def __str__(self) -> str:
         return f"{self.ratio:.2f} times the compute time of its peers"
@@ -70,7 +70,7 @@ def usual_s(recent_s: Sequence[float]) -> float:
 
 
 def slower_than_peers(compute_s: float, peers_s: Sequence[float]) -> float | None:
-    """How many times longer a rank computes than the other replicas of its stage; None without any to compare with.
+    """Return how many times longer a rank computes than its stage's other replicas; None without any to compare with.
 
     Args:
         compute_s: its newest seconds of compute per micro-batch, forward and backward, waiting left out.

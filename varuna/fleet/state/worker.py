@@ -24,10 +24,10 @@ def changed(value: T, **changes: Any) -> T:
 
 @dataclass(frozen=True, slots=True)
 class NodeContact:
-    """How well the manager hears a machine."""
+    """The manager's contact with a machine."""
 
     heard_s: float
-    """When, on the clock of ``Fleet.listened_s``."""
+    """Time at which it was heard, on the clock of ``Fleet.listened_s``."""
     parted_after: int | None = None
     """Its connection ended when this many steps had shown that their ranks live; see ``Fleet.is_parted``."""
     ended: bool = False
@@ -37,7 +37,7 @@ class NodeContact:
 
 
 class WorkerStatus(Enum):
-    """Where a worker is in its life; lost workers are forgotten."""
+    """A state in a worker's life; lost workers are forgotten."""
 
     STARTING = "starting"
     JOINED = "joined"
@@ -89,7 +89,7 @@ class Worker:
     pid: int | None = None
     joined_s: float = 0.0
     seen_s: float = 0.0
-    """When it was last heard, on the clock of ``Fleet.listened_s``; see ``Fleet.seen_s``."""
+    """Time at which it was last heard, on the clock of ``Fleet.listened_s``; see ``Fleet.seen_s``."""
     seated: bool = False
     """In the grid of the newest generation."""
     trained: bool = False

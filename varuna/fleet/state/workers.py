@@ -26,9 +26,9 @@ class Workers(Mapping[str, Worker]):
         self._by_node: PersistentMap[tuple[str, ...]] = PersistentMap(by_node)
         self._counts = tuple(sum(worker.standing is each for worker in listed) for each in _STANDINGS)
         self.awaited = sum(map(_is_awaited, listed))
-        """How many have joined and hold nothing, since they run a generation or are about to answer."""
+        """Number of workers that have joined and hold nothing, since they run a generation or are about to answer."""
         self.unfinished = sum(map(_is_unfinished, listed))
-        """How many have left or were dismissed, and whose scripts may still have something to save."""
+        """Number of workers that have left or were dismissed, and whose scripts may still have something to save."""
         self.newcomers = frozenset(worker.name for worker in listed if _is_newcomer(worker))
         """Those that have joined and have no seat in the newest generation's grid."""
 
