@@ -1,4 +1,4 @@
-"""What messages, all-reduces and votes of a run tell of its network. Pure."""
+"""Speeds of a run's network, as its messages, all-reduces and votes show them. Pure."""
 
 from collections.abc import Collection, Sequence
 from functools import reduce

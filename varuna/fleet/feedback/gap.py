@@ -23,7 +23,7 @@ class _Part(NamedTuple):
 
 
 def explain_gap(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]) -> str | None:
-    """What is off, where and by how much; None where prediction and run agree within 10 %.
+    """Say what is off, where and by how much; None where prediction and run agree within 10 %.
 
     The cause is the part of a stage's step that differs most in the direction of the gap. Waits come last: they
     follow from what other stages do, so that they are the cause only where nothing else is off.

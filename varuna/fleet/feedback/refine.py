@@ -18,7 +18,7 @@ _ROUNDS = 25
 _LARGEST_FACTOR = 1e6
 """FLOPs under a roofline may be that far off, of tiny sections that wait; anything beyond is a mistake."""
 _OVERHEADS = {"action_s": ("FRBIW", 0.5), "hand_over_s": ("FBI", 0.2), "samples_s": ("F", 0.2)}
-"""What actions take beyond their sections: in which, and the most that it may be of the shortest of them."""
+"""Seconds of actions beyond their sections: the actions that have them, and their largest share of the shortest one."""
 _CLOSE = 0.01
 """So near to the measured step a prediction may stay."""
 _LARGEST_GAP, _HALVINGS = 8.0, 10
@@ -27,7 +27,7 @@ _RUN_NOTE = "refined by a run"
 
 
 Options = Callable[[Calibration], Calibration]
-"""What a job's options change in a calibration, which is of no job."""
+"""The changes that a job's options make to a calibration, which is of no job."""
 
 
 def _as_it_is(calibration: Calibration) -> Calibration:
@@ -117,7 +117,7 @@ def _ran(plan: Plan, stage: int, times: RankTimes, letters: Sequence[str]) -> ra
 
 
 def _inside_s(stage: RankTimes, letters: Sequence[str], around: ActionOverhead) -> float | None:
-    """What the sections of an action took; None if no such action was seen."""
+    """Return the seconds that the sections of an action took; None if no such action was seen."""
     letter = _told(stage, letters)
     if letter is None:
         return None
@@ -182,13 +182,13 @@ def _factors(
 
 
 def _mean(factors: Mapping[str, float], known: Mapping[str, float], seen: set[str]) -> float:
-    """What kinds get that no stage told of."""
+    """Return the factor for kinds of which no stage told."""
     before_s = sum(known[name] for name in seen)
     return sum(known[name] * factors[name] for name in seen) / before_s if before_s > 0 else 1.0
 
 
 def _optimizer(calibration: Calibration, options: Options, plan: Plan, stages: Sequence[RankTimes]) -> OptimizerCosts:
-    """What is fixed makes up for what is not as predicted; the stage that waited least for the vote tells the truth."""
+    """Let fixed costs make up for what is not as predicted; the stage that waited least for the vote is believed."""
     known = calibration.optimizer
     varying_s = costs_of(options(calibration), plan).optimizer_s - known.fixed_s
     return known.model_copy(update={"fixed_s": max(0.0, min(each.ending_s for each in stages) - varying_s)})
@@ -230,5 +230,5 @@ def predicted(calibration: Calibration, plan: Plan) -> Prediction:
 
 
 def costs_of(calibration: Calibration, plan: Plan) -> PipelineCosts:
-    """What the simulator is told about a plan: about its first pipelines."""
+    """Return the simulator's input for a plan: the costs of its first pipelines."""
     return spanning_costs(plan, calibration.of, gpus_per_vm=None)

@@ -61,7 +61,7 @@ class AgentLink:
         return deaf or now_s - self.heard_s > patience_s
 
     def pause_s(self, now_s: float, frame_bytes: int = 0) -> float:
-        """How long to stop reading from who floods us: its own TCP window then holds it back, and nobody else."""
+        """Return the seconds to read nothing from who floods us: its TCP window then holds it back, and nobody else."""
         passed_s, self._budget_s = now_s - self._budget_s, now_s
         self._budget = min(_BURST_FRAMES, self._budget + passed_s * _FRAMES_PER_S) - 1
         self._budget_bytes = min(_BURST_BYTES, self._budget_bytes + passed_s * _BYTES_PER_S) - frame_bytes

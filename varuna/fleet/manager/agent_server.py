@@ -159,7 +159,7 @@ class AgentServer:
         return [name for name, link in list(self._links.items()) if link.session.connection is not None]
 
     def hosts(self) -> dict[str, object]:
-        """What connected machines have told of themselves; any thread may ask."""
+        """Return what connected machines have told of themselves; any thread may ask."""
         return {
             name: link.host.describe()
             for name, link in list(self._links.items())

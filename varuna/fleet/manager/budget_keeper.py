@@ -48,7 +48,7 @@ class BudgetKeeper:
                 pass
 
     def look(self, fleet: Fleet, now_s: float) -> list[Posted]:
-        """What the budget asks for now, by the clock of the fleet."""
+        """Return what the budget asks for now, by the clock of the fleet."""
         budget = self._chronicle.budget
         if budget is None or isinstance(fleet.phase, Ended) or self._has_cut or now_s < self._looked_s + _LOOK_S:
             return []
@@ -68,7 +68,7 @@ class BudgetKeeper:
         return self._asked_for(decided, fleet, budget, left)
 
     def account(self) -> Account:
-        """What the run has used up until now."""
+        """Return what the run has used up until now."""
         return self._chronicle.account(self._time_s()).model_copy(update={"saving_s": self._saving_s})
 
     def _asked_for(self, decided: Decision, fleet: Fleet, budget: Budgeted, left: Left) -> list[Posted]:

@@ -57,10 +57,10 @@ _TOLD_APART = {
     "speeds": "replicas of speed {}",
     "policy": "policy {}",
 }
-"""What tells plans of one shape apart, in the order in which people would look for it."""
+"""Parts that tell plans of one shape apart, in the order in which people would look for them."""
 
 Told = GenerationTimed | Notice | MorphRequested
-"""What follows from what ranks told: lines for the journal, and events for the state machine."""
+"""Consequences of what ranks told: lines for the journal, and events for the state machine."""
 
 PlanWith = Callable[[JobFacts, int, int | None, Calibration | None], Plan]
 
@@ -130,7 +130,7 @@ class Calibrator:
             self._offered.setdefault(told.hardware.device_class, told)
 
     def _begin_classes(self, job: JobFacts) -> None:
-        """What to begin with for each class of devices that was not planned for before.
+        """Look up what to begin with for each class of devices that was not planned for before.
 
         Raises:
             UsageError: the user's calibration is of another model.
@@ -143,7 +143,7 @@ class Calibrator:
                     self.calibration = known if self.calibration is None else self.calibration.with_class(known)
 
     def _first(self, job: JobFacts, name: str) -> Calibration | None:
-        """What is known of a class before it trains.
+        """Return what is known of a class before it trains.
 
         Raises:
             UsageError: the user's calibration is of another model.
@@ -176,7 +176,7 @@ class Calibrator:
         return [*told, Recalibrated(record.generation, None if expected_s is None else tuple(expected_s), rate)]
 
     def request(self, job: JobFacts, workers: int, micro_batch: int | None, wanted: int) -> PlanRequest | None:
-        """What the planner would be asked now, for so many plans; any thread may ask. None: it takes no request."""
+        """Return the request that the planner would get now, for so many plans, to any thread. None: it takes none."""
         if not isinstance(self._plan, RunPlanner):
             return None
         return self._plan.request(job, workers, micro_batch, self.calibration, wanted)
@@ -242,9 +242,9 @@ class Calibrator:
                 remember(refined, self._run_dir / RUN_FILE)
 
     def _refined(self, base: Calibration, plan: Plan) -> Calibration | None:
-        """What is known of each class of devices, corrected by the first of its pipelines; None: still nothing is.
+        """Correct what is known of each class of devices by the first of its pipelines; None: still nothing is known.
 
-        Pipelines that are planned for any class may run on several: they say nothing of one.
+        Pipelines that are planned for any class may run on several, and say nothing of one.
         """
         found, names = self.calibration, set[str]()
         is_apart, across = are_apart(plan.classes), base.across_regions

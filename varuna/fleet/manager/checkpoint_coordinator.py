@@ -118,7 +118,7 @@ class CheckpointCoordinator:
 
     @property
     def gathered(self) -> Gathered | None:
-        """How far the newest unfinished checkpoint that outlives the run is; any thread may ask."""
+        """Progress of the newest unfinished checkpoint that outlives the run; any thread may ask."""
         keeper = self._keeper
         return None if keeper is None or self._is_rescue else keeper.gathered
 

@@ -68,7 +68,7 @@ def _state(ended: RunEnded | None) -> str:
 
 
 def kept_api(run: KeptRun, feed: LiveFeed, logins: Logins) -> OperatorApi:
-    """What people may ask of a run without a manager: to read. Without an operator's token nothing is changed."""
+    """Return the API to a run without a manager. It reads only: without an operator's token nothing is changed."""
     return OperatorApi(
         status=run.status,
         logs=run.logs,

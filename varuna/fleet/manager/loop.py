@@ -75,7 +75,7 @@ Observer = Callable[[RunEvent], None]
 
 
 class Executor(Protocol):
-    """What the manager needs of the world of processes and connections."""
+    """The manager's access to the world of processes and connections."""
 
     def spawn(self, avoided: Collection[str]) -> str:
         """Start a worker, on a GPU that none of these workers had; returns its name."""
@@ -304,7 +304,7 @@ class Manager:
         self._handle(WorkerDistrusted(worker, why))
 
     def _learn(self, worker: str, beat: Beat) -> None:
-        """What a heartbeat says of steps' times may change what is planned from now on."""
+        """Learn steps' times from a heartbeat, which may change what is planned from now on."""
         if self._calibrator is not None and beat.times is not None:
             calibrator, fleet, now_s = self._calibrator, self.fleet, time.monotonic()
 
@@ -426,7 +426,7 @@ def _as_planned_s(plan: Plan) -> float:
 
 
 def deaf_s(heard_s: float, last_tick_s: float, now_s: float) -> float:
-    """How long before now nobody could be heard, without what the last tick has counted already.
+    """Return the seconds before now in which nobody could be heard, without what the last tick has counted already.
 
     Workers' words that have come meanwhile lie unread: who holds the server up must not pass for their silence.
     """

@@ -1,4 +1,4 @@
-"""What reaches the manager, in the order in which it came: the one thing that the parts around it share with it."""
+"""The manager's mailbox, in the order of arrival: the one thing that the parts around the manager share with it."""
 
 import queue
 import threading
@@ -61,7 +61,7 @@ Posted = (
     | Broken
     | Leave
 )
-"""What may be posted: events for the state machine, an agent's return, and lines for the journal."""
+"""Posts: events for the state machine, an agent's return, and lines for the journal."""
 
 
 class Mailbox:

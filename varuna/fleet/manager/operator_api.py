@@ -65,7 +65,7 @@ class Nothing(Value):
 
 @dataclass(frozen=True)
 class OperatorApi:
-    """What the door needs to know of the run.
+    """Access to the run, for the routes that serve people.
 
     Raises (from ``drain_objection`` and ``mint``): nothing; a text is the reason for a refusal.
     """
@@ -84,7 +84,7 @@ class OperatorApi:
     run_dir: Path | None = None
     """Timelines are recorded there."""
     hosts: Callable[[], dict[str, object]] = dict
-    """What other machines have told of themselves, by machine."""
+    """Facts that other machines have told of themselves, by machine."""
     mint: Callable[[int, float], str] | None = None
     """A JOIN string; None for a run that nobody can join."""
     void_tokens: Callable[[], int] | None = None
@@ -141,7 +141,7 @@ class OperatorApi:
         return self.feed.stream(request.headers.get("last-event-id", ""), lambda: self._may_read(request))
 
     async def _plans(self, request: Request) -> Response:
-        """What the planner says of the workers that there are now; takes a moment."""
+        """Answer with the planner's table for the workers that there are now; takes a moment."""
         if not self._may_read(request):
             return self._refuse(request, "read the plans")
         return JSONResponse(finite(await asyncio.to_thread(self.plans)), headers=HEADERS)
@@ -345,7 +345,7 @@ class OperatorApi:
 
 
 def _chunk(path: Path, offset: int) -> tuple[int, bytes, int]:
-    """Where a part of a log begins, the part, and how large the log is."""
+    """Read a part of a log: return where it begins, its bytes, and how large the log is."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         start = file.seek(min(size, offset) if offset >= 0 else max(0, size + offset))

@@ -1,4 +1,4 @@
-"""What ``GET /metrics`` says: the run's status in the text format of Prometheus. Pure.
+"""The answer to ``GET /metrics``: the run's status in the text format of Prometheus. Pure.
 
 Scrapers get a token of their own, which reads these figures and nothing else.
 """

@@ -1,7 +1,7 @@
-"""Where members of a generation find each other: what they offer, the manager passes on to those who seek it. Pure.
+"""The exchange by which members of a generation find each other: the manager passes offers to those who seek. Pure.
 
-It all goes over connections that are authenticated already: worker, agent, TLS, manager. A manager that starts again
-has forgotten it; members then offer again what they have, while they seek in vain.
+Offers go over connections that are authenticated already: worker, agent, TLS, manager. A manager that starts again
+has forgotten them; members then offer again what they have, while they seek in vain.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _KEYS_A_MEMBER = 64
 
 
 class Meeting:
-    """Where the members of the newest generation exchange keys; for one thread."""
+    """The exchange of keys among members of the newest generation; for one thread."""
 
     def __init__(self) -> None:
         self._generation = -1

@@ -46,7 +46,7 @@ class KnownCheckpoint(NamedTuple):
 
 
 def known_checkpoint(past: Past) -> KnownCheckpoint | None:
-    """What a run that did not end must find again; None: nothing."""
+    """Return the checkpoint that a run which did not end must find again; None: there is none."""
     step: int | None = None
     for event in past.events:
         match event:
@@ -127,7 +127,7 @@ def _speeds(record: GenerationRecord) -> dict[str, float]:
 
 
 def _with_promises(fleet: Fleet, past: Past) -> Fleet:
-    """What people were promised and has not happened yet."""
+    """Add promises to people that are not kept yet."""
     finish: FinishWish | None = None
     morph, drained = False, dict[str, Departure]()
     for event in past.events:

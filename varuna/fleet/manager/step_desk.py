@@ -39,7 +39,7 @@ _LOOK_AHEAD = 2
 
 @dataclass
 class _Gathering:
-    """What the workers have told of one step."""
+    """Timelines of one step that workers have told."""
 
     asked: set[str] = field(default_factory=set)
     told: dict[str, RankTimeline | None] = field(default_factory=dict)
@@ -285,7 +285,7 @@ class StepRecorder:
             return DeskAnswer(202, json.dumps({"step": last, "newest": self._step}).encode())
 
     def profiled(self, rank: int, first: int) -> DeskAnswer:
-        """What has come of a request for a profile."""
+        """Answer with the profile that was asked for, or with its progress or failure."""
         with self._lock:
             profile = self._profiles.get((rank, first))
             if profile is None:

@@ -1,4 +1,4 @@
-"""What a step's waits were for: of each second, whether the message was on its way, or not made yet.
+"""The split of a step's waits: for each second, whether the message was on its way, or not made yet.
 
 A stage that has nothing to run waits for the message that its next action needs. From the moment at which the sender
 had handed the message to its transport until it was here, whole, the wait counts as **transfer**; before that, and for
@@ -24,11 +24,11 @@ class WaitSplit(NamedTuple):
     idle_s: tuple[float, ...]
     """By stage: for any other reason."""
     uncertain_s: float
-    """How far a clock may be off, and so the begin of a transfer; 0 where all ranks share one."""
+    """Seconds by which a clock, and so the begin of a transfer, may be off; 0 where all ranks share one."""
 
 
 def split_waits(timeline: StepTimeline) -> WaitSplit | None:
-    """What the waits of a step were for; None if a rank is missing or clocks cannot be brought together."""
+    """Split a step's waits into transfer and idle; None if a rank is missing or clocks cannot be brought together."""
     plan, alignment = timeline.plan, align(timeline)
     if len(timeline.ranks) < plan.workers or not math.isfinite(alignment.uncertain_s):
         return None
@@ -49,7 +49,7 @@ _Key = tuple[int, str, int]
 
 
 def _made(timeline: StepTimeline, alignment: Alignment) -> dict[_Key, float]:
-    """When each message was handed to its transport, by the aligned clock."""
+    """Return when each message was handed to its transport, by the aligned clock."""
     found: dict[_Key, float] = {}
     for rank in timeline.ranks:
         add_s = rank.zero_s + alignment.added_s[rank.clock]
@@ -72,14 +72,14 @@ def _waits(rank: RankTimeline, made_s: dict[_Key, float], add_s: float) -> tuple
 
 
 class _Order:
-    """Which message a wait was for: that of the next action which needs one."""
+    """The messages for which a stage waited: each is that of the next action which needs one."""
 
     def __init__(self, actions: Sequence[Interval], came: Sequence[Interval]) -> None:
         self._actions, self._at = actions, 0
         self._came = {(each.kind, each.micro_batch): each for each in came}
 
     def needed_after(self, wait: Interval) -> Interval | None:
-        """Waits are asked for in order. A recomputation is begun for the backward pass that follows it."""
+        """Find a wait's message, asked for in order. A recomputation is begun for the backward pass that follows it."""
         while self._at < len(self._actions) and self._actions[self._at].begin_s < wait.begin_s:
             self._at += 1
         following = self._actions[self._at] if self._at < len(self._actions) else None

@@ -1,4 +1,4 @@
-"""What a worker cannot truthfully say: checked before the state machine believes it. Pure.
+"""Checks for what a worker cannot truthfully say, before the state machine believes it. Pure.
 
 Bugs, mixed-up processes and hostile ones look the same from here; the worker is sent away and the run goes on.
 """
@@ -73,7 +73,7 @@ def _out_of_line(fleet: Fleet, worker: str, votes: Sequence[Vote]) -> Objection 
 
 
 def _newest_step(fleet: Fleet, worker: Worker) -> int | None:
-    """Which step a rank says that it does next; None if it has said nothing since the generation began."""
+    """Return the step that a rank says it does next; None if it has said nothing since the generation began."""
     if worker.holding is not None and worker.holding.next_step is not None:
         return worker.holding.next_step
     beat = worker.beat

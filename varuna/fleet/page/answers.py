@@ -1,4 +1,4 @@
-"""What all answers to people have in common: headers, errors, and numbers that JSON has."""
+"""Common parts of all answers to people: headers, errors, and numbers that JSON has."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What happened in a run, for pages that are opened at any time: bounded in memory, and every change has a number."""
+"""The history of a run, for pages that are opened at any time: bounded in memory, and every change has a number."""
 
 import secrets
 import threading
@@ -175,7 +175,7 @@ class Chronicle:
             }
 
     def newest(self, total: int, now_s: float) -> dict[str, object]:
-        """What fits on a screen: the last sentences, the loss in a few points, times, and what is reckoned."""
+        """Return what fits on a screen: the last sentences, the loss in a few points, times, and what is reckoned."""
         with self._lock:
             return {
                 "marks": self._marks.newest(_NEWEST_MARKS),
@@ -188,7 +188,7 @@ class Chronicle:
             }
 
     def reckoned(self, total: int, now_s: float) -> dict[str, object]:
-        """What is left of ``total`` steps, and the cost until now, in seconds since 1970."""
+        """Reckon what is left of ``total`` steps, and the cost until ``now_s``, in seconds since 1970."""
         with self._lock:
             return self._reckoned(total, now_s)
 
@@ -218,12 +218,12 @@ class Chronicle:
 
     @property
     def budget(self) -> Budgeted | None:
-        """What the run may use up; None: nobody has said."""
+        """Limits on what the run may use up; None: nobody has said."""
         return self._meter.budget
 
     @property
     def price(self) -> Priced | None:
-        """What a worker costs; None if nobody said."""
+        """Price of a worker; None if nobody said."""
         return self._meter.price
 
     def since(self, number: int) -> list[PageChange] | None:
@@ -264,7 +264,7 @@ def thinned(bands: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 def timed(event: GenerationTimed) -> dict[str, object]:
-    """What a generation's steps took, for a page: seconds of a step, by stage."""
+    """Describe the times of a generation's steps, for a page: seconds of a step, by stage."""
     return {
         "generation": event.generation,
         "predicted_s": event.predicted_s,

@@ -1,4 +1,4 @@
-"""How each worker is, in a word and in words, for the page and the terminal. Pure."""
+"""The condition of each worker, in a word and in words, for the page and the terminal. Pure."""
 
 from statistics import median_low
 from typing import Literal, NamedTuple
@@ -15,7 +15,7 @@ PEERS = " the compute of its peers"
 
 
 class Condition(NamedTuple):
-    """How a worker is."""
+    """The condition of a worker."""
 
     kind: Kind
     words: str

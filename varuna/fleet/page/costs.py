@@ -1,4 +1,4 @@
-"""What a run has cost so far, from its events, and what the same work would cost on demand; what is left of its budget.
+"""The cost of a run so far, from its events, that of the same work on demand, and what is left of its budget.
 
 Pure.
 """
@@ -214,7 +214,7 @@ def spent(cost: Bill | None) -> str:
 
 
 def shown_budget(budget: Budgeted | None, used: Used, *, is_over: bool) -> dict[str, object] | None:
-    """What is left of a budget, for people; None without one."""
+    """Describe what is left of a budget, for people; None without one."""
     if budget is None:
         return None
     left = left_of(budget, used)

@@ -26,7 +26,7 @@ Status = Mapping[str, Any]
 
 
 class LiveFeed:
-    """What is served to pages; ``close`` is for another thread than the server's.
+    """The feed that is served to pages; ``close`` is for another thread than the server's.
 
     Args:
         chronicle: what happened.
@@ -129,7 +129,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def news(self) -> str:
-        """What this page has not heard yet, as frames; empty if there is nothing."""
+        """Return what this page has not heard yet, as frames; empty if there is nothing."""
         chronicle, frames = self._feed.chronicle, []
         changes = None if self._number is None else chronicle.since(self._number)
         if changes is None:
@@ -183,7 +183,7 @@ def gathered(changes: list[PageChange]) -> list[PageChange]:
 
 
 def difference(before: Status, after: Status) -> dict[str, object]:
-    """What a page that knows ``before`` must hear to know ``after``: what has changed, also of each worker.
+    """Return what a page that knows ``before`` must hear to know ``after``: what has changed, also of each worker.
 
     ``gone`` are names of workers that are not there any more; ``all`` says that the page knew nothing.
     """

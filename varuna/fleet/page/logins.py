@@ -1,4 +1,4 @@
-"""How a browser comes to read a run: by a link that works once and soon, for a session that is a tab's own.
+"""Logins of browsers that read a run: a link that works once and soon opens a session that is a tab's own.
 
 The link's code follows a ``#``, so it is in no request's address and in no log of one; the page trades it for a
 session, and shows that in a header. There is no cookie: browsers send those to all ports of a host, whoever listens.

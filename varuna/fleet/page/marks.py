@@ -79,6 +79,6 @@ class MarkHistory:
         return [mark._asdict() for mark in list(self._newest)[-most:]]
 
     def older(self) -> dict[str, object]:
-        """What came before the newest, for a page: buckets as rows of begin, end, step and counts."""
+        """Return the marks before the newest ones, for a page: buckets as rows of begin, end, step and counts."""
         rows = [[round(each.began_s, 2), round(each.ended_s, 2), each.step, dict(each.counts)] for each in self._older]
         return {"width_s": self.width_s, "rows": rows}

@@ -1,4 +1,4 @@
-"""How long a run will take, at the pace of its newest steps. Pure."""
+"""The time that a run will take, at the pace of its newest steps. Pure."""
 
 from collections import deque
 

@@ -1,4 +1,4 @@
-"""What a run does, in words. Pure."""
+"""The activity of a run, in words. Pure."""
 
 from varuna.core.messages import WorkerPhase
 from varuna.core.units import counted
@@ -8,7 +8,7 @@ from varuna.fleet.state.worker import WorkerStatus
 
 
 def phase_of(fleet: Fleet) -> str:
-    """What a run does that is not training, in words; empty while it trains."""
+    """Say what a run does that is not training; empty while it trains."""
     text = _phase(fleet)
     return f"training {fleet.training + 1} of the script: {text}" if text and fleet.training else text
 
@@ -33,7 +33,7 @@ def _phase(fleet: Fleet) -> str:
 
 
 def _forming(fleet: Fleet) -> str:
-    """What rank 0 says of the way to its first step."""
+    """Say what rank 0 does on the way to its first step."""
     beat = fleet.workers[fleet.members[0]].beat
     match beat.phase if beat is not None and beat.generation == fleet.generation else None:
         case WorkerPhase.CHECKS:

@@ -1,4 +1,4 @@
-"""What ``GET /status`` says: the fleet and the newest losses, as plain JSON values."""
+"""The answer to ``GET /status``: the fleet and the newest losses, as plain JSON values."""
 
 import math
 from collections import deque
@@ -98,7 +98,7 @@ class Picture:
         return {**describe(fleet, now_s), **self._losses.describe(), **lost}
 
     def glance(self, fleet: Fleet, now_s: float) -> dict[str, object]:
-        """What fits on a screen: the newest step, and no history."""
+        """Describe what fits on a screen: the newest step, and no history."""
         return {**self.brief(fleet, now_s), **self._losses.newest()}
 
     def brief(self, fleet: Fleet, now_s: float) -> dict[str, object]:

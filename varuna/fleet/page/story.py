@@ -50,7 +50,7 @@ class Mark(NamedTuple):
 
 
 def told(event: RunEvent, time_s: float, step: int | None) -> Mark | None:
-    """What there is to tell of an event, if anything; texts of workers are cut off after some lines."""
+    """Tell an event in a sentence, if there is one to tell; texts of workers are cut off after some lines."""
     found = _sentence(event)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""What the waits of a generation's steps were for, from those that were looked at. Pure."""
+"""Reasons of the waits in a generation's steps, from those that were looked at. Pure."""
 
 from varuna.fleet.state.run_events import WaitsSplit
 

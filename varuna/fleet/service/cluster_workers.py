@@ -171,18 +171,18 @@ class ClusterWorkers:
 
     @property
     def machines(self) -> int:
-        """How many agents are connected; for any thread."""
+        """Number of connected agents; for any thread."""
         return len(self._door.connected)
 
     def status(self) -> dict[str, object]:
-        """Which agents are there."""
+        """Say which agents are there."""
         told: dict[str, object] = {"connected": self._door.connected}
         for world in self._worlds:
             told |= world.status()
         return told
 
     def introduction(self, logins: Logins) -> list[Notice]:
-        """Where the manager is, and whether its folder is as it should be."""
+        """Say where the manager is, and whether its folder is as it should be."""
         page = page_address("https", self._advertised, self.port, logins)
         where = f"manager at {self._advertised}:{self.port}, run folder {self._run_dir}"
         notices = [Notice(text=where), Notice(text=f"page at {page}")]

@@ -118,7 +118,7 @@ class LocalWorkers:
         return {}
 
     def introduction(self, logins: Logins) -> list[Notice]:
-        """Where logs and the page are."""
+        """Say where logs and the page are."""
         until = "" if self._launch.is_kept else " until the run succeeds (--run-dir keeps them)"
         page = page_address("http", self.access_host, self.port, logins)
         return [Notice(text=f"logs in {self._run_dir}{until}"), Notice(text=f"page at {page}")]

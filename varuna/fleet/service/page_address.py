@@ -1,4 +1,4 @@
-"""Where the page of a run is, as its manager says at the start."""
+"""The address of a run's page, as its manager says it at the start."""
 
 import sys
 

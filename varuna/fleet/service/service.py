@@ -81,7 +81,7 @@ class ServiceConfig:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is there before the back end, and what that may use.
+    """Parts of a service that exist before its back end, which may use them.
 
     Args:
         run: what is managed, over all lives of its manager.
@@ -99,7 +99,7 @@ class Parts:
 
 
 class BackEnd(Executor, Protocol):
-    """Where the workers of a run live, and how they are reached; made by a ``Launch``."""
+    """The part of a service that has the run's workers and reaches them; made by a ``Launch``."""
 
     @property
     def access_host(self) -> str:
@@ -121,11 +121,11 @@ class BackEnd(Executor, Protocol):
         ...
 
     def status(self) -> dict[str, object]:
-        """What ``GET /status`` says besides the fleet."""
+        """Return what ``GET /status`` says besides the fleet."""
         ...
 
     def introduction(self, logins: Logins) -> list[Notice]:
-        """What the user should know at once."""
+        """Return what the user should know at once."""
         ...
 
     def start(self, routes: Sequence[BaseRoute]) -> None:
@@ -150,7 +150,7 @@ B = TypeVar("B", bound=BackEnd)
 
 
 class Launch(Protocol[B_co]):
-    """How workers are started: a value from which a service makes its back end."""
+    """A way to start workers: a value from which a service makes its back end."""
 
     @property
     def outlives(self) -> bool:
@@ -387,7 +387,7 @@ class ManagerService(Generic[B]):
 
     @property
     def budget(self) -> Budgeted | None:
-        """What the run may use up; None if nobody has said."""
+        """Limits on what the run may use up; None if nobody has said."""
         return self._chronicle.budget
 
     @property
@@ -398,7 +398,7 @@ class ManagerService(Generic[B]):
 
     @property
     def spent(self) -> str:
-        """What the run has cost, in words; empty where nobody gave a price."""
+        """Cost of the run, in words; empty where nobody gave a price."""
         return spent(self._chronicle.cost(time.time()))
 
     def _plans(self) -> dict[str, object]:
