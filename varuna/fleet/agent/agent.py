@@ -74,12 +74,12 @@ class _Confirmed:
 
 _OfMachine = MessageReceived | ConnectionLost | WorkerExited | NodeNotice | _Impatience
 AgentInput = _OfMachine | FromUplink | DownBody | _Confirmed
-"""What an agent's own thread takes in, one after the other."""
+"""Inputs of an agent's own thread, which takes one after the other."""
 
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What an agent runs, and how."""
+    """An agent's settings: the script that it runs, its workers and its addresses."""
 
     script: Path
     args: tuple[str, ...]
@@ -88,7 +88,7 @@ class AgentConfig:
     """Address that the workers' data plane binds to; empty: the one that leads to the manager."""
     environment: dict[str, str] = field(default_factory=dict)
     announced: Address | None = None
-    """Where machines elsewhere reach ``port``; None: others reach each worker, if at all."""
+    """Address at which machines elsewhere reach ``port``; None: others reach each worker, if at all."""
     port: int | None = None
     """Of this machine, for all of its workers; None: the one that is announced."""
 
@@ -202,7 +202,7 @@ class Agent:
     # -- what happens --------------------------------------------------------------------------------------
 
     def take_next(self) -> None:
-        """What happens next, if anything does soon; what cannot be said in a message is said here, and left out."""
+        """Take the next input, if one comes soon; say so and drop it if it makes an invalid message to the manager."""
         try:
             self._take(self._inputs.get(timeout=_TICK_S))
         except queue.Empty:
@@ -407,7 +407,7 @@ class Agent:
         self.exit_code = 1 if worst else 0
 
     def _last_words(self) -> None:
-        """What happened since the last look, and the rest of the logs."""
+        """Tell the manager of workers that have exited since the last look, and send it the rest of the logs."""
         while True:
             try:
                 event = self._inputs.get_nowait()

@@ -1,4 +1,4 @@
-"""How a machine becomes part of a run: the certificate is compared with the JOIN string, then the token is spent."""
+"""Admission of a machine to a run: the certificate is compared with the JOIN string, then the token is spent."""
 
 import hashlib
 import socket
@@ -103,7 +103,7 @@ def _admit_patiently(
 
 
 def job_identity(script: Path, args: Sequence[str]) -> JobIdentity:
-    """What all agents of a run must have in common.
+    """Return what all agents of a run must have in common.
 
     Raises:
         FleetError: the script cannot be read.

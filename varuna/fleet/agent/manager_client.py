@@ -68,7 +68,7 @@ class ManagerAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientBounds:
-    """How long a client waits, in seconds."""
+    """Bounds on a client's waits, in seconds."""
 
     pulse_s: float = 1.0
     """between two pulses"""
@@ -110,7 +110,7 @@ class Trouble:
 
 
 FromUplink = Welcomed | Refused | Trouble
-"""What the agent hears of its connection, besides what the manager says."""
+"""News of the agent's connection, besides what the manager says."""
 
 
 class ManagerClient:

@@ -1,4 +1,4 @@
-"""Where an agent finds a manager that has moved: in the file that it has its JOIN string from."""
+"""The search for a manager that has moved: an agent reads the file that it has its JOIN string from."""
 
 import threading
 from pathlib import Path
@@ -25,7 +25,7 @@ class MovedManager:
         self._look: threading.Thread | None = None
 
     def newest(self) -> JoinString | None:
-        """What the newest look has found, at once; the next look begins."""
+        """Return what the newest look has found, at once, and begin the next look."""
         if self._file is not None and (self._look is None or not self._look.is_alive()):
             self._look = threading.Thread(target=self._read, args=(self._file,), name="varuna-moved", daemon=True)
             self._look.start()

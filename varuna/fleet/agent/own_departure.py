@@ -1,4 +1,4 @@
-"""What an agent knows of its own machine: where it is, when it will be taken away, why, or that it may be. Pure."""
+"""An agent's knowledge of its own machine: its place, when and why it will be taken away, or that it may be. Pure."""
 
 from varuna.core.node_notices import NodeNotice, Preemptible, PreemptionNotice, RebalanceAdvice, ZoneNotice
 
@@ -45,7 +45,7 @@ class OwnDeparture:
         return now_s >= self._until_s
 
     def to_say(self, now_s: float) -> list[NodeNotice]:
-        """What the manager should know; again, if it has started anew."""
+        """Return the notices that the manager should have; all of them again, if it has started anew."""
         left_s = max(0.0, self._until_s - now_s)
         return [
             notice.model_copy(update={"in_s": left_s}) if isinstance(notice, PreemptionNotice) else notice

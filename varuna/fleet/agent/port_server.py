@@ -24,7 +24,7 @@ from varuna.fleet.net.serving import raise_open_files
 from varuna.process.machine_port import WORD_BYTES, Address, hand_over
 
 _PAIR_BYTES = WORD_BYTES + 4
-"""What names a pair to a relay: the word of one, and the rank of the other."""
+"""Bytes that name a pair to a relay: the word of one, and the rank of the other."""
 _SPEAKS_S = 10.0
 """A caller says its word within this time."""
 _JOINS_S = 40.0
@@ -63,7 +63,7 @@ class PortServer:
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="varuna-port-"))  # nobody else may enter it
             self.path = str(self._folder / "workers")
-            """Where workers say what they wait for."""
+            """Path of the socket at which workers say what they wait for."""
             self._workers.bind(self.path)
         except OSError as error:
             for each in (self._calls, self._workers):
@@ -74,7 +74,7 @@ class PortServer:
             ) from error
         self._workers.listen(64)
         self.relay = Relay(host=announced.host, port=announced.port, word=secrets.token_hex(WORD_BYTES // 2))
-        """What others must know to have their connections joined here."""
+        """Address and word with which others have their connections joined here."""
         self._selector = selectors.DefaultSelector()
         self._callers: dict[_Caller, None] = {}  # in the order in which they came
         self._waiting: dict[bytes, socket.socket] = {}  # workers, by word

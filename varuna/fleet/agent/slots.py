@@ -24,7 +24,7 @@ class Slot:
     """Its device or machine has failed, as its worker said: broke, or was too small (False). Another one follows after
     a rest, however the process ends."""
     faults: int = 0
-    """How often it broke, one time soon after the other."""
+    """Number of faults of its device or machine, each soon after the one before."""
 
 
 class Slots:

@@ -1,4 +1,4 @@
-"""What an agent remembers of a worker, so that a manager which knows nothing can be told everything that counts."""
+"""An agent's memory of a worker, so that a manager which knows nothing can be told everything that counts."""
 
 from collections import deque
 from dataclasses import dataclass, field

@@ -18,7 +18,7 @@ from varuna.fleet.net.join_string import JOIN_VARIABLE, parse_invitation
 
 @dataclass(frozen=True, kw_only=True)
 class AgentCommand:
-    """What an engine starts on each of its places.
+    """The agent that an engine starts on each of its places.
 
     Args:
         join: JOIN string that admits every machine of the run, also those to come. It is a secret: it belongs into the
@@ -103,7 +103,7 @@ class EngineOption:
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """What an engine may know before there is a run.
+    """Facts that an engine may know before there is a run.
 
     Args:
         run_dir: the run's folder, absolute; it may not exist before ``start``.
@@ -140,7 +140,7 @@ class EngineKind:
     most_backoff_s: float = 300.0
 
     def growth(self, least: int, most: int) -> GrowthConfig:
-        """How patiently it is asked."""
+        """Return the bounds and the patience with which the engine is asked."""
         return GrowthConfig(
             least=least,
             most=most,

@@ -52,7 +52,7 @@ class Grower:
 
     @property
     def growth(self) -> Growth:
-        """What is asked for, and when next."""
+        """The newest request for nodes, and the time of the next one."""
         with self._lock:
             return self._growth
 

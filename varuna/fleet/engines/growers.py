@@ -14,7 +14,7 @@ from varuna.fleet.engines.provider import CapacityError, Provider
 
 @dataclass(frozen=True)
 class Source:
-    """Where nodes come from."""
+    """A provider of nodes, with its bounds."""
 
     name: str
     """for messages"""

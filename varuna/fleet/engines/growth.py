@@ -1,4 +1,4 @@
-"""When to ask for how many nodes: the user's bounds, and patience with a cloud that has none. Pure."""
+"""The times and sizes of requests for nodes: the user's bounds, and patience with a cloud that has none. Pure."""
 
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ class GrowthConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What was asked for, and when to ask again."""
+    """The newest request for nodes, and the time of the next one."""
 
     config: GrowthConfig
     wanted: int = 0

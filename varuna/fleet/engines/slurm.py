@@ -78,7 +78,7 @@ class SlurmEngine:
         self._past = {job.number for job in self._jobs if job.has_ended}
 
     def describe(self) -> str:
-        """Where jobs are, and how to look at them."""
+        """Say where jobs are, and how to look at them."""
         there = sum(job.is_there for job in self._jobs)
         more = f", of which {there} are there already" if there else ""
         return (
@@ -169,10 +169,10 @@ class SlurmEngine:
         return bool(cancelled)
 
     def _note_failed(self, news: Collection[SlurmJob]) -> str:
-        """What is wrong with nodes on which jobs failed before they could work, if others work; else nothing.
+        """Say which of these jobs failed at once, if any did; its node is left out if others work.
 
         Raises:
-            FleetError: none works.
+            FleetError: several failed so, and none works.
         """
         is_working = any(job.is_running and self._has_joined(job) for job in self._jobs)
         bad = [job for job in news if job.has_failed and (job.ran_s < _SOON_S or not self._has_joined(job))]

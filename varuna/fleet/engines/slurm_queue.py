@@ -16,7 +16,7 @@ _RUNNING = frozenset({"RUNNING", "SUSPENDED", "RESIZING", "SIGNALING", "STOPPED"
 _LEAVING = "COMPLETING"
 _FAILED = frozenset({"FAILED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"})
 _CANCELLED = re.compile(r"CANCELLED AT \S+ \*\*\*")
-"""What Slurm writes into a job's output once a person cancels it. Other reasons follow the time: DUE TO PREEMPTION."""
+"""Line that Slurm adds to a job's output once a person cancels it. Other reasons follow the time: DUE TO PREEMPTION."""
 _UNLIMITED = frozenset({"UNLIMITED", "INFINITE", "NONE", "N/A", "(NULL)", ""})
 
 
@@ -64,10 +64,10 @@ class SlurmJob:
 
 
 def read_jobs(text: str) -> list[SlurmJob]:
-    """What ``squeue -O`` printed in ``FORMAT``.
+    """Read the lines that ``squeue -O`` printed in ``FORMAT``.
 
     Raises:
-        FleetError: it is something else.
+        FleetError: a line is something else.
     """
     return [_read_job(line) for line in text.splitlines() if line.strip()]
 

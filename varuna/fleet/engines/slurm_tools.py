@@ -123,7 +123,7 @@ def _limit_of(partition: str) -> str:
 
 
 def _call(tool: str, *arguments: str) -> str:
-    """What it printed.
+    """Run a tool of Slurm's, and return what it printed.
 
     Raises:
         CapacityError: Slurm does not answer, or the queue is full.

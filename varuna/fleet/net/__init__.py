@@ -1,4 +1,4 @@
-"""What crosses the network between manager, agents and operators.
+"""The network between manager, agents and operators.
 
 In: sockets. Out: checked messages, in order, once each; certificates that one fingerprint recognises; bounds on what a
 stranger can cost.

@@ -1,4 +1,4 @@
-"""Which of its addresses a machine uses; no packet is sent to find out."""
+"""The choice among a machine's own addresses; no packet is sent to find out."""
 
 import fcntl
 import socket

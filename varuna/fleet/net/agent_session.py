@@ -1,4 +1,4 @@
-"""What an agent and the manager say to each other, in order, over connections that come and go; one on each side.
+"""Messages between an agent and the manager, in order, over connections that come and go; one session on each side.
 
 Each message has a number. A side keeps what it sent until the other one has confirmed it, and drops what it has
 already seen. When a new connection is made both say the newest number that they have, and send the rest again::

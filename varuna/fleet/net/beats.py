@@ -1,4 +1,4 @@
-"""What of its workers' beats an agent has to say again: one that is as before takes its name only.
+"""The memory by which an agent shortens its workers' beats: one that is as before takes its name only.
 
 Both ends of a connection remember the same beats, since they see the same pulses in the same order. On a new connection
 both begin with none.
@@ -19,7 +19,7 @@ class BeatMemory:
         self._newest: dict[str, Beat] = {}
 
     def shorten(self, beats: Mapping[str, Beat]) -> dict[str, Beat | None]:
-        """What to say of these beats; measurements are means since the beat before, so they are always news."""
+        """Return what to say of these beats; measurements are means since the beat before, so they are always news."""
         known = self._newest
         said = {
             worker: None if beat.forward_s is None and beat.times is None and known.get(worker) == beat else beat

@@ -18,7 +18,7 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server said."""
+    """A server's answer."""
 
     status: int
     headers: Mapping[str, str]
@@ -27,7 +27,7 @@ class Answer:
 
 
 class HttpRequest(NamedTuple):
-    """What to ask; prints as the line that ``--dry-run`` shows."""
+    """An HTTP request; prints as the line that ``--dry-run`` shows."""
 
     method: str
     url: str

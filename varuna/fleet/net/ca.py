@@ -40,7 +40,7 @@ class CertificateAuthority:
         return fingerprint(self.certificate_pem)
 
     def server_context(self) -> ssl.SSLContext:
-        """What the manager listens with: TLS 1.3 and nothing older."""
+        """Return the context with which the manager listens: TLS 1.3 and nothing older."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_cert_chain(self.server_pem)

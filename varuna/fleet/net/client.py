@@ -28,7 +28,7 @@ class VoidSecretError(FleetError):
 
 @dataclass(frozen=True)
 class ManagerReply:
-    """What came back."""
+    """A manager's reply to a request."""
 
     status: int
     body: bytes
@@ -53,7 +53,7 @@ class _PinnedConnection(http.client.HTTPSConnection):
 
 @dataclass(frozen=True)
 class ManagerRemote:
-    """Where a manager is, and how to recognise it.
+    """A manager's address, and the means to recognise it.
 
     Args:
         host: name or address.
@@ -152,7 +152,7 @@ def _body(answer: http.client.HTTPResponse, bound_s: float) -> bytes:
 
 
 def explain(error: Exception, where: str) -> FleetError:
-    """What went wrong between us and a manager, and what to do."""
+    """Say what went wrong between us and a manager, and what to do."""
     match error:
         case ssl.SSLCertVerificationError(verify_code=10):
             return FleetError(

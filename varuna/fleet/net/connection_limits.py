@@ -29,7 +29,7 @@ _DENIED = "ASGI callable returned without completing handshake."  # what uvicorn
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """How many strangers there may be, and how long each has."""
+    """Bounds on strangers: their number, and the seconds that each has."""
 
     most: int = 1024
     """strangers at once"""
@@ -97,7 +97,7 @@ class StrangerLimits:
 
 
 def _origin(transport: asyncio.Transport) -> str:
-    """Who counts as one: a user of this machine, whatever addresses of it they use, or an address of another."""
+    """Return the origin that counts: a user of this machine, whatever address they use, or an address of another."""
     peer, own = (transport.get_extra_info(name) for name in ("peername", "sockname"))
     if not isinstance(peer, tuple) or not isinstance(own, tuple):
         return ""
@@ -147,7 +147,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """What it said may be a request; a stranger's may not come before it has read the last answer."""
+        """Handle what the client said: a stranger's next request may not come before it has read the last answer."""
         before, is_unread = self.cycle, self.transport.get_write_buffer_size() > 0
         super().handle_events()
         if self.transport not in self._limits:

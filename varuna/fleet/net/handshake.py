@@ -50,7 +50,7 @@ class Handshake(asyncio.Protocol):
             self._limits.release(self._transport)
 
     def _say_hello(self, transport: asyncio.Transport) -> None:
-        """What was read before TLS listened is its to hear first."""
+        """Hand TLS what was read before it listened."""
         if transport.is_closing():
             return
         listener, hello = cast(asyncio.BufferedProtocol, transport.get_protocol()), memoryview(self._hello)

@@ -1,4 +1,4 @@
-"""What an agent tells of its machine: its clock, how full its disks are, and where its processes accept connections.
+"""Facts that an agent tells of its machine: its clock, how full its disks are, and where its processes listen.
 
 For ``varuna doctor``, which looks at a run from the manager's side; nothing in a run depends on it.
 """
@@ -94,7 +94,7 @@ class HostWatch:
 
 
 class HostView:
-    """What the manager has been told of one machine."""
+    """The manager's view of one machine, from what its agent has told."""
 
     def __init__(self) -> None:
         self._ahead_s: deque[float] = deque(maxlen=_PULSES_KEPT)

@@ -1,4 +1,4 @@
-"""What one pastes to reach a manager: its address, what to recognise it by, and a token, in one string."""
+"""The string that one pastes to reach a manager: its address, its certificate's fingerprint, and a token."""
 
 import re
 

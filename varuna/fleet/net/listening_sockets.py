@@ -1,4 +1,4 @@
-"""Which process listens where, by Linux's ``/proc``: of this machine and this network namespace."""
+"""Sockets that listen, and their processes, by Linux's ``/proc``: of this machine and this network namespace."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What an agent and the manager say to each other: JSON, one frame per WebSocket message.
+"""Messages between an agent and the manager: JSON, one frame per WebSocket message.
 
 The first frame each way is ``Greet`` and ``Welcome``. Then come items, numbered and confirmed (see ``agent_session``),
 and once a second a pulse, which the manager answers if it is asked to: so both sides notice a dead connection.
@@ -46,14 +46,14 @@ class Joined(Value):
 
 
 class Identity(Value):
-    """What makes an agent the same agent, also after a restart."""
+    """The identity of an agent, which it keeps when it starts again."""
 
     node: WorkerName
     secret: str = Field(max_length=128)
 
 
 class JobIdentity(Value):
-    """What all agents of a run must agree on before they start a worker."""
+    """Facts on which all agents of a run must agree before they start a worker."""
 
     version: str = Field(max_length=64, description="of the package")
     script: str = Field(max_length=4096, description="file name, for people")
@@ -65,7 +65,7 @@ class JobIdentity(Value):
 
 
 class Exited(Value):
-    """How a process ended; a negative code is the signal that killed it."""
+    """The end of a process; a negative code is the signal that killed it."""
 
     code: int
     stderr_tail: str = Field(default="", max_length=MAX_TAIL)
@@ -148,7 +148,7 @@ Chunk = Annotated[bytes, Field(max_length=2 * OUTPUT_CHUNK_BYTES)]
 
 
 class Output(Value):
-    """What a worker wrote: bytes of its log file from ``offset`` on."""
+    """A worker's output: bytes of its log file from ``offset`` on."""
 
     kind: Literal["output"] = "output"
     worker: WorkerName

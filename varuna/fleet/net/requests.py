@@ -1,4 +1,4 @@
-"""What every server of a run asks of a request: who sends it, with which token, and a body of bounded size, in time."""
+"""Checks that every server of a run makes of a request: its sender, its token, and a body of bounded size, in time."""
 
 import asyncio
 import secrets
@@ -36,7 +36,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def address_of(request: Request) -> str:
-    """Where a request comes from."""
+    """Return the address from which a request comes."""
     return request.client.host if request.client else "unknown"
 
 

@@ -1,4 +1,4 @@
-"""Which user of this machine has the other end of a connection, as Linux says (``NETLINK_SOCK_DIAG``)."""
+"""The user of this machine at the other end of a connection, as Linux says (``NETLINK_SOCK_DIAG``)."""
 
 import ipaddress
 import socket

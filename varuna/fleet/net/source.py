@@ -1,4 +1,4 @@
-"""Which Varuna this is, so that two that do not understand each other are told apart, also under one version number."""
+"""The identity of this Varuna: two that do not understand each other are told apart, also under one version number."""
 
 import hashlib
 from contextlib import suppress
@@ -25,9 +25,9 @@ def source() -> str:
 
 
 def other_source(manager: str, agent: str) -> str:
-    """What to do about a manager and an agent that are not the same Varuna; empty if they are, or one does not say.
+    """Say what to do where manager and agent are not the same Varuna; empty if they are, or one does not say.
 
-    Short enough for the reason with which a WebSocket is closed.
+    The text is short enough for the reason with which a WebSocket is closed.
     """
     if not (manager and agent) or manager == agent:
         return ""

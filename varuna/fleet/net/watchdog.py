@@ -71,16 +71,16 @@ class Watchdog:
 
 
 class Standstill:
-    """What looks at a loop find, one after the other."""
+    """The standstill of a loop, as one look after the other finds it."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None  # since when the loop stands still
         self._culprit = ""
 
     def look(self, ran_s: float, now_s: float, where: Callable[[], str]) -> str:
-        """What to say at a look: who held the loop up, and for how long, once it runs again; else nothing.
+        """Say who held the loop up, and for how long, once it runs again; else nothing.
 
-        Who holds it up is asked at the second look: at the first one the whole process may just have woken up.
+        The second look finds out who holds it up: at the first one the whole process may just have woken up.
 
         Args:
             ran_s: the newest moment at which the loop ran.

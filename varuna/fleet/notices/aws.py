@@ -88,7 +88,7 @@ class AwsNotices:
         return self._ask(_LIFE_CYCLE).body.strip() == "spot"
 
     def zone(self) -> str:
-        """Where this machine is.
+        """Return this machine's region and zone.
 
         Raises:
             NoAnswerError: the service does not say.
@@ -99,7 +99,7 @@ class AwsNotices:
         return f"{region.body.strip()}/{zone.body.strip()}"
 
     def poll(self) -> list[NodeNotice]:
-        """What it says now.
+        """Return the notices that the service gives now.
 
         Raises:
             NoAnswerError: nothing that makes sense.

@@ -105,7 +105,7 @@ class AzureNotices:
         return self._service.ask(_PRIORITY, _HEADERS).body.strip() == "Spot"
 
     def zone(self) -> str:
-        """Where this machine is; many VMs are in no zone of their region.
+        """Return this machine's region and zone; many VMs are in no zone of their region.
 
         Raises:
             NoAnswerError: the service does not say.
@@ -117,7 +117,7 @@ class AzureNotices:
         return f"{region.body.strip()}/{name}" if name else region.body.strip()
 
     def poll(self) -> list[NodeNotice]:
-        """What it says now.
+        """Return the notices that the service gives now.
 
         Raises:
             NoAnswerError: nothing that makes sense.

@@ -15,7 +15,7 @@ _SCHEDULING = "/computeMetadata/v1/instance/scheduling/preemptible"
 _ZONE = "/computeMetadata/v1/instance/zone"
 _FLAVOUR = {"Metadata-Flavor": "Google"}
 _HANGS_S = 10
-"""How long the server may keep a question open until something changes."""
+"""Seconds for which the server may keep a question open until something changes."""
 _PREEMPTION_LEAD_S = 30.0
 _MAINTENANCE_LEAD_S = 60.0
 _GPU_MAINTENANCE_LEAD_S = 3600.0  # VMs with GPUs cannot be migrated, and are told an hour ahead
@@ -75,7 +75,7 @@ class GcpNotices:
         return self._ask(_SCHEDULING).body.strip() == "TRUE"
 
     def zone(self) -> str:
-        """Where this machine is: a zone is called as its region, with a dash and a letter.
+        """Return this machine's region and zone: a zone is called as its region, with a dash and a letter.
 
         Raises:
             NoAnswerError: the server does not say.
@@ -84,7 +84,7 @@ class GcpNotices:
         return f"{zone.rpartition('-')[0]}/{zone}"
 
     def poll(self) -> list[NodeNotice]:
-        """What it says now, or as soon as it changes; the first time at once.
+        """Return the notices that the server gives now, or as soon as they change; the first time at once.
 
         Raises:
             NoAnswerError: nothing that makes sense.

@@ -21,7 +21,7 @@ _JOIN_S = 6.0
 
 
 class CloudNotices(Protocol):
-    """What one cloud's metadata service says of this machine."""
+    """One cloud's metadata service, as far as it speaks of this machine."""
 
     name: str
     every_s: float
@@ -40,7 +40,7 @@ class CloudNotices(Protocol):
         ...
 
     def zone(self) -> str:
-        """Where this machine is: its region, a slash and its zone, or the region alone.
+        """Return this machine's place: its region, a slash and its zone, or the region alone.
 
         Raises:
             NoAnswerError: nobody says.
@@ -48,7 +48,7 @@ class CloudNotices(Protocol):
         ...
 
     def poll(self) -> list[NodeNotice]:
-        """What it says now.
+        """Return the notices that the service gives now.
 
         Raises:
             NoAnswerError: nothing that makes sense.

@@ -1,4 +1,4 @@
-"""What a run keeps on disk: journal, machines and tokens in one SQLite file, logs, and where its manager is.
+"""A run's folder on disk: journal, machines and tokens in one SQLite file, logs, and the manager's address.
 
 In: events of the run, secrets of machines. Out: the same, after a restart. Everything else may be lost.
 """

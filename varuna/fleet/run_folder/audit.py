@@ -1,4 +1,4 @@
-"""Who tried to do what: one line each in the journal, and few lines even for a flood."""
+"""The audit of who tried to do what: one line each in the journal, and few lines even for a flood."""
 
 import time
 from collections.abc import Callable

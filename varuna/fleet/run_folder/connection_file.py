@@ -1,4 +1,4 @@
-"""How the command line finds a run: a file in its folder says where its manager is, and each user's runs are noted."""
+"""The command line's way to a run: a file in its folder has its manager's address, and each user's runs are noted."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _FILE = "access.json"
 
 
 class Access(Value):
-    """Where a manager is, how to recognise it, and the operator's token."""
+    """A manager's address, the means to recognise it, and the operator's token."""
 
     host: str
     port: int
@@ -88,7 +88,7 @@ def known_runs() -> list[KnownRun]:
 
 
 def read_access(run_dir: Path) -> Access | None:
-    """Where the manager before this one was, and its operator's token; None if there was none."""
+    """Read the address of the manager before this one, and its operator's token; None if there was none."""
     try:
         return Access.model_validate_json((run_dir / _FILE).read_bytes())
     except (OSError, ValidationError):

@@ -38,7 +38,7 @@ def open_database(run_dir: Path) -> sqlite3.Connection:
 
 
 def unreadable(path: Path, error: Exception) -> str:
-    """What to say of a file that cannot be read."""
+    """Say that a file cannot be read, and why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # of pydantic's: how many, where, what
     why = ": ".join(lines[1:3] or lines) or type(error).__name__
     return f"{path} cannot be read: it is damaged, or another version of Varuna wrote it ({why})"

@@ -23,7 +23,7 @@ from varuna.process.console import warn
 
 _event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
 _PATIENCE_S = 60.0
-"""How long a write that binds the future is retried: nobody may hear of it before it is on disk."""
+"""Seconds for which a write that binds the future is retried: nobody may hear of it before it is on disk."""
 _PAUSE_S = 1.0
 WAITING_BYTES = 16 * 2**20
 """Of rows that wait for a place: some 20,000 steps."""
@@ -45,7 +45,7 @@ class _Row(NamedTuple):
 
 
 class Past(Value):
-    """What a restarted manager must know of its run."""
+    """Facts of a run that its restarted manager must know."""
 
     run: str
     job: JobFacts | None = None
@@ -92,7 +92,7 @@ class Journal:
         self._waiting_bytes, self._most_waiting_bytes = 0, waiting_bytes
         self._left_out = 0
         self._again_s = float("-inf")
-        """When rows that bind nothing are tried again: each attempt writes all that wait."""
+        """Time of the next try to write rows that bind nothing: each attempt writes all that wait."""
         self._told: set[str] = set()
         self._vote: Vote | None = None  # the newest that is not written; those before it nobody needs
         self._reserve = Reserve(run_dir / RESERVE)
@@ -209,7 +209,7 @@ class Journal:
         self._attempt(lambda: self._keep("account", account.model_dump_json()))
 
     def account(self) -> Account:
-        """What the newest run here had used up when that was recorded last."""
+        """Return what the newest run here had used up when that was recorded last."""
         row = self._database.execute("SELECT body FROM facts WHERE name = 'account'").fetchone()
         return Account() if row is None else Account.model_validate_json(row[0])
 
@@ -313,9 +313,9 @@ def _is_full(error: sqlite3.Error) -> bool:
 
 
 def _bodies_that_count(database: sqlite3.Connection, after: int, newest_steps: int) -> list[str]:
-    """What a manager that starts again must know: a million steps would take it half a minute and gigabytes.
+    """Select what a manager that starts again must know: a million steps would take it half a minute and gigabytes.
 
-    Of steps those are left out that are neither among the newest nor the first of a generation; audits altogether.
+    Steps that are neither among the newest nor the first of a generation are left out, and all audits.
     """
     newest = database.execute(
         "SELECT id FROM events WHERE id > ? AND kind = 'step_recorded' ORDER BY id DESC LIMIT 1 OFFSET ?",

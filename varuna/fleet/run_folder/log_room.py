@@ -1,4 +1,4 @@
-"""What logs may take of a disk: they share it with what a run cannot do without."""
+"""Bounds on the part of a disk that logs may take: they share it with what a run cannot do without."""
 
 import shutil
 import threading

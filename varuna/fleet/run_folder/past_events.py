@@ -49,7 +49,7 @@ def events_and_steps(run_dir: Path) -> Iterator[tuple[float, RunEvent | PastStep
 
 
 def carried(run_dir: Path) -> Account:
-    """What the run in a folder had used up when its newest start began.
+    """Read what the run in a folder had used up when its newest start began.
 
     Raises:
         UsageError: there is no run, or it is another version's.
@@ -70,7 +70,7 @@ def read_events(run_dir: Path) -> list[RunEvent]:
 
 
 class NewestEvents(NamedTuple):
-    """What a journal says of the newest run, without the steps that came first."""
+    """Events of the newest run in a journal, without the steps that came first."""
 
     events: tuple[RunEvent, ...]
     """The oldest first; without audits."""
@@ -103,7 +103,7 @@ def newest_events(run_dir: Path, steps: int) -> NewestEvents:
 
 
 def ending(run_dir: Path) -> RunEnded | None:
-    """How the newest run in a folder ended; None if it has not.
+    """Read how the newest run in a folder ended; None if it has not.
 
     Raises:
         UsageError: there is no run, or it is another version's.
@@ -118,7 +118,7 @@ def ending(run_dir: Path) -> RunEnded | None:
 
 
 def kept_job(run_dir: Path) -> JobFacts | None:
-    """What the newest run in a folder trains; None if it never began.
+    """Read the job of the newest run in a folder; None if it never began.
 
     Raises:
         UsageError: there is no run, or it is another version's.

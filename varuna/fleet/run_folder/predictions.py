@@ -1,4 +1,4 @@
-"""How well a run's steps were predicted: from the event log alone, what each plan was to take, and what it took. Pure.
+"""Accuracy of a run's predictions, from the event log alone: what each plan was to take, and what it took. Pure.
 
 A generation's times are told when it has run twice as many steps as before, with the step time that was predicted by
 what was known until then. What the steps since took tells how good that was.
@@ -26,7 +26,7 @@ class CheckedPrediction(Value):
 
     @property
     def excess(self) -> float:
-        """What steps took more than was predicted, as a share of that; negative: less."""
+        """Share of the predicted time by which steps took longer; negative: they took less."""
         return self.measured_s / self.predicted_s - 1
 
     @property
@@ -68,7 +68,7 @@ class PredictionBook:
 
 
 def checked_predictions(events: Iterable[RunEvent]) -> tuple[CheckedPrediction, ...]:
-    """What a whole log says."""
+    """Check the predictions of a whole log."""
     book = PredictionBook()
     for event in events:
         book.take(event)
@@ -76,7 +76,7 @@ def checked_predictions(events: Iterable[RunEvent]) -> tuple[CheckedPrediction, 
 
 
 def _checked(now: GenerationTimed, before: GenerationTimed | None, shape: str) -> CheckedPrediction | None:
-    """What the steps since ``before`` took, beside what was predicted then; None: no more have been told."""
+    """Compare the steps since ``before`` with what was predicted then; None: no more have been told."""
     first = before.stages if before is not None and len(before.stages) == len(now.stages) else ()
     steps = min(each.steps for each in now.stages) - min((each.steps for each in first), default=0)
     measured_s = _since(now.stages, first)

@@ -1,4 +1,4 @@
-"""Who belongs to the run: tokens that let machines join, and the secrets of those that did."""
+"""Members of the run: tokens that let machines join, and the secrets of those that did."""
 
 import hashlib
 import re
@@ -139,7 +139,7 @@ class Registry:
 
 
 def hashed(text: str) -> str:
-    """What is stored of a secret: they are long and random, so a plain hash is enough."""
+    """Return the hash under which a secret is stored: secrets are long and random, so a plain hash is enough."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -150,5 +150,5 @@ def _name(hostname: str, number: int) -> str:
 
 
 def node_label(hostname: str) -> str:
-    """What of a host's name is in its node's."""
+    """Return what a node's name takes from its host's."""
     return re.sub(r"[^a-z0-9-]+", "-", hostname.lower().split(".")[0]).strip("-")[:24].strip("-")

@@ -23,7 +23,7 @@ from varuna.fleet.state.run_events import (
 
 
 class SampleLedger(Value):
-    """What the log says about the samples of a run; where its script has several trainings, of the newest."""
+    """The log's account of a run's samples; where its script has several trainings, of the newest."""
 
     first_step: int = Field(description="where the log begins: 0, or after a checkpoint")
     steps: int = Field(description="committed, in the timeline that survived")

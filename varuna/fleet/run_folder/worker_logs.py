@@ -19,7 +19,7 @@ from varuna.process.console import warn
 MAX_LOG_BYTES = 256 * 2**20
 """More of a worker's output than this stays on its machine."""
 WAITING_BYTES = 16 * 2**20
-"""What may wait for a slow disk; more is left out."""
+"""Bytes that may wait for a slow disk; more are left out."""
 MOST_LOGS = 20_000
 """Most log files; the output of further workers is not kept."""
 _LINGER_S = 5.0

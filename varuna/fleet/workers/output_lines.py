@@ -4,7 +4,7 @@ import re
 from collections import deque
 
 LINE_BYTES = 8 * 2**10
-"""What is longer comes in pieces."""
+"""Bytes of the longest line that stays whole; longer ones come in pieces."""
 TAIL_BYTES = 64 * 2**10
 _TAIL_LINES = 200
 _END = re.compile(rb"\r\n|\n|\r")

@@ -69,7 +69,7 @@ class WorkerServer:
 
     @property
     def worker_url(self) -> str:
-        """Where workers connect."""
+        """Address to which workers connect."""
         return f"ws://{self.host}:{self.port}/worker"
 
     def send(self, worker: str, message: ToWorker) -> None:
