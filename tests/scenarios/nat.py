@@ -52,7 +52,7 @@ class Host:
 
 @cache
 def why_not() -> str:
-    """Why there can be no such hosts here; empty if there can."""
+    """Say why there can be no such hosts here; empty if there can."""
     try:
         with contextlib.closing(Hosts({"a": Host("10.78.0.1")})):
             return ""

@@ -34,7 +34,7 @@ _TRIED = {"nft": "nft add table inet t", "tc": f"tc qdisc add dev eth0 root tbf 
 
 
 def why_not(needs: str = "nft") -> str:
-    """Why there can be no such network here; empty if there can. ``needs``: nft to drop packets, tc to shape lines."""
+    """Say why there can be no such network here, or return "". ``needs``: nft to drop packets, tc to shape lines."""
     missing = [tool for tool in ("ip", needs, "unshare", "nsenter") if shutil.which(tool) is None]
     if missing:
         return f"there is no {' and no '.join(missing)} on this machine"

@@ -148,7 +148,7 @@ def moto() -> Iterator[Server]:
 
 
 def why_no_azurite() -> str:
-    """Why Azurite cannot be started; empty if it can."""
+    """Say why Azurite cannot be started; empty if it can."""
     if shutil.which("node") is None:
         return "there is no node to run Azurite"
     return "" if AZURITE.exists() else f"{AZURITE} is missing: `make azurite` installs it where there is npm"

@@ -16,6 +16,7 @@ SOURCES = sorted(
 
 PLACEHOLDER = re.compile(r"@[A-Z][A-Z0-9_]*@|\b(?:TODO|FIXME|XXX)\b")
 ABSENT = re.compile(r"\bDESIGN\b|\breference/[\w-]+\.(?:md|py)")  # notes that never were part of this repository
+QUESTION = re.compile(r"\A(?:What|How|Where|When|Who|Whose|Which|Why)\b", re.I)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 TREE_PATH = re.compile(r"(?<![\w/.{>-])(?:varuna|tests|benchmarks|examples|docs)/(?!s\b)[\w./*-]*\w")
 TEST_FILE = re.compile(r"(?<![\w/])test_\w+\.py")
@@ -105,6 +106,19 @@ def test_nothing_is_left_to_be_filled_in() -> None:
 
 def test_nothing_cites_notes_that_are_not_in_this_repository() -> None:
     assert found(ABSENT, [path for path in PAGES + SOURCES if path != Path(__file__)]) == []
+
+
+def test_docstrings_define_or_say_what_is_done_and_begin_with_no_question() -> None:
+    questions = [
+        f"{name(path)}:{node.lineno}: {node.value.value.splitlines()[0]}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        and QUESTION.search(node.value.value)
+    ]
+    assert questions == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -81,7 +81,7 @@ FRAGMENTS = {
     "trackers.md": "charts, which need a service",
     "trainer.md": "arguments, one at a time",
 }
-"""Why blocks of these pages are only compiled: what they leave out."""
+"""Reasons why blocks of these pages are only compiled: what they leave out."""
 GIVEN = {"bring-your-script.md": of_a_script, "tutorial.md": dict, "transformers.md": of_fine_tuning}
 BLOCKS = [block for page in GIVEN for block in blocks(page)]
 

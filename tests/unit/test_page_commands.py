@@ -57,7 +57,7 @@ NOT_RUN = {
     "python": "measures for minutes, or trains",
     "pytest": "is what runs now",
 }
-"""Why the other commands of a kind are not run here, and where they are."""
+"""Reasons why the other commands of a kind are not run here, and the places where they are."""
 
 
 COMMANDS: Any = typer.main.get_command(app)

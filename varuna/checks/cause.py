@@ -1,4 +1,4 @@
-"""Why a captured model differs from plain PyTorch: what probing found, and the cause that follows from it."""
+"""Causes for which a captured model differs from plain PyTorch, by what probing found."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class Evidence:
     repeats: bool = True
     """plain PyTorch computes the same twice from the same batch and draws"""
     reentrant: tuple[str, ...] = ()
-    """where ``torch.utils.checkpoint`` was called with ``use_reentrant=True``"""
+    """places of calls of ``torch.utils.checkpoint`` with ``use_reentrant=True``"""
     complex_values: bool = False
     """activations are complex numbers"""
     strided: bool = False

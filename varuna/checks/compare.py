@@ -78,7 +78,7 @@ class Errors:
     gradient: float
     """relative to the largest gradient of the model"""
     parameter: str
-    """whose gradient differs most; empty if none does"""
+    """the parameter whose gradient differs most; empty if none does"""
 
 
 def errors(found: Outcome, expected: Outcome) -> Errors:

@@ -62,7 +62,7 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """sums over all micro-batches"""
     seen: Seen = field(default_factory=Seen)
-    """what user code did besides"""
+    """other doings of user code"""
 
 
 @contextmanager

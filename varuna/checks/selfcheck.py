@@ -56,7 +56,7 @@ class Checked:
     errors: Errors | None
     """None: the model was looked at without data"""
     left_out: tuple[str, ...] = ()
-    """what was not compared, and why"""
+    """parts that were not compared, each with the reason"""
 
     def __str__(self) -> str:
         left_out = f" (not compared: {'; '.join(self.left_out)})" if self.left_out else ""
@@ -81,7 +81,7 @@ class SelfCheck:
     per_micro_batch: bool = False
     """the loss may mix the examples of a micro-batch of that size"""
     device: str = "cpu"
-    """what kind the job computes on: the model's nominal times are those of that"""
+    """the kind of device that the job computes on, and that the model's nominal times are of"""
 
     def run(self, model: PartitionedModel, initial: Initial | None) -> None:
         """Run all checks before a fresh run, on a whole model that is not needed afterwards; prints the result.

@@ -45,7 +45,7 @@ class InputNames:
     required: frozenset[str] = frozenset()
     """those of ``named`` without a default"""
     needed: int | None = None
-    """how many of ``order`` have no default, if ``loss=`` computes the loss; ``forward`` may then do without labels"""
+    """number of those in ``order`` without a default, if ``loss=`` computes the loss and ``forward`` needs no labels"""
 
 
 class Columns:

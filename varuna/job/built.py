@@ -51,7 +51,7 @@ class GivenModel:
         """with the loss"""
         self.is_quantized = bool(quantized_layers(self.module))
         self.pattern = _plain(self.whole) if self.is_quantized else self.whole
-        """what copies are made of, its parameters plain tensors"""
+        """the module that copies are made of, its parameters plain tensors"""
         self._guards: list[Any] = []
         self._is_spare = False
 
@@ -281,7 +281,7 @@ class AsFunctions(NamedTuple):
     optimizer: OptimizerFactory
     lr_scheduler: SchedulerFactory | None
     built: GivenModel | WithLoss | None
-    """what gets the trained values: the model, if the script has built it, or a loss with parameters"""
+    """takes the trained values: the model, if the script has built it, or a loss with parameters"""
     steps: torch.optim.Optimizer | None
     """the optimizer, if the script has built it"""
     schedule: LRScheduler | None = None

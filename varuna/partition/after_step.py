@@ -94,7 +94,7 @@ class _Following(TorchDispatchMode):
 
     seed: tuple[int | str, ...]
     answer: int
-    """what a Python number is taken for that follows from tensors without data"""
+    """stands for a Python number that follows from tensors without data"""
     _known: dict[int, _Memory] = field(default_factory=dict)
     _numbers: Names = _NONE
     """names that went into Python numbers, so that they may have decided on everything since"""

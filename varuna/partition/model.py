@@ -66,7 +66,7 @@ class PartitionedModel:
     counter: SectionGraph | None
     """counts the targets of a batch from its inputs; None: examples are counted"""
     whole: Whole | None
-    """what sections must know of the whole batch, where the terms of the loss count different things"""
+    """numbers of the whole batch that sections must know, where the terms of the loss count different things"""
     normalisations: tuple[Mixing, ...]
     """operations over the statistics of a micro-batch"""
     mixing: tuple[Mixing, ...]
@@ -74,7 +74,7 @@ class PartitionedModel:
     trial: Trial | None
     """decides about those that only may"""
     inputs: Mapping[str, InputLayout]
-    """what each key of the batch that the graph reads was captured with"""
+    """layout that each key of the batch was captured with, of those that the graph reads"""
     operations: tuple[Operation, ...]
     """of the graph, in order"""
     cuts: tuple[int, ...]
@@ -82,9 +82,9 @@ class PartitionedModel:
     visits_all: bool = False
     """loops over the places where a mask is true run for every place (``partition.capture.loops``)"""
     conditions: Conditions | None = None
-    """what the branches of forward() on samples took for granted"""
+    """conditions on samples under which the branches of forward() went this way"""
     ranges: tuple[Range, ...] = ()
-    """what whole numbers of the samples its embeddings and losses can take"""
+    """ranges of the whole numbers in samples that its embeddings and losses can take"""
     eager: Mapping[str, str] = field(default_factory=dict)
     """path of a module that runs eagerly, as one operation (``partition.opaque``) -> why"""
     variants: tuple["PartitionedModel", ...] = ()
@@ -92,7 +92,7 @@ class PartitionedModel:
     length_keys: tuple[str, ...] = ()
     """keys of the batch that tell its length, if several were declared"""
     following: Following | None = None
-    """what the user's ``after_step`` makes of what"""
+    """the values that the user's ``after_step`` makes, and of which"""
     sizes: OpenSizes | None = None
     """sizes of a batch that its samples tell; None: it has one row for each sample"""
 

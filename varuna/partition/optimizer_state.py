@@ -91,7 +91,7 @@ class InnerOptimizer(NamedTuple):
     """An optimizer, or one that another holds."""
 
     path: str
-    """how it is reached: empty, or ``optimizer.`` for the attribute of this name"""
+    """prefix by which it is reached: empty, or ``optimizer.`` for the attribute of this name"""
     optimizer: torch.optim.Optimizer
 
 

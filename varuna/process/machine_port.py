@@ -32,7 +32,7 @@ class PortFacts(NamedTuple):
     """Facts about the machine's port that an agent tells workers."""
 
     announced: Address
-    """where machines elsewhere reach it"""
+    """the address at which machines elsewhere reach it"""
     port: int
     """the same port on this machine"""
 

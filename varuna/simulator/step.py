@@ -114,7 +114,7 @@ class _Stage:
         self.keeps_differ = costs.record_s != costs.forward_s  # an F that keeps everything takes longer
         self.forwards = 0
         self.work: dict[Kind, tuple[float, _Channel | None]] = {}
-        """how long a kind of action takes, and where its result goes"""
+        """seconds that a kind of action takes, and the channel that its result goes to"""
         self.sums: _Channel | None = None
         """on which its sums flow, if they share a line with messages"""
         self.kinds: list[Kind] = []
@@ -166,7 +166,7 @@ class _Channel:
         self.receiver, self.arrivals, self.serialisation_s = receiver, arrivals, serialisation_s
         self.flow: SharedLink | None = None
         self.early_s = early_s
-        """how long before the end of its action a message is ready"""
+        """seconds between a message's being ready and the end of its action"""
         self.free_s = 0.0
 
     def send(self, ready_s: float) -> float:

@@ -57,7 +57,7 @@ class RunResult:
     returned: Mapping[str, Any]
     """by worker: what ``script`` returned; nothing for a worker that was killed"""
     warnings: tuple[str, ...]
-    """what the manager and the workers warned of"""
+    """warnings of the manager and the workers"""
 
 
 Stages = int | tuple[int, ...]

@@ -16,7 +16,7 @@ class Threads:
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
-        """what threads have raised, the earliest first"""
+        """errors that threads have raised, the earliest first"""
         self._threads: list[threading.Thread] = []
 
     def start(self, name: str, work: Callable[[], object]) -> None:

@@ -23,7 +23,7 @@ _START_S = 60.0
 
 
 def why_not() -> str:
-    """Why there can be no control plane here; empty if there can."""
+    """Say why there can be no control plane here; empty if there can."""
     missing = [part for part in _PARTS if _program(part) is None]
     return f"no {', '.join(missing)} in PATH or {SERVER}" if missing else ""
 

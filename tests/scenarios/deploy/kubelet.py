@@ -32,7 +32,7 @@ exec "$@"
 
 
 def why_not() -> str:
-    """Why pods cannot run here; empty if they can."""
+    """Say why pods cannot run here; empty if they can."""
     tried = subprocess.run(
         ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /run && mkdir -p /run/u /run/w && "
          "mount -t overlay o -o lowerdir=/etc,upperdir=/run/u,workdir=/run/w /etc"],

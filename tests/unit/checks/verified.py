@@ -25,7 +25,7 @@ class Verification:
     gradient_error: float
     """relative to the largest gradient of the model"""
     parameter: str
-    """where the gradient differs most"""
+    """the parameter whose gradient differs most"""
 
 
 def verify(model: PartitionedModel, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor]) -> Verification:

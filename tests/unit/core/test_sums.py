@@ -158,7 +158,7 @@ class Worker:
     def __init__(self, sections: range) -> None:
         self.sums: dict[int, list[int]] = {section: [] for section in sections}
         self.sent: dict[int, list[int]] = {section: [] for section in sections}
-        """what its keeper has of them"""
+        """copies of them that its keeper has"""
 
     def held(self, at: SumLocation, section: int, owners: Mapping["Worker", "Worker"]) -> list[int]:
         """A sum that it has: its own, or what the one that it keeps copies of has sent."""

@@ -188,7 +188,7 @@ SCRIPTS: list[Script] = [
     *(proxies_in_a_function, weights_of_tasks, frozen_teacher),
 ]
 ONE_OF_EACH = {frozen_normalisation, replaced_forward, penalty, weight_normed}
-"""what a model is asked, what it has become, what the loss asks of it, what its parameters are"""
+"""one for each kind: a model's call, what it has become, calls by the loss, its parameters"""
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")

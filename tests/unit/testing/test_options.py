@@ -124,7 +124,7 @@ class Case(NamedTuple):
     wide: float = 1e-5
     """of several replicas to one"""
     plain: Mapping[str, Any] = {}
-    """how the plain loop works, see ``train_plainly``"""
+    """options of the plain loop, see ``train_plainly``"""
     draws: bool = False
     steps: int = STEPS
 

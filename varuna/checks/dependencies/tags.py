@@ -72,7 +72,7 @@ class TagLedger:
         """results of ``all_reduce_shared``, in order"""
         self.suspicions: dict[tuple[str, str, str], SuspectedDependency] = {}
         self.otherwise = UserLine("<unknown>", 0, False)
-        """what to blame where no user's line is on the stack"""
+        """blamed where no user's line is on the stack"""
         self._aside = False
         self._region: tuple[int, frozenset[str]] | None = None
 

@@ -48,9 +48,9 @@ class Inbox:
         self._stalled_s, self._step_s = self.patience.forming_s, 0.0
         self._waits = 0
         self.waiting: Waiting | None = None
-        """what the training thread waits for just now"""
+        """the wait that the training thread is in just now"""
         self.heard: Mapping[int, Heard] = {}
-        """what other ranks do"""
+        """doings of other ranks, as last heard"""
         self.over = threading.Event()
         """the generation was aborted"""
 

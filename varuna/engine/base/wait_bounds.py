@@ -107,7 +107,7 @@ class Heard(NamedTuple):
     alive_s: float
     """its newest sign of life"""
     read_s: float
-    """when its word was last looked at: what has been since is not known"""
+    """time at which its word was last read: nothing is known of the time since"""
 
     @property
     def silent_s(self) -> float:

@@ -35,7 +35,7 @@ class CopiedStage(NamedTuple):
     checkpoints: CheckpointMaker | None
     """of its state; None: other ranks hold it"""
     stage: Stage | None
-    """whose sums of gradients are copied, too; None: they are not"""
+    """the stage whose sums of gradients are copied, too; None: they are not"""
 
 
 class CopySender:

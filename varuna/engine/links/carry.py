@@ -10,7 +10,7 @@ class Carry:
     size_bytes: int
     begin_s: float
     end_s: float | None = None
-    """when the transport was through with it; None while it is under way"""
+    """time at which the transport was through with it; None while it is under way"""
 
     @property
     def seconds(self) -> float:

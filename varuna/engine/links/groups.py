@@ -31,7 +31,7 @@ class Groups:
     """by section of this rank: those that run it, by replica; one group for all sections that the same ranks run; none
     if D = 1"""
     direct: GpuLinks = field(default_factory=GpuLinks)
-    """what goes from GPU to GPU"""
+    """links from GPU to GPU"""
 
     @property
     def gradients(self) -> Group:

@@ -41,9 +41,9 @@ class TransferPaths(NamedTuple):
     saves: HostCopies = CPU_COPIES
     """state on its way into a checkpoint"""
     direct: HostCopies = CPU_COPIES
-    """what crosses links that go by ``fabric``"""
+    """copies of messages on links that go by ``fabric``"""
     fabric: GpuTransport | None = None
-    """how this device reaches others without the host, where it may"""
+    """transport from this device to others without the host, where it may"""
     optimizer: HostCopies = CPU_COPIES
     """offloaded optimizer state"""
     stash: HostCopies = CPU_COPIES
@@ -53,7 +53,7 @@ class TransferPaths(NamedTuple):
     frozen: HostCopies = MappedCopies()
     """parameters that are not trained, on their way to the section that is next"""
     compresses: bool = True
-    """what crosses a line that is waited for, where that is faster"""
+    """messages are compressed on a line that is waited for, where that is faster"""
 
 
 def traffic_of(device: torch.device, links: Links = "host", *, compresses: bool = True) -> TransferPaths:

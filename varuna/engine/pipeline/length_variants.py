@@ -21,7 +21,7 @@ class ToldBySamples(NamedTuple):
     variant: int = 0
     """index into the model's graphs"""
     sizes: tuple[int, ...] = ()
-    """where they are open"""
+    """the sizes that are open"""
 
 
 _NOTHING = ToldBySamples()

@@ -25,7 +25,7 @@ class Layouts:
     graphs: tuple[PartitionedModel, ...]
     """one for each declared length"""
     variants: Variants
-    """which of them a micro-batch is for"""
+    """tell the variant that a micro-batch is for"""
     apart: Collection[int]
     """sections into which values travel apart from their header"""
     _made: dict[tuple[int, ToldBySamples, int, int | None, bool], Layout] = field(

@@ -37,7 +37,7 @@ class StepTimes(NamedTuple):
     actions: tuple[Interval, ...]
     waits: tuple[Interval, ...]
     phases: tuple[Interval, ...] = ()
-    """what the training thread did after the last action, in order; once the step is applied"""
+    """doings of the training thread after the last action, in order; once the step is applied"""
 
     def seconds_of(self, kind: Kind) -> list[float]:
         """Duration of each action of a kind, in order."""

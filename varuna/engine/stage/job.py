@@ -41,7 +41,7 @@ class Job:
     compiler: Compiler | None = None
     """of sections in training; evaluation runs them as captured"""
     memory: Memory = field(default_factory=Memory)
-    """where optimizer state lives, and fp32 parameters too unless sections compute with them"""
+    """home of optimizer state, and of fp32 parameters unless sections compute with them"""
     traffic: TransferPaths = field(default_factory=TransferPaths)
     """between the device and host memory"""
     marks: ParameterMarks = field(default_factory=dict)

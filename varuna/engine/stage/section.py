@@ -49,7 +49,7 @@ class Examples(NamedTuple):
     size: int
     """rows of its tensors"""
     variant: int = 0
-    """which of the model's graphs it is for: one for each declared length"""
+    """number of the model's graph that it is for: there is one for each declared length"""
     sizes: tuple[int, ...] = ()
     """its open sizes, if the model has such"""
     there: int | None = None

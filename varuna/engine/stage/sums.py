@@ -28,7 +28,7 @@ class ResumedStep(NamedTuple):
     """A step that another generation has begun."""
 
     rest: StepAssignment
-    """what this rank does of it"""
+    """this rank's part of it"""
     flats: Mapping[int, Tensor]
     """by section: the sums of gradients that this rank goes on from, whose memory is taken over"""
     statistics: Mapping[int, Tensor] = {}
@@ -42,7 +42,7 @@ class SumWanted:
         """Begin without them; they go into ``room``."""
         self.section, self.room = section, room
         self.micro_batches: Spans = ()
-        """what is in them; nothing: they are void"""
+        """micro-batches that are in them; none: they are void"""
         self.taken = threading.Event()
         self.copied: Ready = DONE
         """until then the room may not be read, once they are taken"""
@@ -74,7 +74,7 @@ class Sums:
         """
         self._buckets, self.outlast, self._copies = buckets, outlast, copies
         self.goes_on = begun is not None and bool(begun.rest.taken)
-        """what another generation has added is in those of this step"""
+        """whether sums of another generation are in those of this step"""
         self._all: Spans = ((0, plan.micro_batches),)
         self._lock = threading.Lock()
         self._sealed, self._is_void, self._inherited = False, False, begun is not None

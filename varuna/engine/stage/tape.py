@@ -45,7 +45,7 @@ class Tape(NamedTuple):
     made: list[Tensor]
     """something empty in place of what sections behind it have taken in one graph"""
     pending: PendingWeights | None = None
-    """where its weight gradients are left; None: they come with the input gradients"""
+    """takes its weight gradients for later; None: they come with the input gradients"""
     micro_batch: int = 0
     row: Row | None = None
     """of which it goes on the graph; None: it begins one"""
@@ -162,7 +162,7 @@ class _Passage:
     def __init__(self, row: Sequence[Tape], inside: Inside) -> None:
         self._row, self._inside = row, inside
         self.at = 0
-        """which of them runs"""
+        """place in the row of the section that runs"""
         self._around = inside(row[0])
 
     @contextmanager

@@ -57,11 +57,11 @@ class WorkerContext(NamedTuple):
     connect: Callable[[Assignment], Any]
     """opens the store of an assignment"""
     endpoint: Endpoint
-    """how other ranks reach this process"""
+    """the addresses at which other ranks reach this process"""
     loop: LoopState
-    """what the training loop keeps of its own"""
+    """state of the training loop itself"""
     left_out: FrozenParameters | None = None
-    """what workers do not send each other, because files have it"""
+    """parameters that workers do not send each other, because files have them"""
 
 
 @dataclass

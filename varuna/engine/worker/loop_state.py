@@ -77,7 +77,7 @@ class LoopState:
         """
         self._kept, self._writes = dict(kept or {}), writes
         self.measured: list[float] = []
-        """what ``step_scheduler`` was called with"""
+        """values that ``step_scheduler`` was called with"""
         self.mark = 0.0
         """a number that tells one list of measurements from another; sums of a million ranks' are exact"""
         self.written: Written | None = None

@@ -62,7 +62,7 @@ def explain(status: int, error: object) -> FleetError:
 
 
 def complaint(instances: list[dict[str, Any]]) -> FleetError | None:
-    """Why machines of a group do not start: the error of one's newest attempt, or nothing."""
+    """Say why machines of a group do not start: the error of one's newest attempt, or nothing."""
     for instance in instances:
         attempt = instance.get("lastAttempt")
         errors = attempt.get("errors") if isinstance(attempt, dict) else None

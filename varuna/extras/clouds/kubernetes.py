@@ -36,7 +36,7 @@ def explain(answer: RestAnswer) -> FleetError:
 
 
 def unscheduled(pods: list[dict[str, Any]]) -> str:
-    """Why a pod has no node, in the scheduler's words; empty if all have one."""
+    """Say why a pod has no node, in the scheduler's words; empty if all have one."""
     for pod in pods:
         for condition in pod.get("status", {}).get("conditions") or []:
             if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
@@ -46,7 +46,7 @@ def unscheduled(pods: list[dict[str, Any]]) -> str:
 
 
 def not_created(events: list[dict[str, Any]]) -> str:
-    """Why a set cannot make its pods, by its newest event; empty if none says."""
+    """Say why a set cannot make its pods, by its newest event; empty if none says."""
     newest = max(events, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""), default={})
     return str(newest.get("message", ""))
 

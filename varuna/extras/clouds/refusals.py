@@ -1,4 +1,4 @@
-"""Why a cloud does not give what was asked for, and what to do next. Pure."""
+"""Reasons why a cloud does not give what was asked for, and what to do next. Pure."""
 
 from enum import Enum
 

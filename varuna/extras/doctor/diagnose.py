@@ -42,7 +42,7 @@ class CheckpointSeen:
     step: int | None
     """None: there is none yet"""
     problem: str = ""
-    """why it cannot be used; empty if it can"""
+    """reason why it cannot be used; empty if it can"""
     read_bytes: int | None = None
     """that were read and compared with their checksums; None if only the listing was looked at"""
 
@@ -87,14 +87,14 @@ class Facts:
     state: str
     """in the manager's words; empty if it did not answer"""
     unreachable: str = ""
-    """why it did not"""
+    """reason why it did not"""
     ended: RunEnded | None = None
-    """how the run ended, if it has"""
+    """the end of the run, if it has ended"""
     ledger: SampleLedger | None = None
     unaudited: int = 0
     """steps before those of the ledger"""
     unreadable: str = ""
-    """why the journal could not be read"""
+    """reason why the journal could not be read"""
     lease_s: float = 6.0
     workers: Sequence[WorkerSeen] = ()
     single_holders: int = 0

@@ -24,7 +24,7 @@ class DrawnFleet(NamedTuple):
     examples_per_s: float
     dollars_per_million: float
     answers: str = ""
-    """what it is the answer to, in words"""
+    """the question that it answers, in words"""
 
 
 class DrawnJob(NamedTuple):

@@ -55,7 +55,7 @@ class _Course(NamedTuple):
     loss_s: tuple[float, ...]
     """by micro-batch: when its loss is known"""
     scale: float
-    """what the plan predicts, over what is simulated"""
+    """predicted time of a step over the simulated one"""
 
 
 def _kind_of(plan: Plan, replica: int) -> int:

@@ -11,7 +11,7 @@ class CopiedSum(NamedTuple):
 
     section: int
     taken_s: float
-    """what was added by then is in it; seconds since the step's begin"""
+    """seconds since the step's begin; sums that were added by then are in it"""
     complete_s: float
 
 

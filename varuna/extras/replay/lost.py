@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class LostBy(StrEnum):
-    """Why samples are missing."""
+    """Reasons why samples are missing."""
 
     WARMING = "newcomers warming up"
     SPARES = "workers without a seat, or another plan than the fastest"

@@ -14,7 +14,7 @@ class StepSaves(NamedTuple):
 
     step: int
     first_s: float
-    """when the first save begins"""
+    """seconds until the first save begins"""
     every_s: float
     write_s: float
     """of the rank that takes longest"""

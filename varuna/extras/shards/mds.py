@@ -46,7 +46,7 @@ class Shard:
     samples: int
     raw: StoredFile
     packed: StoredFile | None
-    """what is stored in its place, if it is compressed"""
+    """the compressed file that is stored in its place, if any"""
     compression: str
     columns: tuple[tuple[str, str, int | None], ...]
     """name, encoding, and size in bytes where it is fixed"""

@@ -39,7 +39,7 @@ class TorchrunWorld:
     """by rank"""
     store: str = ""
     broken: str = "no world has been formed yet"
-    """Why its nodes have to form the next one; empty while it stands."""
+    """The reason why its nodes have to form the next one; empty while it stands."""
     nodes: Mapping[str, TorchrunNode] = field(default_factory=dict)
     finished: tuple[str, ...] = ()
     """members whose workers have ended well"""

@@ -44,7 +44,7 @@ class _Gathering:
     asked: set[str] = field(default_factory=set)
     told: dict[str, RankTimeline | None] = field(default_factory=dict)
     first_s: float | None = None
-    """when the first timeline came"""
+    """time at which the first timeline came"""
     keeps: bool = True
     """whether it is written down; else it is only looked at"""
 

@@ -27,7 +27,7 @@ class Checkpoint(NamedTuple):
     step: int
     micro_batch: int
     sums: StoredSums | None = None
-    """what is saved of the step after it"""
+    """saved sums of the step after it"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class OnMainRank(_Base):
     _job: varuna.Trainer | None = None
     _generation = 0
     _told = 0
-    """what was told is numbered"""
+    """number of the newest message"""
     _at: tuple[int, int] | None = None
     """the generation and step whose values the model has"""
     _is_alone = False

@@ -77,7 +77,7 @@ class Reads:
 
     places: dict[tuple[int, tuple[Key, ...]], ReadPlace] = field(default_factory=dict)
     written: set[tuple[int, tuple[Key, ...]]] = field(default_factory=set)
-    """what the functions store themselves"""
+    """places that the functions store to themselves"""
     names: set[str] = field(default_factory=set)
     """all attributes and globals that the code names"""
     texts: set[str] = field(default_factory=set)

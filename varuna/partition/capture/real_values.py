@@ -77,7 +77,7 @@ class RealValues:
         self._inside = False
         self._spent_bytes = 0
         self.places: dict[str, str] = {}
-        """what export calls a number that it took out of a tensor -> the user's line that did"""
+        """export's name of a number that it took out of a tensor -> the user's line that did"""
         self.decided: list[frozenset[str]] = []
         """numbers, by decision that was made by their values"""
 

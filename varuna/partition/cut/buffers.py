@@ -38,8 +38,8 @@ class BufferWrite:
     module: GraphModule
     """``(*buffers, *statistics) -> new buffers``; writes nothing that it is given"""
     kinds: tuple[Kind, ...] | None = None
-    """how each statistic of a batch is made of those of its micro-batches, for one update a step; None: an update for
-    each micro-batch, in their order"""
+    """ways to make each statistic of a batch from those of its micro-batches, in their order, for one update a step;
+    None: an update for each micro-batch"""
     read: tuple[Node, ...] = ()
     """placeholders of buffers that forward() reads as they were before the step"""
 

@@ -57,7 +57,7 @@ class BufferUpdate:
     """``(*buffers, *statistics) -> new buffers``; writes nothing that it is given. With ``kinds`` it is also given the
     number of examples of the batch"""
     kinds: tuple[Kind, ...] | None = None
-    """how each statistic of the batch is made of those of its micro-batches; None: an update for each micro-batch"""
+    """ways to make each statistic of the batch from those of its micro-batches; None: an update for each micro-batch"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SectionGraph:
     random: bool
     """draws random numbers (dropout)"""
     statistics: tuple[Crossing, ...] = ()
-    """what updates of buffers are computed from: further results, after what it makes; F's count, never R's"""
+    """further results, from which updates of buffers are computed, after those that it makes; F's count, never R's"""
     updates: tuple[BufferUpdate, ...] = ()
     """updates whose statistics are complete here"""
     kept: tuple[str, ...] = ()

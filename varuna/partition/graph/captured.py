@@ -69,11 +69,11 @@ class Capture:
     visits_all: bool
     """loops over the places where a mask is true were captured for every place"""
     conditions: Conditions | None
-    """what the branches of forward() on samples took for granted"""
+    """conditions on samples under which the branches of forward() went this way"""
     ranges: tuple[Range, ...]
-    """what whole numbers of the samples its embeddings and losses can take"""
+    """ranges of the whole numbers in samples that its embeddings and losses can take"""
     truths: tuple[Truth, ...]
-    """what those on activations did"""
+    """conditions on activations, and the ways that their branches went"""
     eager: Mapping[str, str]
     """path of a module that runs as written, as one operation -> why"""
     sources: str

@@ -32,7 +32,7 @@ class RowOrder(NamedTuple):
     outer: int
     inner: int
     picked: Node | None = None
-    """what picks: two pickings by one mask are in one order"""
+    """the node that picks: two pickings by one mask are in one order"""
 
 
 IN_TURN = RowOrder(1, 1)
@@ -57,7 +57,7 @@ class Rows:
     given: bool
     """follows from inputs and constants"""
     blames: Blames = ()
-    """why an element may depend on other examples after all"""
+    """reason why an element may depend on other examples after all"""
     by_fact: bool = False
     """depends on a fact of the batch as well"""
     number: bool = False

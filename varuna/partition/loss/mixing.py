@@ -61,7 +61,7 @@ class Tracking:
         self.fact_users: set[Node] = set()
         """operations that have one value for each example, and use a fact of the batch for it"""
         self.operands: dict[Node, Rows] = {}
-        """what is added up over the batch although its examples may have been mixed before"""
+        """sums over the batch of values whose examples may have been mixed before"""
         self.divisors: set[Node] = set()
         """drawn at random"""
         self.undecided: set[MixingSource] = set()

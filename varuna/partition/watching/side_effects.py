@@ -39,9 +39,9 @@ class Seen:
     hooks: list[str] = field(default_factory=list)
     """hooks on gradients, and where they were registered"""
     draws: list[str] = field(default_factory=list)
-    """whose generators moved, and where if that is known"""
+    """owners of generators that moved, and the place if that is known"""
     reentrant: list[str] = field(default_factory=list)
-    """where ``torch.utils.checkpoint`` was called with ``use_reentrant=True``"""
+    """places of calls of ``torch.utils.checkpoint`` with ``use_reentrant=True``"""
 
 
 @contextmanager

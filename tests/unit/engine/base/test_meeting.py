@@ -81,7 +81,7 @@ class Store:
 
 
 STRANGERS = (b"", b"GET / HTTP/1.1\r\n\r\n", b"0" * 16 + b"\x01\x00\x00\x00", b"half")
-"""what they say"""
+"""their words"""
 
 
 def test_strangers_keep_nobody_waiting() -> None:

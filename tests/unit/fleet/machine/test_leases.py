@@ -1,4 +1,4 @@
-"""Whose silence means what: cables that are out, machines that are gone, managers that could not hear."""
+"""Silence and its meanings: cables that are out, machines that are gone, managers that could not hear."""
 
 import sys
 from typing import Any

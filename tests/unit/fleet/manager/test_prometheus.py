@@ -92,7 +92,7 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
 
 
 def test_a_run_that_stands_still_says_for_how_long_and_another_one_zero() -> None:
-    """Why is in ``/status``: a text that changes would be another time series at each look."""
+    """Reasons are in ``/status``: a text that changes would be another time series at each look."""
     assert read(STATUS)["varuna_stands_still_seconds"] == 840.5
     assert read({**STATUS, "still_s": None, "waits_for": None})["varuna_stands_still_seconds"] == 0
 

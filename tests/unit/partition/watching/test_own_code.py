@@ -1,4 +1,4 @@
-"""Whose file a line is in."""
+"""Owners of the files that lines are in."""
 
 from pathlib import Path
 

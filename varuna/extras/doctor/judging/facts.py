@@ -20,7 +20,7 @@ class TorchFacts(Value):
 
     version: str = ""
     problem: str = ""
-    """why it cannot be imported, or told nothing; empty if it could"""
+    """reason why it cannot be imported, or told nothing; empty if it could"""
     missing: tuple[str, ...] = ()
     """packages that workers need beside it"""
     cuda: str = ""
@@ -28,7 +28,7 @@ class TorchFacts(Value):
     gpus: int = 0
     """that it can use"""
     gpu_problem: str = ""
-    """what went wrong when each GPU was to add two numbers"""
+    """problems met when each GPU was to add two numbers"""
     nccl: str = ""
     link: "LinkFacts | None" = None
     """TCP between two threads of that process"""
@@ -106,7 +106,7 @@ class MachineFacts(Value):
     torch: TorchFacts
     gpus: tuple[GpuFacts, ...] = ()
     gpu_problem: str = ""
-    """why the driver told nothing, although there is a device of NVIDIA's"""
+    """reason why the driver told nothing, although there is a device of NVIDIA's"""
     visible_gpus: str | None = None
     """CUDA_VISIBLE_DEVICES"""
     folders: tuple[FolderFacts, ...] = ()
@@ -126,7 +126,7 @@ class LinkFacts(Value):
     """of the smallest message, one way"""
     bytes_per_s: float = 0.0
     problem: str = ""
-    """why there is no figure; empty if there is"""
+    """reason why there is no figure; empty if there is"""
 
 
 class ReachFacts(Value):

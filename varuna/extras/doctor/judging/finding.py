@@ -25,7 +25,7 @@ class Finding:
     text: str
     remedy: str = ""
     machine: str = ""
-    """whose it is; empty: this one's, or all machines'"""
+    """the machine that it is about; empty: this one, or all"""
 
 
 def ok(subject: str, text: str) -> Finding:

@@ -118,7 +118,7 @@ class MachineMeeting:
         self._phase, self._until_s = "gather", float("inf")
         self._healthy: bool | None = None
         self._told: set[int] = set()
-        """who knows the verdict"""
+        """numbers of the machines that know the verdict"""
         try:
             self._authority = open_authority(self._folder)
             self._serving = Serving(
