@@ -16,7 +16,7 @@ def cache_file(job: JobFacts, device_class: str = "") -> Path:
 
     Workers whose devices are of a class have a file of their own.
 
-    Its name covers what decides on speed: graph and sections, precision, compiler, threads, the machine's processors.
+    The name covers what decides on speed: graph and sections, precision, compiler, threads, the machine's processors.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     told = f"{job.model.digest} {job.precision} {job.compiled} {job.threads} {machine_name()} {device_class}".rstrip()

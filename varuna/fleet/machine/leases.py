@@ -1,7 +1,7 @@
 """Leases: who can be heard, and what silence means. A broken network alone makes nobody count as dead.
 
 Silence is measured on a clock of its own, ``Fleet.listened_s``. It stands still while the manager could not have heard
-anybody: its process did not run, its door was not served, or, where workers are on other machines, nobody at all is
+anybody: its process did not run, its server stood still, or, where workers are on other machines, nobody at all is
 heard, for then it is the manager that is cut off. When somebody is back in contact, all leases begin anew.
 
 - A worker is **frozen** if its own machine is heard for a lease without it.

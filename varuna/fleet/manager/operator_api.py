@@ -65,10 +65,7 @@ class Nothing(Value):
 
 @dataclass(frozen=True)
 class OperatorApi:
-    """Access to the run, for the routes that serve people.
-
-    Raises (from ``drain_objection`` and ``mint``): nothing; a text is the reason for a refusal.
-    """
+    """Access to the run, for the routes that serve people."""
 
     status: Callable[[], dict[str, object]]
     logs: Path

@@ -4,7 +4,7 @@ A stage that has nothing to run waits for the message that its next action needs
 had handed the message to its transport until it was here, whole, the wait counts as **transfer**; before that, and for
 whatever else it lasted, it is **idle**. The simulator counts the same way (``simulator.trace.StageTimes``).
 
-The sender's moments are by its own clock, so clocks are brought together first (``pictures.clock_alignment``): each
+The sender's moments are by its own clock, so clocks are brought together first (``core.clock_alignment``): each
 share may be off by as much as that leaves open, and where nothing links two clocks there is no share.
 """
 

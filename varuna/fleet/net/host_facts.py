@@ -1,6 +1,6 @@
 """Facts that an agent tells of its machine: its clock, how full its disks are, and where its processes listen.
 
-For ``varuna doctor``, which looks at a run from the manager's side; nothing in a run depends on it.
+``varuna doctor`` looks at them from the manager's side; nothing in a run depends on them.
 """
 
 import os

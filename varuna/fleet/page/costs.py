@@ -1,7 +1,4 @@
-"""The cost of a run so far, from its events, that of the same work on demand, and what is left of its budget.
-
-Pure.
-"""
+"""The cost of a run so far, from its events, that of the same work on demand, and what is left of its budget. Pure."""
 
 from collections.abc import Set
 from typing import NamedTuple
