@@ -20,7 +20,7 @@ _MOST = 0.5  # of one beat: a single hiccup, however long, proves nothing
 
 @dataclass(frozen=True, slots=True)
 class StutterEvidence:
-    """Evidence of one worker's beats so far in this generation: a cumulative sum test on the log of its ratio.
+    """Evidence from one worker's beats so far in this generation: a cumulative sum test on the log of its ratio.
 
     Each beat adds the log of its ratio less half of what is looked for; below zero the count starts anew. So noise
     drifts down, and slowness up: of 10 % noise, e^-14 of all excursions get this far.

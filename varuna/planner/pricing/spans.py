@@ -185,7 +185,7 @@ class Spans:
     def held(self, start: int, first_kept: int, stop: int) -> float:
         """Return what a micro-batch in flight holds beside its input: kept activations, and what the first began with.
 
-        The input of the stage is in the stash; of any other section the one before has made it, and has not kept it.
+        The stash has the stage's input; any other section's was made by the section before, which has not kept it.
         Where all is kept, W's wait for idle time: what they wait with may be more (``more_held``).
         """
         activations = self._activations[stop] - self._activations[first_kept]
