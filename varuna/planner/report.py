@@ -130,7 +130,7 @@ def _hardware(request: PlanRequest) -> str:
 
 
 def _idle(request: PlanRequest, ranking: Ranking) -> Iterator[str]:
-    """Why GPUs of a class are left out of the best plan: what the best plan with them would take."""
+    """Say why GPUs of a class are left out of the best plan: what the best plan with them would take."""
     for size in request.classes if ranking.plans else ():
         best, rejected = ranking.plans[0], [each for each in ranking.rejected if each.device_class == size.name]
         left = size.workers - best.classes.get(size.name, 0)

@@ -96,7 +96,7 @@ class Growers:
 
 
 def _closed(source: Source, grower: Grower) -> str:
-    """Why not everything was given back; empty if it was."""
+    """Say why not everything was given back; empty if it was."""
     try:
         grower.close()
     except CapacityError as error:

@@ -1,4 +1,4 @@
-"""Why a run's steps take longer, or shorter, than was predicted. Pure."""
+"""Reasons why a run's steps take longer, or shorter, than was predicted. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

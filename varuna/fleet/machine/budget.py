@@ -119,7 +119,7 @@ def limit_words(budget: Budgeted, flag: str) -> str:
 
 
 def reason_to_end(budget: Budgeted, left: Left) -> str:
-    """Why the run ends, and how it goes on."""
+    """Say why the run ends, and how it goes on."""
     return (
         f"the budget of {limit_words(budget, left.flag)} is used up but for what saving takes. To train on, give the "
         f"same command a larger {left.flag}"

@@ -19,7 +19,7 @@ from varuna.fleet.state.worker import Worker
 
 
 def objection(fleet: Fleet, worker: str, message: FromWorker) -> Objection | None:
-    """Why ``message`` cannot be true; None if it can."""
+    """Say why ``message`` cannot be true; None if it can."""
     if fleet.job is None or worker not in fleet.workers:
         return None
     match message:

@@ -103,7 +103,7 @@ class Outgoing(Generic[T]):
         self._said: deque[str] = deque()
         self._wake, self._ended = asyncio.Event(), asyncio.Event()
         self.cut = ""
-        """Why the connection has to end; empty while it need not."""
+        """The reason why the connection has to end; empty while it need not."""
 
     def say(self, frame: Value) -> None:
         """Queue a frame that is not kept; a peer that asks without reading is cut."""

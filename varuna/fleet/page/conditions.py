@@ -46,7 +46,7 @@ def condition(fleet: Fleet, worker: Worker, silent_s: float | None, slowness: fl
 
 
 def why_idle(fleet: Fleet, worker: Worker) -> str:
-    """Why a worker that has joined has no seat."""
+    """Say why a worker that has joined has no seat."""
     if not fleet.history:
         return "ready"
     if isinstance(fleet.phase, Running) and worker.name in fleet.phase.considered:

@@ -1,4 +1,4 @@
-"""Why something ends, waits or is refused: a type or a kind, which rules decide by, and a sentence for people.
+"""Reasons why something ends, waits or is refused: a type or a kind, which rules decide by, and a sentence for people.
 
 No rule looks into a sentence, nor at whether there is one.
 """

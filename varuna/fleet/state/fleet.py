@@ -125,7 +125,7 @@ class Fleet:
     script_ended: bool = False
     """Some worker's did."""
     causes: tuple[EndCause, ...] = ()
-    """Why the newest generation ended."""
+    """The reasons why the newest generation ended."""
     broke_s: float = 0.0
     """Time at which the generation before the newest broke."""
     planned: bool = False
@@ -158,7 +158,7 @@ class Fleet:
     """By class of device: those whose workers ran out of memory."""
     morph_asked: bool = False
     morph_reason: str = "a morph was requested"
-    """Why it was asked for."""
+    """The reason why it was asked for."""
     save_asked: bool = False
     """Somebody wants a checkpoint now, and rank 0 has not been told."""
     questions: int = 0

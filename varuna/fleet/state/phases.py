@@ -22,7 +22,7 @@ class Idle:
     """Steps that were begun and lost when the last generation ended: 0 or 1."""
     rejected: Rejected | None = None
     blocked: Blocked | None = None
-    """Why it lasts, once people know."""
+    """The reason why it lasts, once people know."""
     waits: bool = False
     """People know that state is out of sight and waited for."""
     gathers_until_s: float = float("-inf")
@@ -48,7 +48,7 @@ class Running:
     flags: frozenset[Flag] = frozenset()
     """Flags that rank 0 was asked to raise in the next vote."""
     regroup: EndCause | None = None
-    """Why there will be a planned morph after the next vote, if so."""
+    """The reason why there will be a planned morph after the next vote, if so."""
     considered: frozenset[str] = frozenset()
     """Newcomers that are not worth a morph."""
     considered_s: float = 0.0
