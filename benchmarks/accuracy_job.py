@@ -25,6 +25,7 @@ from benchmarks.emulated.chain import Chain, Rows  # noqa: E402
 from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time  # noqa: E402
 from benchmarks.engine_overhead import Tokens, build  # noqa: E402
 from benchmarks.timed import step_times  # noqa: E402
+from varuna.core.devices import WorkerGroups  # noqa: E402
 from varuna.core.model import JobFacts  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
 from varuna.core.times import RankTimes  # noqa: E402
@@ -127,7 +128,7 @@ def run(spec: JobSpec, plan: Plan, steps: int) -> None:
     """One rank of a real run of ``plan``."""
     world = world_from_environment()
 
-    def planned(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def planned(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         return plan
 
     session = begin(spec, steps, StaticMembership(world, planned))

@@ -22,6 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.scenarios.launch import json_log, processes_with
+from varuna.core.devices import WorkerGroups, size_of
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.run_folder.past_events import read_events
@@ -89,8 +90,8 @@ def disturbed(folder: Path, seconds: float, seed: int) -> tuple[dict[int, float]
     """Losses by step, with their newest values; what was done; how it ended."""
     log = folder / "steps.jsonl"
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        return plan_run(job, workers=workers, stages=min(2, workers), micro_batch=micro_batch)
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
+        return plan_run(job, workers=workers, stages=min(2, size_of(workers)), micro_batch=micro_batch)
 
     args = ("--pause", "0.2", "--checkpoints", str(folder / "checkpoints"))
     run = ManagerService(

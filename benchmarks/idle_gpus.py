@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean
 
 from varuna.calibration.file import read_calibration
+from varuna.core.devices import equal_workers
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.sweep import rank_plans
 
@@ -29,7 +30,9 @@ def main() -> None:
         gains, idle, still_idle = [], 0, 0
         counts = range(chosen.workers[0], chosen.workers[1] + 1)
         for workers in counts:
-            asked = PlanRequest(calibration=calibration, workers=workers, global_batch=batch, memory_apart=True)
+            asked = PlanRequest(
+                calibration=calibration, workers=equal_workers(workers), global_batch=batch, memory_apart=True
+            )
             equal = rank_plans(asked.model_copy(update={"mixes": False})).plans[0]
             best = rank_plans(asked).plans[0]
             gains.append(equal.step_s / best.step_s)

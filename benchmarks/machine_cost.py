@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 
+from varuna.core.devices import size_of
 from varuna.core.messages import Beat, FromWorker, Hello, StopReport, Vote, Voted, to_worker
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Pipeline, Plan
@@ -83,7 +84,7 @@ class World:
         for ask in [each for each in instructions if isinstance(each, Ask)]:
             answer: Answer = FoundCheckpoint(None)
             if isinstance(ask.question, WhichPlan):
-                answer = Planned(plan_for(ask.job, ask.question.workers, stages=self.stages), running_s=1.0)
+                answer = Planned(plan_for(ask.job, size_of(ask.question.workers), stages=self.stages), running_s=1.0)
             instructions += self.feed(AnswerReceived(ask.question, ask.number, answer))
         return instructions
 

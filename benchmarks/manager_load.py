@@ -35,6 +35,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from varuna import __version__
+from varuna.core.devices import WorkerGroups
 from varuna.core.messages import MAX_FRAME_BYTES, Beat, Finish
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -68,7 +69,7 @@ ASKS_EVERY = 5
 def manage(run_dir: Path, pipe: Connection) -> None:
     """The manager's process; ``tell`` on the pipe sends an instruction to every worker."""
 
-    def no_plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def no_plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         raise AssertionError("no worker ever says Hello here")
 
     cluster = ManagerService(

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from varuna.core.devices import equal_workers
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.engine_overhead import LENGTH, Tokens
@@ -71,7 +73,7 @@ class Planning:
 
         request = PlanRequest(
             calibration=self.calibration,
-            workers=self.stages,
+            workers=equal_workers(self.stages),
             stages=self.stages,
             global_batch=self.micro_batches * MICRO_BATCH,
             micro_batch=MICRO_BATCH,

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.emulated.late import be_late
 from benchmarks.forked import run_ranks
+from varuna.core.devices import equal_workers
 from varuna.core.precision import Precision
 
 LENGTH, VOCABULARY, MICRO_BATCH, STEPS = 64, 1024, 4, 3
@@ -251,7 +252,7 @@ def plan_of(facts: Any, case: Case) -> Any:
 
     request = PlanRequest(
         calibration=nominal_calibration(facts),
-        workers=case.stages * case.replicas,
+        workers=equal_workers(case.stages * case.replicas),
         stages=case.stages,
         global_batch=case.micro_batches * MICRO_BATCH,
         micro_batch=MICRO_BATCH,

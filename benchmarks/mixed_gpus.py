@@ -16,7 +16,7 @@ import time
 from benchmarks.paper.calibrations import GPT2, calibrate
 from benchmarks.paper.machines import A100, H100, T4, V100, Machine
 from varuna.calibration.format import Calibration
-from varuna.core.devices import ClassSize
+from varuna.core.devices import WorkerGroup
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.sweep import rank_plans
 from varuna.planner.unlike.classes import as_slowest
@@ -40,11 +40,8 @@ def asked(model: str, fleet: tuple[tuple[Machine, int], ...], global_batch: int)
         each = each.model_copy(update={"hardware": named})
         known = each if known is None else known.with_class(each)
     assert known is not None
-    classes = tuple(ClassSize(name=_name(machine), workers=count) for machine, count in fleet)
-    workers = sum(count for _, count in fleet)
-    return PlanRequest(
-        calibration=known, workers=workers, classes=classes, global_batch=global_batch, memory_apart=True
-    )
+    workers = tuple(WorkerGroup.of_class(_name(machine), count) for machine, count in fleet)
+    return PlanRequest(calibration=known, workers=workers, global_batch=global_batch, memory_apart=True)
 
 
 def _name(machine: Machine) -> str:
@@ -56,9 +53,9 @@ def row(model: str, fleet: tuple[tuple[Machine, int], ...], global_batch: int) -
     request = asked(model, fleet, global_batch)
     best = rank_plans(request).plans[0]
     alone = {}
-    for size in request.classes:
-        plans = rank_plans(request.of_class(size)).plans
-        alone[size.name] = plans[0].step_s if plans else float("inf")
+    for name in request.classes:
+        plans = rank_plans(request.of_class(name)).plans
+        alone[name] = plans[0].step_s if plans else float("inf")
     slowest = rank_plans(as_slowest(request)).plans
     slowest_s = slowest[0].step_s if slowest else float("inf")
     fits = {name: seconds for name, seconds in alone.items() if seconds < float("inf")}
@@ -73,7 +70,7 @@ def row(model: str, fleet: tuple[tuple[Machine, int], ...], global_batch: int) -
     gpus = " + ".join(f"{count} {_name(machine)}" for machine, count in fleet)
     return (
         f"| {gpus} | {model} | {each} | {f'{slowest_s:.1f} s' if slowest else '-'} | {cuts} | {best.step_s:.1f} s "
-        f"| {over_alone} | {over_slowest} | {bound} | {request.workers - best.workers} |"
+        f"| {over_alone} | {over_slowest} | {bound} | {request.count - best.workers} |"
     )
 
 

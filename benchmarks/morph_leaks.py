@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+from varuna.core.devices import WorkerGroups
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.service.local_workers import LocalLaunch
@@ -44,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     turns = iter(range(10**9))
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         return plan_run(job, workers=workers, stages=1 + next(turns) % 2, micro_batch=micro_batch)
 
     rows: dict[int, list[dict[str, int]]] = {}

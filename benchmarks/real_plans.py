@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna.calibration.file import read_calibration
+from varuna.core.devices import equal_workers
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.sweep import rank_plans
 
@@ -26,7 +27,9 @@ def planned(name: str, gpus: int) -> dict[str, Any]:
     """The best plan, or the closest miss; memory in bytes, by stage."""
     begin_s = time.process_time()
     calibration = read_calibration(FOLDER / f"{name}.json")
-    request = PlanRequest(calibration=calibration, workers=gpus, global_batch=BATCHES[name], memory_apart=True)
+    request = PlanRequest(
+        calibration=calibration, workers=equal_workers(gpus), global_batch=BATCHES[name], memory_apart=True
+    )
     ranking = rank_plans(request)
     found: dict[str, Any] = {"model": name, "gpus": gpus, "cpu_s": round(time.process_time() - begin_s, 2)}
     if not ranking.plans:

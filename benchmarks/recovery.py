@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from varuna.core.devices import WorkerGroups
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.service.local_workers import LocalLaunch
@@ -117,7 +118,7 @@ class Stage:
         self.bound, self.tail = bound, Tail(folder)
         self.steps: list[tuple[float, StepRecorded]] = []
 
-        def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
             return plan_run(job, workers=workers, stages=2, micro_batch=micro_batch)
 
         self.run = ManagerService(

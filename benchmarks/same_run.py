@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.same_run_picture import ACTS, Act, Span, draw
+from varuna.core.devices import WorkerGroups, equal_workers, size_of
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.extras.demo.example import dataset_size, example_folder
@@ -39,7 +40,7 @@ STAGES = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1}
 MOST, LEAST = 5, 2
 LEASE_S = 3.0
 FIXED = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
-Planner = Callable[[JobFacts, int, int | None], Plan]
+Planner = Callable[[JobFacts, WorkerGroups, int | None], Plan]
 
 
 class Disturber:
@@ -79,10 +80,10 @@ class Disturber:
         print(f"step {step}: {act}", file=sys.stderr)
 
 
-def planned(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+def planned(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
     """The plan of the disturbed run."""
-    count = min(workers, MOST)
-    return plan_run(job, workers=count, stages=STAGES[count], micro_batch=MICRO_BATCH)
+    count = min(size_of(workers), MOST)
+    return plan_run(job, workers=equal_workers(count), stages=STAGES[count], micro_batch=MICRO_BATCH)
 
 
 def train(

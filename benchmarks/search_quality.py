@@ -14,6 +14,7 @@ import time
 
 from varuna.calibration.format import Calibration, Jitter, Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
+from varuna.core.devices import equal_workers
 from varuna.core.model import ModelFacts, SectionFacts
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.sweep import rank_plans
@@ -69,7 +70,7 @@ def against_all(models: int, seed: int) -> dict[str, object]:
         chance = random.Random(f"{seed} {number}")
         request = PlanRequest(
             calibration=calibration(chance, chance.randint(8, 30)),
-            workers=chance.randint(4, 64),
+            workers=equal_workers(chance.randint(4, 64)),
             global_batch=chance.randint(32, 2048),
             micro_batch=chance.randint(1, 4),
             memory_bytes=int(10 ** chance.uniform(9.5, 11)),
@@ -94,7 +95,7 @@ def more_of_anything(models: int, seed: int) -> dict[str, object]:
         known = calibration(chance, chance.randint(1, 12))
         request = PlanRequest(
             calibration=known,
-            workers=chance.randint(1, 16),
+            workers=equal_workers(chance.randint(1, 16)),
             global_batch=chance.randint(4, 96),
             micro_batch=chance.randint(1, 4),
             memory_bytes=int(10 ** chance.uniform(8.5, 11)),
@@ -102,8 +103,8 @@ def more_of_anything(models: int, seed: int) -> dict[str, object]:
         link, memory_bytes = known.across_vms.link, request.memory_bytes or 0
         faster = (with_speed(known, link.latency_s, more * link.bytes_per_s / 1.1e9, link.jitter) for more in (1.2, 5))
         richer: dict[str, dict[str, object]] = {
-            "GPUs + 1": {"workers": request.workers + 1},
-            "GPUs x 2": {"workers": request.workers * 2},
+            "GPUs + 1": {"workers": equal_workers(request.count + 1)},
+            "GPUs x 2": {"workers": equal_workers(request.count * 2)},
             "memory x 1.15": {"memory_bytes": int(memory_bytes * 1.15)},
             "memory x 2": {"memory_bytes": memory_bytes * 2},
             "bandwidth x 1.2": {"calibration": next(faster)},

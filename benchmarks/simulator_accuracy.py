@@ -42,7 +42,7 @@ from varuna.calibration.fit import assemble  # noqa: E402
 from varuna.calibration.format import Calibration  # noqa: E402
 from varuna.calibration.nominal import ETHERNET  # noqa: E402
 from varuna.calibration.statistics import spread  # noqa: E402
-from varuna.core.devices import ClassSize  # noqa: E402
+from varuna.core.devices import WorkerGroup, equal_workers  # noqa: E402
 from varuna.core.plan import Pipeline, Plan  # noqa: E402
 from varuna.core.times import RankTimes, of_stage  # noqa: E402
 from varuna.fleet.feedback.refine import refine  # noqa: E402
@@ -107,7 +107,9 @@ def _mixed(case: Case, calibration: Calibration) -> Plan:
         alike = replace(case, stages=stages, replicas=replicas, micro_batch=micro_batch, depths=())
         return plan_of(alike, calibration)
 
-    request = PlanRequest(calibration=calibration, workers=case.ranks, global_batch=case.global_batch, gpus_per_vm=1)
+    request = PlanRequest(
+        calibration=calibration, workers=equal_workers(case.ranks), global_batch=case.global_batch, gpus_per_vm=1
+    )
     found = of_depths(case.depths, case.micro_batch, request, equal)
     assert found is not None
     return found.plan
@@ -115,11 +117,10 @@ def _mixed(case: Case, calibration: Calibration) -> Plan:
 
 def _by_class(case: Case, calibration: Calibration) -> Plan:
     """The best plan for all ranks, whose pipelines are each on one class, or on both."""
-    classes = tuple(ClassSize(name=name, workers=count) for name, count in (("fast", case.fast), ("slow", case.slow)))
+    workers = tuple(WorkerGroup.of_class(name, count) for name, count in (("fast", case.fast), ("slow", case.slow)))
     request = PlanRequest(
         calibration=calibration,
-        workers=case.ranks,
-        classes=classes,
+        workers=workers,
         global_batch=case.global_batch,
         micro_batch=case.micro_batch,
         stages=case.stages or None,

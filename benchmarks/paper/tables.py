@@ -19,6 +19,7 @@ from benchmarks.paper.calibrations import BERT_72, BERT_LARGE, GPT2, LLAMA3_405B
 from benchmarks.paper.configurations import calibration_of, configured, intra_layer_s, tflops_per_gpu
 from benchmarks.paper.machines import DGX2, H100, V100, V100_4, Machine
 from varuna.calibration.format import NetworkCosts
+from varuna.core.devices import equal_workers
 from varuna.core.errors import NoPlanError
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
@@ -55,7 +56,7 @@ def compare(title: str, unit: str, rows: Sequence[Row], *notes: str) -> None:
 def ours(model: Transformer, machine: Machine, gpus: int, *, global_batch: int = 8192) -> Plan:
     """Return our planner's choice: half-layers, its own m, depth, kept activations and schedule."""
     calibration = calibration_of(model, machine, whole_layers=False)
-    return best_plan(PlanRequest(calibration=calibration, workers=gpus, global_batch=global_batch))
+    return best_plan(PlanRequest(calibration=calibration, workers=equal_workers(gpus), global_batch=global_batch))
 
 
 def chosen(plan: Plan) -> str:
@@ -341,7 +342,7 @@ def memory_rows() -> None:
         ):
             request = PlanRequest(
                 calibration=calibration_of(model, machine, whole_layers=False, optimizer=host),
-                workers=gpus,
+                workers=equal_workers(gpus),
                 global_batch=batch,
             )
             cases.append((f"{name}, {gpus} GPUs, batch {batch}", partial(best_plan, request)))

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from tests.scenarios.launch import JOB
 from tests.waiting import wait_for
+from varuna.core.devices import WorkerGroups, size_of
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.manager.calibrator import Calibrator
@@ -36,8 +37,8 @@ class Play:
         self.ended: Ended | None = None
         self.folder = folder
 
-        def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-            stages = planner(workers)
+        def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
+            stages = planner(size_of(workers))
             if isinstance(stages, int):
                 return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
             request = run_request(job, workers=workers, micro_batch=micro_batch)

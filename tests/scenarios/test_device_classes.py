@@ -12,6 +12,7 @@ from tests.scenarios.test_planned import checked
 from tests.waiting import wait_for
 from varuna.calibration.file import RUN_FILE, read_calibration
 from varuna.calibration.format import Calibration
+from varuna.core.devices import WorkerGroups
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.manager.calibrator import Calibrator
@@ -109,7 +110,7 @@ def test_one_pipeline_runs_on_several_classes_and_loses_and_gets_workers(tmp_pat
     job = ("--steps", "60", "--dropout", "0.1", "--global-batch", "12", "--micro-batch", "1", "--layers", "4")
     slow = ("--compute", "0.005", "--slow-class", "w1,w2")
 
-    def over_both(job: JobFacts, workers: int, micro_batch: int | None, known: Calibration | None) -> Plan:
+    def over_both(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibration | None) -> Plan:
         request = run_request(job, workers=workers, micro_batch=micro_batch, calibration=known)
         if len(request.classes) > 1 and (found := spanning(request, [1])):
             return found[0].plan

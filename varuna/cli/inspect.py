@@ -10,6 +10,7 @@ from rich.table import Table
 
 from varuna.cli.plan import request_of
 from varuna.cli.shared import options
+from varuna.core.devices import equal_workers
 from varuna.core.errors import DataError, ModelError
 from varuna.core.units import format_bytes
 from varuna.planner.choose import best_plan
@@ -52,8 +53,10 @@ def inspect(
             initial = spec.initial()
             job = engine_job(spec, model, initial.buffers)
             dependencies = find_dependencies(job, spec.recipe, initial, spec.batch(_EXAMPLES))
-        request = request_of(spec).model_copy(update={"workers": stages, "stages": stages}) if stages else None
-        starts = (0,) if request is None else best_plan(request).first.starts
+        starts: tuple[int, ...] = (0,)
+        if stages:
+            asked = {"workers": equal_workers(stages), "stages": stages}
+            starts = best_plan(request_of(spec).model_copy(update=asked)).first.starts
         report = describe(model, starts, verification, dependencies)
     if as_json:
         print(json.dumps(report, indent=2))

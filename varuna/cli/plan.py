@@ -15,7 +15,7 @@ from varuna.calibration.file import RUN_FILE, check_matches, read_calibration
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
 from varuna.cli.shared import options
-from varuna.core.devices import ClassSize, reserved_bytes
+from varuna.core.devices import WorkerGroup, WorkerGroups, equal_workers, reserved_bytes
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.plan import Copies
 from varuna.core.units import format_bytes, format_duration
@@ -117,7 +117,7 @@ def plan(
         raise UsageError(f"--price {price} is not a price. Give dollars per GPU and hour, such as 0.61")
     files = (calibration or []) if run is None else [calibration_of_run(run)]
     first = asked(script, args or [], _together(files) if files else None)
-    known, count = first.calibration, sum(gpus)
+    known = first.calibration
     if slower and len(gpus) > 1:
         raise UsageError("--slower is for GPUs of one kind. Give each kind its own --calibration and --gpus.")
     if shard_optimizer:
@@ -127,9 +127,7 @@ def plan(
     request = first.model_copy(
         update={
             "calibration": known,
-            "workers": count,
-            "speeds": speeds_of(slower, count) if slower else (),
-            "classes": classes_of(known, gpus),
+            "workers": slowed(gpus[0], slower) if slower else groups_of(known, gpus),
             "global_batch": global_batch or first.global_batch,
             "micro_batch": micro_batch or first.micro_batch,
             "memory_bytes": options.memory_bytes_of(memory_per_worker),
@@ -155,25 +153,26 @@ def plan(
         raise NoPlanError(explain(ranking, request, Flags(memory="--memory-per-worker")))
 
 
-def speeds_of(slower: str, gpus: int) -> tuple[float, ...]:
-    """Speeds of all GPUs, fastest first, of ``--slower``.
+def slowed(gpus: int, slower: str) -> WorkerGroups:
+    """Describe GPUs of which some are as slow as ``--slower`` says.
 
     Raises:
         UsageError: it is not of the form, or names more GPUs than there are.
     """
-    found: list[float] = []
+    left, found = gpus, list[WorkerGroup]()
     for part in slower.split(","):
         match = re.fullmatch(r"\s*(\d+)x(\d*\.?\d+)\s*", part)
-        if match is None or not 0 < float(match[2]) <= 1 or int(match[1]) > gpus - len(found):
+        if match is None or not 0 < float(match[2]) <= 1 or not 0 < int(match[1]) <= left:
             raise UsageError(
                 f"--slower {slower} does not say how many of the {gpus} GPUs compute at which share of the others' "
                 "speed. Give numbers and shares between 0 and 1, such as 4x0.5 or 4x0.5,8x0.25"
             )
-        found += [float(match[2])] * int(match[1])
-    return (*(1.0,) * (gpus - len(found)), *sorted(found, reverse=True))
+        found.append(WorkerGroup(count=int(match[1]), speed=float(match[2])))
+        left -= int(match[1])
+    return (*equal_workers(left), *found)
 
 
-def classes_of(known: Calibration, gpus: Sequence[int]) -> tuple[ClassSize, ...]:
+def groups_of(known: Calibration, gpus: Sequence[int]) -> WorkerGroups:
     """Return the number of GPUs of each class that was calibrated; () where there is one.
 
     Raises:
@@ -185,8 +184,9 @@ def classes_of(known: Calibration, gpus: Sequence[int]) -> tuple[ClassSize, ...]
             f"--gpus was given {len(gpus)} times, but calibrated {'is' if len(known.classes) == 1 else 'are'} {names}. "
             "Give --calibration and --gpus once for each kind of GPU, in the same order."
         )
-    sizes = tuple(ClassSize(name=name, workers=count) for name, count in zip(known.classes, gpus, strict=True))
-    return sizes if len(sizes) > 1 else ()
+    if len(gpus) == 1:
+        return equal_workers(gpus[0])
+    return tuple(WorkerGroup.of_class(name, count) for name, count in zip(known.classes, gpus, strict=True))
 
 
 def _together(files: Sequence[Path]) -> Calibration:
@@ -228,7 +228,7 @@ def asked(script: Path | None, args: Sequence[str], given: Calibration | None) -
             raise UsageError("say what to plan for: varuna plan train.py --gpus N, or --calibration FILE --gpus N")
         return PlanRequest(
             calibration=given,
-            workers=1,
+            workers=equal_workers(1),
             global_batch=DEFAULT_GLOBAL_BATCH,
             memory_apart=True,
             wanted=_SHOWN,
@@ -248,7 +248,7 @@ def request_of(spec: "JobSpec", given: Calibration | None = None) -> PlanRequest
         check_matches(given, job.model)
     return PlanRequest(
         calibration=with_options(given or _on_this(spec.device, nominal_calibration(job.model)), job),
-        workers=1,
+        workers=equal_workers(1),
         global_batch=job.global_batch,
         micro_batch=job.micro_batch,
         tentative=job.combines,

@@ -7,6 +7,7 @@ avoided. So where a run is in several, equal devices in two of them are of two c
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from pydantic import Field
 
@@ -78,15 +79,102 @@ def rest_s(faults: int) -> float:
     return min(60.0 * 2.0 ** (faults - 1), 3600.0)
 
 
-class ClassSize(Value):
-    """Workers whose devices are of one class, and therefore about as fast."""
+class WorkerGroup(Value):
+    """Workers that are alike: devices of one class, in one region, equally fast."""
 
-    name: str = Field(max_length=512, description="such as 'Tesla V100-SXM2-16GB', or that '@' a region")
-    workers: int = Field(ge=1)
+    count: int = Field(ge=1)
+    device_class: str = Field(default="", max_length=512, description="such as 'Tesla V100-SXM2-16GB'; empty: unknown")
+    region: str = Field(default="", max_length=MAX_ZONE, description="empty: any")
+    speed: float = Field(
+        default=1.0, gt=0, le=1, description="what one computes while one of full speed, as calibrated, computes 1"
+    )
     memory_bytes: int | None = Field(default=None, gt=0, description="that each of them can count on; None: unknown")
     memory_part: float = Field(
         default=1.0, gt=0, le=1, description="of what they have that plans may fill: less, once it was too little"
     )
+
+    @property
+    def name(self) -> str:
+        """Name of the class in plans and calibrations: of the device, in its region."""
+        return class_in(self.device_class, self.region)
+
+    @classmethod
+    def of_class(
+        cls,
+        name: str,
+        count: int,
+        *,
+        speed: float = 1.0,
+        memory_bytes: int | None = None,
+        memory_part: float = 1.0,
+    ) -> "WorkerGroup":
+        """Make a group of a class by its name."""
+        return cls(
+            count=count,
+            device_class=device_of(name),
+            region=region_of(name),
+            speed=speed,
+            memory_bytes=memory_bytes,
+            memory_part=memory_part,
+        )
+
+
+WorkerGroups = tuple[WorkerGroup, ...]
+"""The workers of a run, or those that a plan is asked for: each class, and each speed, is a group."""
+
+
+def equal_workers(count: int, memory_bytes: int | None = None) -> WorkerGroups:
+    """Describe workers of one speed, of whose devices no more is known."""
+    return (WorkerGroup(count=count, memory_bytes=memory_bytes),) if count else ()
+
+
+def size_of(workers: Iterable[WorkerGroup]) -> int:
+    """Count workers."""
+    return sum(group.count for group in workers)
+
+
+def class_names(workers: Iterable[WorkerGroup]) -> tuple[str, ...]:
+    """Name the classes of workers, each once."""
+    return tuple(dict.fromkeys(group.name for group in workers))
+
+
+def by_class(workers: Iterable[WorkerGroup]) -> dict[str, WorkerGroups]:
+    """Return the groups of each class, the fastest first."""
+    found: dict[str, list[WorkerGroup]] = {}
+    for group in workers:
+        found.setdefault(group.name, []).append(group)
+    return {name: tuple(sorted(groups, key=lambda each: -each.speed)) for name, groups in found.items()}
+
+
+def speeds_of(workers: Iterable[WorkerGroup]) -> tuple[float, ...]:
+    """Return the speed of each worker, the fastest first."""
+    return tuple(chain(*([each.speed] * each.count for each in sorted(workers, key=lambda each: -each.speed))))
+
+
+def as_if_equal(workers: Iterable[WorkerGroup]) -> WorkerGroups:
+    """Return these workers as if all were of full speed."""
+    found: dict[WorkerGroup, int] = {}
+    for group in workers:
+        alike = group.model_copy(update={"count": 1, "speed": 1.0})
+        found[alike] = found.get(alike, 0) + group.count
+    return tuple(alike.model_copy(update={"count": count}) for alike, count in found.items())
+
+
+def of_no_class(workers: Iterable[WorkerGroup]) -> WorkerGroups:
+    """Return these workers as if nothing but their speed were known."""
+    return tuple(WorkerGroup(count=group.count, speed=group.speed) for group in workers)
+
+
+def of_count(workers: Iterable[WorkerGroup], count: int) -> WorkerGroups:
+    """Return the fastest ``count`` of these workers; if these are fewer, the slowest stand for the rest."""
+    found, missing = list[WorkerGroup](), count
+    for group in sorted(workers, key=lambda each: -each.speed):
+        taken = min(missing, group.count)
+        found += [group.model_copy(update={"count": taken})] if taken else []
+        missing -= taken
+    if missing and found:
+        found[-1] = found[-1].model_copy(update={"count": found[-1].count + missing})
+    return tuple(found)
 
 
 def reserved_bytes(share_bytes: int) -> int:
@@ -124,29 +212,3 @@ def are_enough(wanted: Mapping[str, int], there: Mapping[str, int]) -> bool:
     if not any(wanted):
         return sum(wanted.values()) <= sum(there.values())
     return all(workers <= there.get(name, 0) for name, workers in wanted.items())
-
-
-def by_class(sizes: Iterable[ClassSize], values: tuple[float, ...]) -> dict[str, tuple[float, ...]]:
-    """Values of workers that are listed class by class; all are () if there are none."""
-    found, first = dict[str, tuple[float, ...]](), 0
-    for size in sizes:
-        found[size.name] = values[first : first + size.workers]
-        first += size.workers
-    return found
-
-
-def class_sizes(workers: Iterable[tuple[str, DeviceFacts | None]]) -> tuple[ClassSize, ...]:
-    """Count the workers of each class, by its name; () where no worker names one.
-
-    Args:
-        workers: class and device of each; a class of "" is one that is not known.
-    """
-    devices: dict[str, list[DeviceFacts | None]] = {}
-    for name, device in workers:
-        devices.setdefault(name, []).append(device)
-    if not any(devices):
-        return ()
-    return tuple(
-        ClassSize(name=name, workers=len(found), memory_bytes=worker_bytes(found))
-        for name, found in sorted(devices.items())
-    )

@@ -5,7 +5,6 @@ from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field
 
-from varuna.core.devices import ClassSize
 from varuna.core.errors import UsageError
 from varuna.core.precision import REDUCTIONS, Precision, Reduction
 from varuna.core.value import Value
@@ -180,20 +179,8 @@ class JobFacts(Value):
     combines: bool = Field(default=True, description="user's code in a step may combine values over stages")
     optimizer: str = Field(default="", description="options of its groups, such as lr, as JSON; empty: unknown")
     memory_apart: bool = Field(default=False, description="devices have memory of their own, beside the host's")
-    memory_bytes: int | None = Field(
-        default=None, gt=0, description="that every worker's device has for it; said by who plans, not by workers"
-    )
-
     losses_per_hour: float = Field(
         default=0.0, ge=0, description="of workers, as the run has seen them; said by who plans, not by workers"
-    )
-    speeds: tuple[float, ...] = Field(
-        default=(),
-        description="of the workers to plan for, relative, in the order of the classes, and of each the fastest first; "
-        "() for all 1; said by who plans",
-    )
-    classes: tuple[ClassSize, ...] = Field(
-        default=(), description="of devices of the workers to plan for; () where none is known; said by who plans"
     )
 
     def for_comparison(self) -> "JobFacts":

@@ -1,7 +1,7 @@
 """A plan: how P stages x D replicas run a global batch, and who does which part of it."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pydantic import Field, model_validator
 
 from varuna.core.dealing import are_speeds, ends_of_shares, pipeline_speeds
+from varuna.core.devices import WorkerGroups, by_class, speeds_of
 from varuna.core.value import Value
 
 
@@ -221,9 +222,10 @@ class Plan(Value):
         alike = pipeline.model_copy(update={"replicas": self.replicas, "pace": 1.0, "speeds": self.speeds})
         return self.model_copy(update={"pipelines": (alike,)})
 
-    def at_speeds(self, speeds: Mapping[str, Sequence[float]]) -> "Plan":
-        """This plan for workers of these speeds, by class of device, fastest first; all others are of full speed."""
-        known = speeds if self.is_by_class else {"": sorted(chain(*speeds.values()), reverse=True)}
+    def at_speeds(self, workers: WorkerGroups) -> "Plan":
+        """This plan for workers of these speeds; all others are of full speed."""
+        groups = by_class(workers) if self.is_by_class else {"": workers}
+        known = {name: speeds_of(each) for name, each in groups.items()}
         seats = (map(one.class_of, range(one.stages)) for replicas, one in self.kinds for _ in replicas)
         by_replica = pipeline_speeds(known, seats)
 

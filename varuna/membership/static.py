@@ -16,7 +16,7 @@ from varuna.calibration.format import Calibration
 from varuna.checkpoint.committer import CheckpointCommitter
 from varuna.checkpoint.manifest import Manifest
 from varuna.checkpoint.names import checkpoint_place
-from varuna.core.devices import DeviceFacts, DeviceFault, worker_bytes
+from varuna.core.devices import DeviceFacts, DeviceFault, WorkerGroups, equal_workers, worker_bytes
 from varuna.core.errors import CheckpointError, FleetError, NoPlanError, VarunaError
 from varuna.core.membership import Directive
 from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Shown, ShowRequest, StopReport, Vote
@@ -40,7 +40,7 @@ _jobs = itertools.count()
 """Jobs of this process: a script may train one after another, and each needs keys of its own in torchrun's store."""
 _hosted: dict[tuple[str, int], Any] = {}
 
-PlanRun = Callable[[JobFacts, int, int | None], Plan]
+PlanRun = Callable[[JobFacts, WorkerGroups, int | None], Plan]
 
 
 class World(NamedTuple):
@@ -223,13 +223,13 @@ class StaticMembership:
                 f"({error}). Look at the output of the other ranks, and check that torchrun started all of them."
             ) from error
 
-    def _with_memory(self, job: JobFacts) -> JobFacts:
-        """The job with the memory that every rank's device has for it."""
+    def _workers(self, job: JobFacts) -> WorkerGroups:
+        """The workers, with the memory that every rank's device has for the job."""
         if not job.memory_apart:
-            return job
+            return equal_workers(self.world.size)
         told = [self.world.store.get(f"device/{rank}").decode() for rank in range(self.world.size)]
         devices = [DeviceFacts.model_validate_json(text) if text else None for text in told]
-        return job.model_copy(update={"memory_bytes": worker_bytes(devices)})
+        return equal_workers(self.world.size, worker_bytes(devices))
 
     def _resume_from(self, job: JobFacts) -> _Choice:
         """Rank 0 chooses the checkpoint, the others read its choice."""
@@ -263,7 +263,7 @@ class StaticMembership:
                 raise NoPlanError(told[1:])
             return Plan.model_validate_json(told)
         try:
-            plan = self._plan_run(self._with_memory(job), self.world.size, micro_batch)
+            plan = self._plan_run(job, self._workers(job), micro_batch)
         except VarunaError as error:
             self.world.store.set(key, f"!{error}")
             raise

@@ -331,7 +331,7 @@ class Builder:
         if not self.profile.statistics_bytes.before[-1]:
             return Replication(sharing, adds_copies, saving=saving)
         every = longest_run(Shape(shape.stages, 1, shape.micro_batch), self.request.global_batch)
-        most = every if self.request.speeds else longest_run(shape, self.request.global_batch)  # unlike shares
+        most = every if self.request.are_unequal else longest_run(shape, self.request.global_batch)  # unlike shares
         return Replication(sharing, adds_copies, noting=most, all_noting=every, saving=saving)
 
     def _limited(self, replication: Replication) -> Spans:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import ETHERNET, nominal_calibration
+from varuna.core.devices import WorkerGroups, class_names
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -53,7 +54,7 @@ def best_plan(request: PlanRequest, flags: Flags = NO_FLAGS) -> Plan:
 def plan_run(
     job: JobFacts,
     *,
-    workers: int,
+    workers: WorkerGroups,
     memory_bytes: int | None = None,
     stages: int | None = None,
     micro_batch: int | None = None,
@@ -66,7 +67,7 @@ def plan_run(
 
     Args:
         job: what to train.
-        workers: most ranks to use.
+        workers: that there are.
         memory_bytes: of one worker; if None the calibration's, else what the workers' devices have.
         stages: P if the user fixed it.
         micro_batch: m of the generation before, halved where nothing fits; None on the first one.
@@ -104,7 +105,7 @@ def plan_run(
 def run_request(
     job: JobFacts,
     *,
-    workers: int,
+    workers: WorkerGroups,
     memory_bytes: int | None = None,
     stages: int | None = None,
     micro_batch: int | None = None,
@@ -113,13 +114,8 @@ def run_request(
 ) -> PlanRequest:
     """Return the request that ``plan_run`` makes."""
     known = with_options(calibration or nominal_calibration(job.model), job)
-    classes = job.classes if sum(each.workers for each in job.classes) == workers else ()
     # Nominal figures are no reason to send workers away.
-    is_seen = known.across_vms != ETHERNET and (
-        known.across_regions is not None or not are_apart(size.name for size in classes)
-    )
-    if memory_bytes is None and known.hardware.memory_bytes is None and not classes:
-        memory_bytes = job.memory_bytes
+    is_seen = known.across_vms != ETHERNET and (known.across_regions is not None or not are_apart(class_names(workers)))
     return PlanRequest(
         calibration=known,
         workers=workers,
@@ -135,8 +131,6 @@ def run_request(
         policy=policy,
         losses_per_hour=job.losses_per_hour,
         saves=job.checkpoint_dir is not None,
-        speeds=job.speeds if len(job.speeds) == workers else (),
-        classes=classes,
         mixes=job.network.links == "host",  # from GPU to GPU, the sums of a stage go to one set of others
     )
 
@@ -170,7 +164,7 @@ def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool) -> list[
 def _double(plan: Plan, request: PlanRequest) -> dict[Plan, Prediction]:
     """The same depth with two replicas, if the plan has one and the workers are enough."""
     asked = request.model_copy(update={"streams_frozen": plan.streams_frozen}).for_class(plan.first.device_class)
-    if plan.replicas > 1 or asked.classes or not asked.leaves_idle or asked.workers < 2 * plan.stages:
+    if plan.replicas > 1 or asked.classes or not asked.leaves_idle or asked.count < 2 * plan.stages:
         return {}
     double = equal_pipelines(asked, plan.stages, 2, plan.micro_batch)
     return {} if double is None else {double.plan.each(device_class=plan.first.device_class): double.prediction}
@@ -186,7 +180,7 @@ def _with_larger(best: Plan, request: PlanRequest) -> Plan:
     is_open = request.micro_batch is None and len(known.sizes) > 1 and not known.model.batch_dependent
     if not is_open or not request.leaves_idle:
         return best
-    while (m := 2 * best.micro_batch) <= request.global_batch // request.workers:
+    while (m := 2 * best.micro_batch) <= request.global_batch // request.count:
         ranking = rank_plans(request.model_copy(update={"micro_batch": m, "lowers_micro_batch": False}))
         if not ranking.plans or ranking.plans[0].step_s > best.step_s * (1 - _CLEARLY):
             break
@@ -254,7 +248,9 @@ class RunPlanner:
     ) -> None:
         self._memory_bytes, self._stages, self._flags, self._copies = memory_bytes, stages, flags, copies
 
-    def __call__(self, job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+    def __call__(
+        self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None
+    ) -> Plan:
         """The plan of a generation."""
         return plan_run(
             job,
@@ -268,7 +264,12 @@ class RunPlanner:
         )
 
     def request(
-        self, job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None, wanted: int
+        self,
+        job: JobFacts,
+        workers: WorkerGroups,
+        micro_batch: int | None,
+        calibration: Calibration | None,
+        wanted: int,
     ) -> PlanRequest:
         """The same question, for as many runners-up as are ``wanted``."""
         made = run_request(

@@ -91,7 +91,7 @@ class Guesser:
         bottleneck_s, way_s = self._bottleneck_s(stages), self._way_s(stages)
         if request.objective == "dollar":
             return stages * (micro_batches * bottleneck_s + way_s)
-        return -(-micro_batches // min(request.workers // stages, micro_batches)) * bottleneck_s + way_s
+        return -(-micro_batches // min(request.count // stages, micro_batches)) * bottleneck_s + way_s
 
     def guesses(self, stages: int) -> list[Guess]:
         """P stages that are perfectly balanced, and keep what memory could hold: the best D, and others near it.
@@ -118,7 +118,7 @@ class Guesser:
         reduced_bytes = profile.reduced_bytes.before[-1] / stages
         backward_s = profile.backward_s.before[-1] / stages  # of the last micro-batch, which hides reductions
         best_score = float("inf")
-        most = min(request.workers // stages, micro_batches)
+        most = min(request.count // stages, micro_batches)
         each = -(-micro_batches // most)
         while request.score(stages, each * bottleneck_s) < best_score * EFFORT.near_if_short:
             replicas = -(-micro_batches // each) if request.leaves_idle else most
@@ -156,7 +156,7 @@ class Guesser:
 
     def _state_bytes(self, stages: int) -> float:
         """Least bytes of all stages together; replicas that divide optimizer state hold 2 of D parts of it each."""
-        spared = 1 - 2 / max(2, self.request.workers // stages)
+        spared = 1 - 2 / max(2, self.request.count // stages)
         return self.profile.resident_bytes.before[-1] - spared * self._lendable_bytes
 
     def _bottleneck_s(self, stages: int) -> float:

@@ -46,7 +46,7 @@ class Expected(NamedTuple):
 def expected(plan: Plan, request: PlanRequest) -> Expected:
     """Compute a plan's worth at the request's rate of losses."""
     step_s = plan.step_s + (copies_take_s(plan, request) if plan.copies.are_made else 0.0)
-    rate = request.losses_per_hour * min(1.0, plan.workers / request.workers)
+    rate = request.losses_per_hour * min(1.0, plan.workers / request.count)
     loss_s = loss_cost_s(plan, request)
     each_s = step_s * (1 + rate / 3600 * loss_s)
     return Expected(step_s, loss_s, rate, plan.global_batch / each_s if each_s else float("inf"))

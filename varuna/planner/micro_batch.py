@@ -54,7 +54,7 @@ def candidate_sizes(request: PlanRequest) -> Iterator[tuple[int, ...]]:
     elif len(measured) == 1 or model.batch_dependent:
         sizes = (choose_micro_batch(request.global_batch, None),)
     else:
-        most = request.global_batch if request.leaves_idle else max(1, request.global_batch // request.workers)
+        most = request.global_batch if request.leaves_idle else max(1, request.global_batch // request.count)
         within = [m for m in measured if m <= most] or [1]
         sizes = tuple(within[: _where_it_stops_improving(request.calibration, within) + 1])
         nominal = choose_micro_batch(request.global_batch, None)

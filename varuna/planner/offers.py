@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from pydantic import Field
 
-from varuna.core.devices import ClassSize, region_of
+from varuna.core.devices import WorkerGroup, WorkerGroups, region_of
 from varuna.core.plan import Plan
 from varuna.core.value import Value
 from varuna.planner.asking.request import PlanRequest
@@ -105,17 +105,17 @@ def frontier(request: PlanRequest, offers: Sequence[Offer]) -> tuple[Rented, ...
 
 def _guesses(request: PlanRequest, offers: Sequence[Offer]) -> Iterator[_Guess]:
     """Every fleet, as fast as its classes are together."""
-    alone: dict[tuple[str, int], float] = {}
+    alone: dict[WorkerGroup, float] = {}
     for gpus in product(*(offer.counts for offer in offers)):
         if not _is_sensible(offers, gpus):
             continue
         rates = 0.0
-        for name, workers in _by_class(offers, gpus).items():
-            if (name, workers) not in alone:
-                asked = request.of_class(ClassSize(name=name, workers=workers))
-                plans = rank_plans(asked.model_copy(update={"wanted": 1})).plans
-                alone[name, workers] = plans[0].global_batch / plans[0].step_s if plans else 0.0
-            rates += alone[name, workers]
+        for group in _workers(offers, gpus):
+            if group not in alone:
+                asked = request.model_copy(update={"workers": (group,), "wanted": 1}).of_class(group.name)
+                plans = rank_plans(asked).plans
+                alone[group] = plans[0].global_batch / plans[0].step_s if plans else 0.0
+            rates += alone[group]
         dollars_per_hour = sum(offer.price_per_hour * count for offer, count in zip(offers, gpus, strict=True))
         if rates:
             yield _Guess(gpus, dollars_per_hour, rates)
@@ -132,12 +132,12 @@ def _is_sensible(offers: Sequence[Offer], gpus: Sequence[int]) -> bool:
     )
 
 
-def _by_class(offers: Sequence[Offer], gpus: Sequence[int]) -> dict[str, int]:
+def _workers(offers: Sequence[Offer], gpus: Sequence[int]) -> WorkerGroups:
     found: dict[str, int] = {}
     for offer, count in zip(offers, gpus, strict=True):
         if count:
             found[offer.device_class] = found.get(offer.device_class, 0) + count
-    return found
+    return tuple(WorkerGroup.of_class(name, count) for name, count in found.items())
 
 
 def _unbeaten(found: list[_Either], price: Callable[[_Either], float]) -> list[_Either]:
@@ -158,11 +158,9 @@ def _spread(guesses: Sequence[_Guess]) -> list[_Guess]:
 
 def _planned(request: PlanRequest, offers: Sequence[Offer], guess: _Guess) -> Rented | None:
     """The plan that a run on this fleet would begin with; None: there is none."""
-    classes = tuple(ClassSize(name=name, workers=count) for name, count in _by_class(offers, guess.gpus).items())
     losses = sum(offer.losses_per_hour * count for offer, count in zip(offers, guess.gpus, strict=True))
     update = {
-        "workers": sum(guess.gpus),
-        "classes": classes,
+        "workers": _workers(offers, guess.gpus),
         "losses_per_hour": losses,
         "wanted": _WEIGHED,
     }

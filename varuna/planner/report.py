@@ -108,7 +108,7 @@ def report(request: PlanRequest, ranking: Ranking, *, price_per_hour: float | No
         model=calibration.model.name,
         hardware=_hardware(request),
         calibrated=calibration.created,
-        gpus=request.workers,
+        gpus=request.count,
         gpus_per_vm=request.vm_size,
         global_batch=request.global_batch,
         memory_bytes=request.limit_bytes if len(request.classes) < 2 else request.memory_bytes,
@@ -125,25 +125,26 @@ def _hardware(request: PlanRequest) -> str:
     """The GPUs, with how many there are of each class."""
     if not request.classes:
         return request.calibration.hardware.name
-    named = {each.name: request.calibration.of(each.name).hardware.name for each in request.classes}
-    return " + ".join(f"{each.workers} x {named[each.name]}" for each in request.classes)
+    named = {name: request.calibration.of(name).hardware.name for name in request.classes}
+    return " + ".join(f"{request.count_of(name)} x {named[name]}" for name in request.classes)
 
 
 def _idle(request: PlanRequest, ranking: Ranking) -> Iterator[str]:
     """Say why GPUs of a class are left out of the best plan: what the best plan with them would take."""
-    for size in request.classes if ranking.plans else ():
-        best, rejected = ranking.plans[0], [each for each in ranking.rejected if each.device_class == size.name]
-        left = size.workers - best.classes.get(size.name, 0)
+    for name in request.classes if ranking.plans else ():
+        best, rejected = ranking.plans[0], [each for each in ranking.rejected if each.device_class == name]
+        used, there = best.classes.get(name, 0), request.count_of(name)
+        left = there - used
         if not best.is_by_class or left <= 0:
             continue
-        more = [plan for plan in ranking.plans if plan.classes.get(size.name, 0) > size.workers - left]
+        more = [plan for plan in ranking.plans if plan.classes.get(name, 0) > used]
         if rejected:
             why = rejected[0].reason.split(": ", 1)[1]
         elif more:
             why = f"with more of them a step takes {more[0].step_s / best.step_s - 1:.1%} longer ({more[0].shape})"
         else:
             why = "no plan with more of them was found"
-        yield f"{left} of {size.workers} {size.name} idle: {why}"
+        yield f"{left} of {there} {name} idle: {why}"
 
 
 def _outpaced(request: PlanRequest, ranking: Ranking) -> tuple[PrunedPlan, ...]:
@@ -189,7 +190,7 @@ def _plan_report(
         breakdown=StepParts(**asdict(parts)),
         gpus_used=plan.workers,
         classes=_classes(plan),
-        gpus_idle=request.workers - plan.workers,
+        gpus_idle=request.count - plan.workers,
         slower=plan.step_s / best.step_s - 1 if best.step_s else 0.0,
         why="" if plan is best else _why(request, plan, parts, best, best_parts),
         sharing=_sharing(plan),
@@ -236,7 +237,7 @@ def _why(request: PlanRequest, plan: Plan, parts: Breakdown, best: Plan, best_pa
     most = [label for label in sorted(grown, key=grown.__getitem__, reverse=True) if grown[label] > least][:2]
     words = [f"+{grown[label]:.2g} s {label}" for label in most]
     if plan.workers < best.workers:
-        words.append(f"{_gpus(request.workers - plan.workers)} idle")
+        words.append(f"{_gpus(request.count - plan.workers)} idle")
     return ", ".join(words)
 
 

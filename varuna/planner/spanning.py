@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from varuna.core.devices import ClassSize
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.balance import balance_stages
@@ -67,12 +66,12 @@ def _with_sizes(request: PlanRequest, micro_batches: Sequence[int]) -> list[Simu
     return sorted(best.values(), key=attrgetter("step_s"))
 
 
-def _built(request: PlanRequest, classes: Sequence[ClassSize], micro_batches: Sequence[int]) -> "list[_Built]":
+def _built(request: PlanRequest, classes: Sequence[str], micro_batches: Sequence[int]) -> "list[_Built]":
     """All that fit.
 
     The class with the most memory comes first in a pipeline, as early stages keep most, or last.
     """
-    by_memory = sorted(classes, key=lambda size: -(request.of_class(size).limit_bytes or 0))
+    by_memory = sorted(classes, key=lambda name: -(request.of_class(name).limit_bytes or 0))
     return [
         built
         for micro_batch in micro_batches
@@ -104,16 +103,17 @@ class _Built(NamedTuple):
 class _Spanning:
     """Plans with this m, whose classes follow each other in this order."""
 
-    def __init__(self, request: PlanRequest, classes: Sequence[ClassSize], micro_batch: int) -> None:
+    def __init__(self, request: PlanRequest, classes: Sequence[str], micro_batch: int) -> None:
         self._classes, self._micro_batch = classes, micro_batch
         self._micro_batches = -(-request.global_batch // micro_batch)
-        parts = [request.of_class(size) for size in classes]
+        parts = [request.of_class(name) for name in classes]
+        self._there = [part.count for part in parts]
         self._builders = {
-            size.name: Builder(part, profile(part.calibration, micro_batch, streams_frozen=part.streams_frozen))
-            for size, part in zip(classes, parts, strict=True)
+            name: Builder(part, profile(part.calibration, micro_batch, streams_frozen=part.streams_frozen))
+            for name, part in zip(classes, parts, strict=True)
         }
         self._vm_sizes = [part.vm_size for part in parts]
-        self._any = self._builders[classes[0].name]  # for what is the same in all
+        self._any = self._builders[classes[0]]  # for what is the same in all
         self._sections = request.calibration.section_count
         self._works_s = {
             name: max(builder.profile.work_s.before[-1], SHORTEST_S) for name, builder in self._builders.items()
@@ -134,17 +134,17 @@ class _Spanning:
 
     def _counts(self) -> dict[int, tuple[int, ...]]:
         """By number of pipelines: stages of each class that one of them has."""
-        most = min(self._micro_batches, *(size.workers for size in self._classes))
+        most = min(self._micro_batches, *self._there)
         found: dict[tuple[int, ...], int] = {}
         for replicas in range(most, 0, -1):
-            counts = tuple(size.workers // replicas for size in self._classes)
+            counts = tuple(there // replicas for there in self._there)
             whole_vms = all(count % vm == 0 for count, vm in zip(counts, self._vm_sizes, strict=True))
             if whole_vms and sum(counts) <= self._sections:
                 found.setdefault(counts, replicas)
         return {replicas: counts for counts, replicas in found.items()}
 
     def _with(self, shape: Shape, counts: tuple[int, ...]) -> Iterator[_Built]:
-        classes = tuple(size.name for size, count in zip(self._classes, counts, strict=True) for _ in range(count))
+        classes = tuple(name for name, count in zip(self._classes, counts, strict=True) for _ in range(count))
         for factor in self._any.factors:
             built = self._one(shape, classes, factor)
             if built is not None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from varuna.core.devices import of_count
 from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
 from varuna.planner.asking.ranking import PrunedPlan, Ranking, Rejection
@@ -92,8 +93,8 @@ def _nobody_idle(ranking: Ranking, request: PlanRequest) -> Ranking:
     least = CLEARLY * request.score(ranking.plans[0].workers, ranking.plans[0].step_s)
     numbers = {plan.replicas: plan for plan in reversed(ranking.plans[:_MIXED])}
     for plan in numbers.values():
-        at_best_s = plan.step_s * plan.workers / request.workers
-        if request.score(request.workers, at_best_s) < least:
+        at_best_s = plan.step_s * plan.workers / request.count
+        if request.score(request.count, at_best_s) < least:
             mix = without_idle(plan, request, partial(_at_depth, request))
             if mix is not None and request.score(mix.plan.workers, mix.step_s) < least:
                 found[mix.plan] = mix.prediction
@@ -107,10 +108,8 @@ def _nobody_idle(ranking: Ranking, request: PlanRequest) -> Ranking:
 
 def equal_pipelines(request: PlanRequest, stages: int, replicas: int, micro_batch: int) -> Simulated | None:
     """The best equal pipelines, so many and so deep, by the fastest workers; None: they do not fit."""
-    workers = stages * replicas
     fixed = {
-        "workers": workers,
-        "speeds": request.speeds[:workers],
+        "workers": of_count(request.workers, stages * replicas),
         "stages": stages,
         "micro_batch": micro_batch,
         "lowers_micro_batch": False,
@@ -129,7 +128,11 @@ def _at_depth(request: PlanRequest, stages: int, replicas: int, micro_batch: int
 
 def rank_depths(request: PlanRequest, depths: Sequence[int]) -> Ranking:
     """The plan of pipelines of these depths, deepest first, with the m that is best for the first; or none."""
-    at_first = {"workers": depths[0] * len(depths), "stages": depths[0], "leaves_idle": False}
+    at_first = {
+        "workers": of_count(request.workers, depths[0] * len(depths)),
+        "stages": depths[0],
+        "leaves_idle": False,
+    }
     ranking = rank_plans(request.model_copy(update=at_first))
     if not ranking.plans:
         return ranking
@@ -188,7 +191,7 @@ def _shallow(
 
 def _depths(request: PlanRequest) -> tuple[range, tuple[Rejection, ...]]:
     """Depths to try; or an error that says why the requested one is impossible."""
-    stages, sections, workers = request.stages, request.calibration.section_count, request.workers
+    stages, sections, workers = request.stages, request.calibration.section_count, request.count
     if stages is None:
         return range(1, min(workers, sections) + 1), ()
     if stages < 1:

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 
+from varuna.core.devices import WorkerGroups, size_of
 from varuna.core.errors import NoPlanError, UsageError, VarunaError, WorkerError
 from varuna.core.messages import ToWorker, from_worker
 from varuna.core.model import JobFacts
@@ -115,12 +116,12 @@ def run(
     return outcome
 
 
-def _plan(job: JobFacts, workers: int, micro_batch: int | None, stages: Stages | None) -> Plan:
+def _plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, stages: Stages | None) -> Plan:
     if not isinstance(stages, tuple):
         return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch, copies=True)
     depths = sorted(stages, reverse=True)
-    if sum(depths) > workers:
-        raise NoPlanError(f"stages={stages} needs {sum(depths)} workers, and there are {workers}")
+    if sum(depths) > size_of(workers):
+        raise NoPlanError(f"stages={stages} needs {sum(depths)} workers, and there are {size_of(workers)}")
     request = run_request(job, workers=workers, micro_batch=micro_batch)
     ranking = rank_depths(request, depths)
     if not ranking.plans:
@@ -219,8 +220,8 @@ class _Workers:
                 lease_s=bound_s,  # a thread that ends is always heard of, and silence is a busy machine's
                 suspect_lease_s=bound_s,
             ),
-            lambda job, count, micro_batch: _plan(
-                job, count, micro_batch, stages.get(count) if isinstance(stages, Mapping) else stages
+            lambda job, workers, micro_batch: _plan(
+                job, workers, micro_batch, stages.get(size_of(workers)) if isinstance(stages, Mapping) else stages
             ),
             hands=self,
             mailbox=self._mailbox,

@@ -15,7 +15,7 @@ from tests.unit.engine.late import LateStreams
 from varuna.calibration.file import read_calibration
 from varuna.cli.main import main
 from varuna.cli.plan import show
-from varuna.core.devices import DeviceFacts, reserved_bytes
+from varuna.core.devices import DeviceFacts, equal_workers, reserved_bytes
 from varuna.engine.device import streams as device
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.report import report
@@ -140,7 +140,7 @@ def test_slow_gpus_get_fewer_micro_batches(run: Any) -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_the_terminal(width: int) -> None:
     calibration = read_calibration(Path(SMALL))
-    request = PlanRequest(calibration=calibration, workers=36, global_batch=8192, wanted=3)
+    request = PlanRequest(calibration=calibration, workers=equal_workers(36), global_batch=8192, wanted=3)
     console = PlainConsole(width=width, record=True, file=io.StringIO())
     found = report(request, rank_plans(request), price_per_hour=0.5)
     show(console, found)
@@ -230,7 +230,7 @@ def test_whatever_is_asked_there_is_a_plan_that_keeps_its_word_or_a_reason(
 ) -> None:
     request = PlanRequest(
         calibration=read_calibration(Path(SMALL)),
-        workers=gpus,
+        workers=equal_workers(gpus),
         global_batch=global_batch,
         micro_batch=None if micro_batch is None else min(micro_batch, global_batch),
         stages=stages,

@@ -17,6 +17,7 @@ from tests.captures import CAPTURES
 from tests.depth import by_depth
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from varuna.checkpoint.io.section_state import from_bytes, to_bytes
+from varuna.core.devices import WorkerGroups
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Pipeline, Plan
 from varuna.core.precision import Precision
@@ -212,7 +213,7 @@ class Setup:
         committed: list[list[Committed]] = [[] for _ in range(size)]
         sessions = []
 
-        def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
             key = (job.model_dump_json(), workers, stages, micro_batch, self.policy)
             with _planning:
                 if key not in _plans:

@@ -27,7 +27,7 @@ from tests.unit.engine.ranks import Setup
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.io.snapshot import SnapshotBuffer, parts_of
-from varuna.core.devices import worker_bytes
+from varuna.core.devices import equal_workers, worker_bytes
 from varuna.engine.base.transport import local_store
 from varuna.engine.device.host_copies import DONE, Ready, StreamCopies
 from varuna.engine.device.streams import CudaStreams, streams_of
@@ -229,8 +229,8 @@ def test_plans_are_made_for_what_the_gpu_has() -> None:
     session = open_session(spec, 1, solo)
     assert len(list(session.steps())) == 1
     session.close()
-    job = solo._with_memory(solo._job)  # type: ignore[arg-type]  # it has joined
-    assert job.memory_bytes == worker_bytes([found])
+    workers = solo._workers(solo._job)  # type: ignore[arg-type]  # it has joined
+    assert workers == equal_workers(1, worker_bytes([found]))
 
 
 def test_stages_keep_to_the_promised_memory() -> None:

@@ -18,7 +18,7 @@ from tests.unit.fleet.support import (
     two_stages,
     unlike_pipelines,
 )
-from varuna.core.devices import device_of, region_of, region_of_zone
+from varuna.core.devices import WorkerGroups, device_of, region_of, region_of_zone
 from varuna.core.messages import (
     Apply,
     Assign,
@@ -173,11 +173,11 @@ class SimulatedWorker:
         self.sections, self.lent = self.needed, set()  # what else it held is old now
 
 
-def one_stage(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+def one_stage(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
     return make_plan(job, workers, micro_batch, stages=1)
 
 
-PLANNERS: dict[str, Callable[[JobFacts, int, int | None], Plan]] = {
+PLANNERS: dict[str, Callable[[JobFacts, WorkerGroups, int | None], Plan]] = {
     "one stage": one_stage,
     "two stages": two_stages,
     "deep": make_plan,

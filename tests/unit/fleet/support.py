@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from varuna.core import devices
+from varuna.core.devices import WorkerGroups, equal_workers, size_of
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import (
     Assign,
@@ -67,12 +68,15 @@ def make_job(*, sections: int = 4, steps: int = 100, seed: int = 0, micro_batch:
     return JobFacts(model=model, global_batch=16, micro_batch=micro_batch, seed=seed, steps=steps)
 
 
-def make_plan(job: JobFacts, workers: int, micro_batch: int | None, *, stages: int | None = None) -> Plan:
-    sections = len(job.model.sections)
-    depth = stages or min(workers, sections)
-    if workers < depth:
-        raise NoPlanError(f"{depth} stages need {depth} workers, {workers} are there")
-    replicas = workers // depth
+def make_plan(
+    job: JobFacts, workers: int | WorkerGroups, micro_batch: int | None, *, stages: int | None = None
+) -> Plan:
+    sections, groups = len(job.model.sections), equal_workers(workers) if isinstance(workers, int) else workers
+    count = size_of(groups)
+    depth = stages or min(count, sections)
+    if count < depth:
+        raise NoPlanError(f"{depth} stages need {depth} workers, {count} are there")
+    replicas = count // depth
     even = Plan(
         micro_batch=micro_batch or 2,
         global_batch=job.global_batch,
@@ -84,34 +88,35 @@ def make_plan(job: JobFacts, workers: int, micro_batch: int | None, *, stages: i
             ),
         ),
     )
-    dealt = even.at_speeds({"": job.speeds})
+    dealt = even.at_speeds(groups)
     return dealt.model_copy(update={"step_s": 1.0 / (depth * (sum(dealt.speeds) or replicas))})
 
 
-def two_stages(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+def two_stages(job: JobFacts, workers: int | WorkerGroups, micro_batch: int | None) -> Plan:
     return make_plan(job, workers, micro_batch, stages=2)
 
 
-def unlike_pipelines(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+def unlike_pipelines(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
     """Two pipelines that use all workers, one a stage deeper if they are odd."""
     sections = len(job.model.sections)
-    deep, shallow = min(sections, -(-workers // 2)), min(sections, workers // 2)
+    count = size_of(workers)
+    deep, shallow = min(sections, -(-count // 2)), min(sections, count // 2)
     if deep == shallow or not shallow:
         return make_plan(job, workers, micro_batch, stages=shallow or deep)
-    first = make_plan(_equal(job), 2 * deep, micro_batch, stages=deep)
+    first = make_plan(job, 2 * deep, micro_batch, stages=deep)
     starts = tuple(stage * sections // shallow for stage in range(shallow))
     other = Pipeline(pace=shallow / deep, bounds=(*starts, sections), stash_limits=(2,) * shallow)
     return Plan.model_validate(
         {**dict(first), "pipelines": (first.first.model_copy(update={"replicas": 1}), other)}
-    ).at_speeds({"": job.speeds})
+    ).at_speeds(workers)
 
 
-def by_class(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+def by_class(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
     """A pipeline on each class of devices, of at most two stages and its fastest workers."""
-    depths = {each.name: min(2, each.workers) for each in job.classes}
-    if not depths:
+    depths = {name: min(2, size_of(groups)) for name, groups in devices.by_class(workers).items()}
+    if not any(depths):
         return two_stages(job, workers, micro_batch)
-    plans = {name: make_plan(_equal(job), depth, micro_batch, stages=depth) for name, depth in depths.items()}
+    plans = {name: make_plan(job, depth, micro_batch, stages=depth) for name, depth in depths.items()}
     deepest_first = sorted(plans.items(), key=lambda each: -each[1].stages)
     pipelines = tuple(
         plan.first.model_copy(update={"device_class": name, "pace": 0.5 if number else 1.0})
@@ -119,11 +124,7 @@ def by_class(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
     )
     changed = {"pipelines": pipelines, "step_s": 1.0 / sum(depths.values())}
     made = Plan.model_validate({**dict(next(iter(plans.values()))), **changed})
-    return made.at_speeds(devices.by_class(job.classes, job.speeds))
-
-
-def _equal(job: JobFacts) -> JobFacts:
-    return job.model_copy(update={"speeds": ()})
+    return made.at_speeds(workers)
 
 
 def make_vote(plan: Plan, generation: int, step: int) -> Vote:
@@ -139,7 +140,7 @@ class Driver:
     """Feeds events to the machine, spawns what it asks for, and remembers all instructions."""
 
     config: FleetConfig
-    plan: Callable[[JobFacts, int, int | None], Plan] = make_plan
+    plan: Callable[[JobFacts, WorkerGroups, int | None], Plan] = make_plan
     job: JobFacts = field(default_factory=make_job)
     checkpoint: Checkpoint | None = None
     predicted_s: Callable[[Plan], float] = lambda plan: plan.step_s

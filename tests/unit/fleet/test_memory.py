@@ -1,12 +1,15 @@
 """Without a calibration, plans are for the memory that every worker's device has for it."""
 
+from dataclasses import replace
+
 from tests.unit.fleet.support import Driver, make_job, two_stages
-from varuna.core.devices import DeviceFacts, worker_bytes
+from varuna.core.devices import DeviceFacts, WorkerGroup, WorkerGroups, worker_bytes
 from varuna.core.messages import Hello
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import SpawnRequested
+from varuna.fleet.state.stutter import Straggler
 
 BIG = [DeviceFacts(name=f"gpu{number}", memory_bytes=80 * 2**30) for number in range(8)]
 SMALL = DeviceFacts(name="small", memory_bytes=16 * 2**30)
@@ -18,8 +21,8 @@ class Asked:
     def __init__(self) -> None:
         self.memory: list[int | None] = []
 
-    def __call__(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        self.memory.append(job.memory_bytes)
+    def __call__(self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
+        self.memory += {group.memory_bytes for group in workers}
         return two_stages(job, workers, micro_batch)
 
 
@@ -27,8 +30,9 @@ def driven(planner: Asked, workers: int) -> Driver:
     return Driver(FleetConfig(workers=workers, replace=False), plan=planner, job=make_job(steps=100_000))
 
 
-def hello(driver: Driver, worker: str, device: DeviceFacts | None) -> None:
-    driver.say(worker, Hello(worker=worker, pid=1, version="1", job=driver.job, device=device))
+def hello(driver: Driver, worker: str, device: DeviceFacts | None, device_class: str = "") -> None:
+    told = Hello(worker=worker, pid=1, version="1", job=driver.job, device=device, device_class=device_class)
+    driver.say(worker, told)
 
 
 def lose(driver: Driver, worker: str) -> None:
@@ -54,7 +58,24 @@ def test_a_worker_that_comes_to_a_gpu_of_the_run_takes_its_memory_for_no_strange
     lose(driver, "w0")
     driver.feed(SpawnRequested(1))
     hello(driver, "w3", _seen(BIG[0], 30))
-    assert driver.fleet.memory_bytes == worker_bytes([BIG[0]] * 2)
+    assert memory(driver) == [worker_bytes([BIG[0]] * 2)]
+
+
+def memory(driver: Driver) -> list[int | None]:
+    return [group.memory_bytes for group in driver.fleet.groups_of(driver.fleet.joined)]
+
+
+def test_memory_is_shared_out_within_a_class_and_told_of_each_speed_alike() -> None:
+    driver = driven(Asked(), 5)
+    for number, device in enumerate((BIG[0], BIG[0], BIG[1], SMALL, None)):
+        hello(driver, f"w{number}", device, device_class="aaabb"[number])
+    fleet = replace(driver.fleet, slow={"w1": Straggler(ratio=2.0, until_s=1e9, speed=0.5)})
+    shared, alone = worker_bytes([BIG[0]] * 2), worker_bytes([SMALL])
+    b = WorkerGroup(count=2, device_class="b", memory_bytes=alone)
+    even = WorkerGroup(count=3, device_class="a", memory_bytes=shared)
+    assert fleet.groups_of(fleet.joined) == (even, b)
+    slow = even.model_copy(update={"count": 1, "speed": 0.5})
+    assert fleet.groups_of(fleet.joined, by_speed=True) == (even.model_copy(update={"count": 2}), slow, b)
 
 
 def _seen(device: DeviceFacts, others: int) -> DeviceFacts:
@@ -97,7 +118,7 @@ def test_a_spare_like_the_others_takes_over_without_a_new_plan() -> None:
 def test_a_manager_that_has_started_again_hears_of_devices_again() -> None:
     driver = driven(Asked(), 2)
     driver.gather()
-    assert driver.fleet.memory_bytes is None
+    assert memory(driver) == [None]
     for name in ("w0", "w1"):
         hello(driver, name, BIG[0])
-    assert driver.fleet.memory_bytes == worker_bytes([BIG[0]] * 2)
+    assert memory(driver) == [worker_bytes([BIG[0]] * 2)]

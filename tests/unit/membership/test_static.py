@@ -19,7 +19,7 @@ from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
 from varuna.checkpoint.manifest import survey
 from varuna.checkpoint.names import checkpoint_place, step_folder
-from varuna.core.devices import DeviceFacts, reserved_bytes
+from varuna.core.devices import DeviceFacts, WorkerGroups, equal_workers, reserved_bytes
 from varuna.core.errors import CheckpointError, FleetError, NoPlanError, UsageError
 from varuna.core.messages import Assign, Assignment, Beat, Finish
 from varuna.core.model import JobFacts
@@ -150,10 +150,10 @@ def test_each_rank_gets_the_same_assignment_but_for_its_rank_and_then_the_end() 
 @pytest.mark.parametrize("apart", [True, False])
 def test_rank_0_plans_for_the_memory_that_all_devices_have_for_each(apart: bool) -> None:
     """Three of them on two GPUs; what one of them has does not make their jobs differ."""
-    store, seen = local_store(), list[JobFacts]()
+    store, seen = local_store(), list[WorkerGroups]()
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        seen.append(job)
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
+        seen.append(workers)
         return make_plan(job, workers, micro_batch)
 
     def work(rank: int) -> None:
@@ -164,7 +164,7 @@ def test_rank_0_plans_for_the_memory_that_all_devices_have_for_each(apart: bool)
 
     run_all([partial(work, rank) for rank in range(3)])
     expected = 32 * 2**30 - reserved_bytes(32 * 2**30) if apart else None
-    assert [job.memory_bytes for job in seen] == [expected]
+    assert seen == [equal_workers(3, expected)]
 
 
 def test_rank_0_plans_from_what_it_measured_and_the_others_follow() -> None:
@@ -336,7 +336,7 @@ def alone(setup: Setup, directory: Path, steps: int, *, stop_behind: int | None 
     setup.directory = str(directory)
     store = local_store()
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         return plan_run(job, workers=workers, micro_batch=micro_batch)
 
     solo = StaticMembership(World(0, 1, store, "127.0.0.1", 0), plan)

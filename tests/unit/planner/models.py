@@ -5,6 +5,7 @@ from typing import Any
 
 from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
+from varuna.core.devices import WorkerGroups, equal_workers
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
 from varuna.planner.asking.ranking import Ranking
 from varuna.planner.asking.request import PlanRequest
@@ -48,9 +49,10 @@ def calibrated(facts: ModelFacts, **changes: object) -> Calibration:
     return nominal_calibration(facts).model_copy(update=changes)
 
 
-def request(facts: ModelFacts, workers: int, global_batch: int, **rest: Any) -> PlanRequest:
+def request(facts: ModelFacts, workers: int | WorkerGroups, global_batch: int, **rest: Any) -> PlanRequest:
     calibration = rest.pop("calibration", None) or nominal_calibration(facts)
-    return PlanRequest(calibration=calibration, workers=workers, global_batch=global_batch, **rest)
+    groups = equal_workers(workers) if isinstance(workers, int) else workers
+    return PlanRequest(calibration=calibration, workers=groups, global_batch=global_batch, **rest)
 
 
 def rank(facts: ModelFacts, workers: int, global_batch: int, micro_batch: int, **rest: Any) -> Ranking:

@@ -2,7 +2,7 @@ import pytest
 
 from tests.unit.planner.models import GB, MB, model, request, section
 from varuna.calibration.nominal import nominal_calibration
-from varuna.core.devices import ClassSize
+from varuna.core.devices import WorkerGroup, equal_workers
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.model import JobFacts, ModelFacts
 from varuna.planner.choose import NO_FLAGS, Flags, best_plan, plan_run, planner
@@ -28,30 +28,30 @@ def test_a_micro_batch_outside_the_global_batch_is_refused(requested: int) -> No
 
 
 def test_an_unfixed_micro_batch_is_halved_until_something_fits() -> None:
-    assert plan_run(job(), workers=8).micro_batch == 8
-    assert plan_run(job(), workers=8, memory_bytes=770 * MB).micro_batch == 4
+    assert plan_run(job(), workers=equal_workers(8)).micro_batch == 8
+    assert plan_run(job(), workers=equal_workers(8), memory_bytes=770 * MB).micro_batch == 4
 
 
 def test_a_micro_batch_that_the_user_fixed_stays() -> None:
     with pytest.raises(NoPlanError, match="pass a smaller micro_batch"):
-        plan_run(job(micro_batch=8), workers=8, memory_bytes=770 * MB)
+        plan_run(job(micro_batch=8), workers=equal_workers(8), memory_bytes=770 * MB)
 
 
 def test_the_micro_batch_of_the_run_is_kept_through_a_morph() -> None:
-    assert plan_run(job(), workers=3, micro_batch=4, memory_bytes=100 * GB).micro_batch == 4
+    assert plan_run(job(), workers=equal_workers(3), micro_batch=4, memory_bytes=100 * GB).micro_batch == 4
 
 
 def test_memory_is_what_the_user_says_else_the_calibration_else_the_devices() -> None:
-    asked = job(micro_batch=8).model_copy(update={"memory_bytes": 100 * GB})
-    unknown = plan_run(job(micro_batch=8), workers=8, stages=4)
-    found = plan_run(asked, workers=8, stages=4)
+    asked, told = job(micro_batch=8), equal_workers(8, memory_bytes=100 * GB)
+    unknown = plan_run(asked, workers=equal_workers(8), stages=4)
+    found = plan_run(asked, workers=told, stages=4)
     assert not any(unknown.first.kept)
     assert any(found.first.kept)
     assert max(found.first.memory_bytes) <= 100 * GB
     measured = nominal_calibration(FACTS)
     measured = measured.model_copy(update={"hardware": measured.hardware.model_copy(update={"memory_bytes": 2 * GB})})
-    assert max(plan_run(asked, workers=8, stages=4, calibration=measured).first.memory_bytes) <= 2 * GB
-    assert max(plan_run(asked, workers=8, stages=4, memory_bytes=2 * GB).first.memory_bytes) <= 2 * GB
+    assert max(plan_run(asked, workers=told, stages=4, calibration=measured).first.memory_bytes) <= 2 * GB
+    assert max(plan_run(asked, workers=told, stages=4, memory_bytes=2 * GB).first.memory_bytes) <= 2 * GB
     assert max(found.first.memory_bytes) > 2 * GB
 
 
@@ -82,7 +82,7 @@ def test_advice_names_only_what_the_user_can_set() -> None:
     told = refusal(memory_bytes=GB, stages=2, micro_batch=1, flags=Flags("VARUNA_MEMORY", "VARUNA_STAGES"))
     assert told.endswith(". Raise or leave out VARUNA_STAGES or raise VARUNA_MEMORY.")
     with pytest.raises(NoPlanError, match=r"Raise --memory-per-worker\.$"):
-        planner(memory_bytes=GB // 4, stages=None)(job(micro_batch=1), 8, 1, None)
+        planner(memory_bytes=GB // 4, stages=None)(job(micro_batch=1), equal_workers(8), 1, None)
 
 
 def test_advice_that_cannot_help_is_left_out() -> None:
@@ -107,47 +107,43 @@ def test_workers_that_would_idle_hold_a_second_copy_if_that_costs_little(slower:
     [ring] = calm.across_vms.rings
     rings = (ring.model_copy(update={"bytes_per_s": ring.bytes_per_s / slower}),)
     known = calm.model_copy(update={"across_vms": calm.across_vms.model_copy(update={"rings": rings})})
-    plan = plan_run(job(micro_batch=64), workers=2, stages=1, calibration=known)
+    plan = plan_run(job(micro_batch=64), workers=equal_workers(2), stages=1, calibration=known)
     assert plan.shape == shape
     fastest = best_plan(request(FACTS, 2, 256, micro_batch=64, stages=1).model_copy(update={"calibration": known}))
     assert (fastest.replicas == 2) == (slower == 6)
-    assert plan_run(job(micro_batch=64), workers=1, calibration=known).replicas == 1
+    assert plan_run(job(micro_batch=64), workers=equal_workers(1), calibration=known).replicas == 1
 
 
 def test_where_all_are_of_one_class_the_plan_is_the_same_and_says_so() -> None:
     for workers, memory_bytes in ((8, None), (3, None), (8, 3 * GB)):
         for losses in (0.0, 2.0):
-            plain = job(micro_batch=8).model_copy(update={"memory_bytes": memory_bytes, "losses_per_hour": losses})
-            sizes = (ClassSize(name="V100", workers=workers, memory_bytes=memory_bytes),)
+            asked = job(micro_batch=8).model_copy(update={"losses_per_hour": losses})
+            groups = (WorkerGroup.of_class(name, workers, memory_bytes=memory_bytes) for name in ("", "V100"))
             known = nominal_calibration(FACTS)
             named = known.model_copy(update={"hardware": known.hardware.model_copy(update={"device_class": "V100"})})
-            found = [
-                plan_run(plain.model_copy(update={"classes": classes}), workers=workers, calibration=named, copies=True)
-                for classes in ((), sizes)
-            ]
+            found = [plan_run(asked, workers=(group,), calibration=named, copies=True) for group in groups]
             assert found[1].each(device_class="") == found[0]
             assert found[1].first.device_class == "V100"
 
 
 def test_a_class_that_ran_out_of_memory_is_planned_for_less_whoever_says_how_much_it_has() -> None:
-    sizes = (ClassSize(name="A", workers=4, memory_bytes=4 * GB), ClassSize(name="B", workers=4, memory_bytes=4 * GB))
-    short = tuple(size.model_copy(update={"memory_part": 0.5}) if size.name == "A" else size for size in sizes)
-    asked = request(FACTS, 8, 256, micro_batch=8).model_copy(update={"classes": short})
-    limits = [asked.of_class(size).limit_bytes for size in short]
+    parts = {"A": 0.5, "B": 1.0}
+    short = tuple(WorkerGroup.of_class(name, 4, memory_bytes=4 * GB, memory_part=part) for name, part in parts.items())
+    asked = request(FACTS, short, 256, micro_batch=8)
+    limits = [asked.of_class(name).limit_bytes for name in parts]
     assert limits == [2 * GB, 4 * GB]
     told = asked.model_copy(update={"memory_bytes": 3 * GB})  # --memory-per-worker
-    assert [told.of_class(size).limit_bytes for size in short] == [3 * GB // 2, 3 * GB]
+    assert [told.of_class(name).limit_bytes for name in parts] == [3 * GB // 2, 3 * GB]
 
 
 @pytest.mark.nightly
 def test_each_class_has_its_own_memory() -> None:
     sizes = (
-        ClassSize(name="A", workers=2, memory_bytes=100 * GB),
-        ClassSize(name="B", workers=8, memory_bytes=2 * GB),
+        WorkerGroup.of_class("A", 2, memory_bytes=100 * GB),
+        WorkerGroup.of_class("B", 8, memory_bytes=2 * GB),
     )
-    asked = job(micro_batch=8).model_copy(update={"classes": sizes, "memory_bytes": 2 * GB})
     for calibration in (None, nominal_calibration(FACTS)):
-        plan = plan_run(asked, workers=10, calibration=calibration)
+        plan = plan_run(job(micro_batch=8), workers=sizes, calibration=calibration)
         limits = {size.name: size.memory_bytes or 0 for size in sizes}
         assert set(plan.classes) == {"A", "B"}
         assert all(max(cut.memory_bytes) <= limits[cut.device_class] for _, cut in plan.kinds)
@@ -159,10 +155,10 @@ def test_classes_of_which_nothing_is_known_are_equal_and_apart_however_long_thei
     fast: int, slow: int
 ) -> None:
     """A run learns what a class can do from pipelines of that class."""
-    sizes = tuple(ClassSize(name=name, workers=count) for name, count in (("A", fast), ("B", slow)))
+    workers = tuple(WorkerGroup.of_class(name, count) for name, count in (("A", fast), ("B", slow)))
     quick = model([section(parameter_bytes=10 * MB, forward_s=1e-4)] * 4)
-    asked = job(quick, micro_batch=1).model_copy(update={"global_batch": 8 * (fast + slow), "classes": sizes})
-    plan = plan_run(asked, workers=fast + slow, stages=1)
+    asked = job(quick, micro_batch=1).model_copy(update={"global_batch": 8 * (fast + slow)})
+    plan = plan_run(asked, workers=workers, stages=1)
     assert plan.classes == {"A": fast, "B": slow}
     assert set(plan.shares) == {8}
 
@@ -184,9 +180,11 @@ def test_workers_that_stay_get_larger_micro_batches_where_more_sums_cross_during
         update={"kinds": kinds, "across_vms": nominal.across_vms.model_copy(update={"link": link})}
     )
     asked = job(facts).model_copy(update={"global_batch": 32})
-    staying, lossy = (plan_run(asked, workers=2, calibration=known, copies=copies) for copies in (False, True))
+    staying, lossy = (
+        plan_run(asked, workers=equal_workers(2), calibration=known, copies=copies) for copies in (False, True)
+    )
     assert staying.shape == lossy.shape == "1x2"
     assert lossy.micro_batch == 1
     assert staying.micro_batch > 1
     assert staying.step_s < lossy.step_s
-    assert plan_run(asked, workers=2, calibration=known, micro_batch=1).micro_batch == 1
+    assert plan_run(asked, workers=equal_workers(2), calibration=known, micro_batch=1).micro_batch == 1

@@ -8,7 +8,7 @@ import pytest
 from tests.depth import by_depth, nightly
 from tests.unit.planner.models import FAST, MB, calibrated, model, request, section
 from varuna.calibration.format import Calibration, SectionKind
-from varuna.core.devices import ClassSize
+from varuna.core.devices import WorkerGroup
 from varuna.core.errors import NoPlanError
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
@@ -37,9 +37,9 @@ def asked(workers: dict[str, int], *calibrations: Calibration, **rest: object) -
     first, *others = calibrations
     for each in others:
         first = first.with_class(each)
-    classes = tuple(ClassSize(name=name, workers=count) for name, count in workers.items())
-    given = {"micro_batch": 1, "calibration": first, "classes": classes, "global_batch": 96, **rest}
-    return request(FACTS, sum(workers.values()), given.pop("global_batch"), **given)  # type: ignore[arg-type]
+    groups = tuple(WorkerGroup.of_class(name, count) for name, count in workers.items())
+    given = {"micro_batch": 1, "calibration": first, "global_batch": 96, **rest}
+    return request(FACTS, groups, given.pop("global_batch"), **given)  # type: ignore[arg-type]
 
 
 def shares(plan: Plan) -> dict[str, int]:
@@ -101,8 +101,8 @@ def test_each_class_is_cut_for_its_own_memory() -> None:
 def test_memory_that_workers_tell_counts_where_none_was_calibrated() -> None:
     whole = sum(best_plan(asked({"A": 1}, of_class("A"))).first.memory_bytes)
     wanted = asked({"A": 2, "B": 8}, of_class("A"), of_class("B", 2.0))
-    told = (ClassSize(name="A", workers=2), ClassSize(name="B", workers=8, memory_bytes=whole // 3))
-    plan = best_plan(wanted.model_copy(update={"classes": told}))
+    told = (WorkerGroup.of_class("A", 2), WorkerGroup.of_class("B", 8, memory_bytes=whole // 3))
+    plan = best_plan(wanted.model_copy(update={"workers": told}))
     assert all(max(cut.memory_bytes) <= whole // 3 for _, cut in plan.kinds if cut.device_class == "B")
 
 
@@ -165,21 +165,17 @@ def test_small_mixes_are_as_good_as_the_best_of_all_pairs_of_equal_pipelines() -
 
 
 def _exhaustive_s(wanted: PlanRequest) -> float:
-    sizes, best_s = wanted.classes, float("inf")
+    best_s = float("inf")
     shapes = [
-        [
-            (stages, replicas)
-            for stages in range(1, size.workers + 1)
-            for replicas in range(1, size.workers // stages + 1)
-        ]
-        for size in sizes
+        [(stages, replicas) for stages in range(1, group.count + 1) for replicas in range(1, group.count // stages + 1)]
+        for group in wanted.workers
     ]
     for chosen in product(*shapes):
         kinds = []
-        for size, (stages, replicas) in zip(sizes, chosen, strict=True):
-            alone = equal_pipelines(wanted.of_class(size), stages, replicas, 1)
+        for name, (stages, replicas) in zip(wanted.classes, chosen, strict=True):
+            alone = equal_pipelines(wanted.of_class(name), stages, replicas, 1)
             if alone is not None:
-                named = {"device_class": size.name, "pace": 1 / alone.step_s, "speeds": ()}
+                named = {"device_class": name, "pace": 1 / alone.step_s, "speeds": ()}
                 kinds.append((alone.plan.first.model_copy(update=named), alone.plan))
         kinds.sort(key=lambda each: -each[0].pace)
         scaled = [kind.model_copy(update={"pace": kind.pace / kinds[0][0].pace}) for kind, _ in kinds]

@@ -5,6 +5,7 @@ from typing import Any
 from tests.unit.planner.models import GB, MB, model, section
 from varuna.calibration.format import Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
+from varuna.core.devices import equal_workers
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.planner.choose import plan_run, run_request
@@ -21,7 +22,7 @@ def made(
     facts = JobFacts(
         **{"model": model([section()] * 4), "global_batch": 64, "micro_batch": 1, "seed": 0, "steps": 1, **job}
     )
-    return plan_run(facts, workers=workers, stages=stages, memory_bytes=memory_bytes, copies=copies)
+    return plan_run(facts, workers=equal_workers(workers), stages=stages, memory_bytes=memory_bytes, copies=copies)
 
 
 def test_each_stage_has_a_copy_where_it_has_one_holder() -> None:
@@ -47,7 +48,7 @@ def test_with_replicas_sums_alone_have_a_copy() -> None:
 
 def test_pipelines_of_other_depths_promise_the_memory_of_copies_too() -> None:
     facts = JobFacts(model=model([section()] * 4), global_batch=64_000, micro_batch=1, seed=0, steps=1)
-    request = run_request(facts, workers=3)
+    request = run_request(facts, workers=equal_workers(3))
     [plan] = rank_depths(request, (2, 1)).plans
     kept = with_copies(plan, request, measured=False)
     assert (kept.shape, kept.copies) == ("2x1+1x1", Copies.SUMS)
@@ -94,7 +95,7 @@ def over(bytes_per_s: float, global_batch: int = 64, *, memory_bytes: int | None
     job = JobFacts(model=facts, global_batch=global_batch, micro_batch=1, seed=0, steps=1)
     network = NetworkCosts(link=Link(latency_s=0, bytes_per_s=bytes_per_s), rings=(Ring(latency_s=0, bytes_per_s=1e9),))
     known = nominal_calibration(facts).model_copy(update={"across_vms": network})
-    return plan_run(job, workers=4, stages=4, memory_bytes=memory_bytes, calibration=known, copies=True)
+    return plan_run(job, workers=equal_workers(4), stages=4, memory_bytes=memory_bytes, calibration=known, copies=True)
 
 
 def test_there_is_a_copy_every_few_steps_unless_a_link_is_too_slow_for_it() -> None:
@@ -111,7 +112,7 @@ def test_sums_have_no_copy_where_a_measured_step_is_over_before_it_could_be_read
 
     def over(global_batch: int) -> Plan:
         job = JobFacts(model=facts, global_batch=global_batch, micro_batch=1, seed=0, steps=1)
-        return plan_run(job, workers=4, stages=2, calibration=measured, copies=True)
+        return plan_run(job, workers=equal_workers(4), stages=2, calibration=measured, copies=True)
 
     short, long = over(64), over(16384)
     assert short.step_s < 5 < 60 < long.step_s

@@ -4,6 +4,7 @@ import pytest
 
 from tests.unit.planner.models import MB, calibrated, model, section
 from varuna.calibration.format import Link, NetworkCosts, Ring
+from varuna.core.devices import equal_workers
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.planner.asking.request import PlanRequest
@@ -34,11 +35,11 @@ def job(global_batch: int = 4096, *, per_hour: float = 0.0) -> JobFacts:
 
 
 def asked(workers: int, *, per_hour: float = 6.0) -> PlanRequest:
-    return run_request(job(per_hour=per_hour), workers=workers, calibration=KNOWN)
+    return run_request(job(per_hour=per_hour), workers=equal_workers(workers), calibration=KNOWN)
 
 
 def made(stages: int, workers: int, global_batch: int = 4096) -> Plan:
-    return plan_run(job(global_batch), workers=workers, stages=stages, calibration=KNOWN)
+    return plan_run(job(global_batch), workers=equal_workers(workers), stages=stages, calibration=KNOWN)
 
 
 def with_copies(plan: Plan, copies: Copies = Copies.STATE) -> Plan:
@@ -53,7 +54,7 @@ def test_a_loss_costs_least_with_copies_and_most_with_one_holder_alone() -> None
 
 def test_with_memory_checkpoints_a_loss_costs_what_came_since_the_newest() -> None:
     fast = NetworkCosts(link=Link(latency_s=0, bytes_per_s=5e9), rings=NETWORK.rings)
-    request = run_request(job(), workers=8, calibration=calibrated(FACTS, across_vms=fast))
+    request = run_request(job(), workers=equal_workers(8), calibration=calibrated(FACTS, across_vms=fast))
     plan = made(8, 8, 64)
     often = with_copies(plan)
     every_s, takes_s = memory_checkpoints_every_s(often, request), memory_checkpoint_s(often, request)
@@ -91,7 +92,12 @@ def test_losses_change_no_plan_where_there_are_copies() -> None:
 
     def plan(per_hour: float) -> Plan:
         return plan_run(
-            job(2048, per_hour=per_hour), workers=8, stages=8, calibration=KNOWN, copies=True, micro_batch=1
+            job(2048, per_hour=per_hour),
+            workers=equal_workers(8),
+            stages=8,
+            calibration=KNOWN,
+            copies=True,
+            micro_batch=1,
         )
 
     quiet, stormy = plan(0.0), plan(20.0)
@@ -102,6 +108,6 @@ def test_losses_change_no_plan_where_there_are_copies() -> None:
 def test_more_losses_never_make_a_plan_that_costs_more_of_them() -> None:
     costs = []
     for per_hour in (0.0, 1.0, 10.0, 100.0):
-        plan = plan_run(job(16384, per_hour=per_hour), workers=9, calibration=KNOWN, copies=True)
+        plan = plan_run(job(16384, per_hour=per_hour), workers=equal_workers(9), calibration=KNOWN, copies=True)
         costs.append(loss_cost_s(plan, asked(9, per_hour=10.0)))
     assert costs == sorted(costs, reverse=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from varuna.calibration.format import Calibration
+from varuna.core.devices import equal_workers
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.line import HARDLY, Line, line_of
@@ -16,7 +17,9 @@ KNOWN = Path(__file__).parents[3] / "examples" / "calibrations" / "gpt2-2.5b-v10
 
 def asked(**changed: object) -> tuple[Plan, PlanRequest]:
     calibration = Calibration.model_validate_json(KNOWN.read_text())
-    request = PlanRequest(calibration=calibration, workers=16, global_batch=256, wanted=1).model_copy(update=changed)
+    request = PlanRequest(calibration=calibration, workers=equal_workers(16), global_batch=256, wanted=1).model_copy(
+        update=changed
+    )
     return rank_plans(request).plans[0], request
 
 

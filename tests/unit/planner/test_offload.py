@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.planner.models import GB, MB, calibrated, model, section
 from varuna.calibration.format import Calibration, Hardware, OptimizerCosts
-from varuna.core.devices import STAGING_BYTES
+from varuna.core.devices import STAGING_BYTES, equal_workers
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
@@ -31,7 +31,9 @@ def job(*, offloaded: bool, apart: bool = True) -> JobFacts:
 def planned(stages: int = 2, *, offloaded: bool = True, apart: bool = True, **hardware: Any) -> Plan:
     memory = {"memory_bytes": 10 * GB, **hardware}
     calibration = calibrated(EIGHT, hardware=Hardware(name="test", **memory))
-    return plan_run(job(offloaded=offloaded, apart=apart), workers=stages, stages=stages, calibration=calibration)
+    return plan_run(
+        job(offloaded=offloaded, apart=apart), workers=equal_workers(stages), stages=stages, calibration=calibration
+    )
 
 
 def sizer(calibration: Calibration, stages: int) -> Sizer:

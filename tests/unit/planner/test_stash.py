@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.planner.models import FAST, GB, MB, calibrated, model, section
 from varuna.calibration.format import Hardware, OptimizerCosts
+from varuna.core.devices import equal_workers
 from varuna.core.errors import NoPlanError
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
@@ -32,7 +33,7 @@ def planned(memory_bytes: int, *, moves: bool = True, **changes: Any) -> Plan:
     return best_plan(
         PlanRequest(
             calibration=calibration,
-            workers=8,
+            workers=equal_workers(8),
             stages=8,
             global_batch=40,
             micro_batch=1,

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.unit.planner.models import FAST, MB, calibrated, model, request, section
+from varuna.core.devices import WorkerGroup
 from varuna.core.plan import Plan
-from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 
 FACTS = model([section(parameter_bytes=MB)] * 24)
@@ -12,8 +12,8 @@ KNOWN = calibrated(FACTS, across_vms=FAST)
 
 
 def best(speeds: tuple[float, ...], global_batch: int = 256, **rest: object) -> Plan:
-    asked = request(FACTS, len(speeds), global_batch, micro_batch=1, calibration=KNOWN, speeds=speeds, **rest)
-    return best_plan(asked)
+    workers = tuple(WorkerGroup(count=1, speed=speed) for speed in speeds)
+    return best_plan(request(FACTS, workers, global_batch, micro_batch=1, calibration=KNOWN, **rest))
 
 
 def alone(workers: int, global_batch: int = 256) -> Plan:
@@ -54,6 +54,10 @@ def test_equal_workers_are_planned_as_ever() -> None:
 
 
 def test_speeds_that_cannot_be_are_refused() -> None:
-    for speeds in ((1.0,), (0.5, 1.0), (2.0, 1.0), (1.0, 0.0)):
-        with pytest.raises(ValueError, match="speeds must give each of 2 workers more than 0 and at most 1, fastest"):
-            PlanRequest(calibration=KNOWN, workers=2, global_batch=8, speeds=speeds)
+    for speed in (2.0, 0.0):
+        with pytest.raises(ValueError, match="speed"):
+            WorkerGroup(count=1, speed=speed)
+
+
+def test_workers_may_be_listed_in_any_order() -> None:
+    assert best((0.5, 1.0, 0.25, 1.0)) == best((1.0, 1.0, 0.5, 0.25))

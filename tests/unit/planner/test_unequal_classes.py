@@ -7,7 +7,8 @@ import pytest
 from tests.depth import by_depth, nightly
 from tests.unit.planner.models import FAST, MB
 from tests.unit.planner.test_classes import asked, of_class
-from varuna.core.devices import ClassSize, class_in
+from varuna.core import devices
+from varuna.core.devices import WorkerGroup, WorkerGroups, class_in
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
@@ -25,10 +26,13 @@ def speeds_of(plan: Plan) -> dict[str, list[float]]:
 
 def slowed(workers: dict[str, tuple[float, ...]], factor: float = 2.0, **rest: object) -> PlanRequest:
     """For workers of classes A and B, by their speeds; B takes so many times as long."""
-    counts = {name: len(speeds) for name, speeds in workers.items()}
-    request = asked(counts, of_class("A"), of_class("B", factor), **rest)
-    together = tuple(speed for speeds in workers.values() for speed in speeds)
-    return request.model_copy(update={"speeds": together})
+    request = asked({"A": 1}, of_class("A"), of_class("B", factor), **rest)
+    return request.model_copy(update={"workers": groups_of(workers)})
+
+
+def groups_of(workers: dict[str, tuple[float, ...]]) -> WorkerGroups:
+    """A group for each worker, by class and speed."""
+    return tuple(WorkerGroup.of_class(name, 1, speed=speed) for name, speeds in workers.items() for speed in speeds)
 
 
 @pytest.mark.parametrize("slow", [0.5, *nightly(0.7)])
@@ -57,8 +61,8 @@ def test_deep_pipelines_of_a_class_gather_its_slow_workers() -> None:
     whole = sum(best_plan(asked({"A": 1}, of_class("A"))).first.memory_bytes)
     known = of_class("A"), of_class("B", 2.0, memory_bytes=whole // 3)
     request = asked({"A": 2, "B": 8}, *known, global_batch=480)
-    speeds = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5)
-    plan = best_plan(request.model_copy(update={"speeds": speeds}))
+    workers = groups_of({"A": (1.0,) * 2, "B": (*(1.0,) * 4, *(0.5,) * 4)})
+    plan = best_plan(request.model_copy(update={"workers": workers}))
     assert plan.workers == 10
     assert all(cut.stages == 4 for _, cut in plan.kinds if cut.device_class == "B")
     assert speeds_of(plan) == {"A": [1.0, 1.0], "B": [1.0, 0.5]}
@@ -71,7 +75,7 @@ def test_pipelines_over_several_classes_are_as_fast_as_their_slowest_worker() ->
     request = asked({"A": 1, "B": 1}, *known)
     plan = best_plan(request)
     assert set(plan.first.stage_classes) == {"A", "B"}
-    slow = best_plan(request.model_copy(update={"speeds": (1.0, 0.5)}))
+    slow = best_plan(request.model_copy(update={"workers": groups_of({"A": (1.0,), "B": (0.5,)})}))
     assert slow.first.stage_classes == plan.first.stage_classes
     assert slow.speeds == (0.5,)
     assert 1.5 * plan.step_s < slow.step_s < 2.1 * plan.step_s
@@ -81,31 +85,29 @@ def test_a_slow_worker_of_a_region_has_its_share_there() -> None:
     names = [class_in("A", region) for region in ("east", "west")]
     known = of_class("A").model_copy(update={"across_regions": FAST})
     request = asked({"A": 6}, known, global_batch=480)
-    apart = request.model_copy(
-        update={
-            "classes": tuple(ClassSize(name=name, workers=3) for name in names),
-            "speeds": (1.0, 1.0, 1.0, 1.0, 1.0, 0.5),
-        }
-    )
+    apart = request.model_copy(update={"workers": groups_of({names[0]: (1.0,) * 3, names[1]: (1.0, 1.0, 0.5)})})
     plan = best_plan(apart)
     assert speeds_of(plan) == {names[0]: [1.0, 1.0, 1.0], names[1]: [1.0, 1.0, 0.5]}
 
 
 def test_each_part_of_a_question_keeps_the_speeds_of_its_workers() -> None:
-    request = slowed({"A": (1.0, 0.6), "B": (0.9, 0.4, 0.3)})
-    assert request.speeds_by_class == {"A": (1.0, 0.6), "B": (0.9, 0.4, 0.3)}
-    a, b = request.classes
-    assert request.of_class(b).speeds == (0.9, 0.4, 0.3)
-    assert request.of_classes([b]).speeds == (0.9, 0.4, 0.3)
-    assert request.of_classes([b, a]).speeds == (0.9, 0.4, 0.3, 1.0, 0.6)
-    assert as_slowest(request).speeds == (1.0, 0.9, 0.6, 0.4, 0.3)
+    request = slowed({"A": (0.6, 1.0), "B": (0.9, 0.4, 0.3)})
+    assert request.classes == ("A", "B")
+    assert speeds(request.of_class("B")) == (0.9, 0.4, 0.3)
+    assert speeds(request.of_classes(["B"])) == (0.9, 0.4, 0.3)
+    assert speeds(request.with_count("B", 2)) == (1.0, 0.9, 0.6, 0.4)
+    assert speeds(as_slowest(request)) == (1.0, 0.9, 0.6, 0.4, 0.3)
 
 
-def test_speeds_are_in_the_order_of_the_classes() -> None:
-    request = slowed({"A": (1.0, 0.5), "B": (1.0,)})
-    assert PlanRequest.model_validate(dict(request)) == request
-    with pytest.raises(ValueError, match="fastest first in each class"):
-        PlanRequest.model_validate({**dict(request), "speeds": (0.5, 1.0, 1.0)})
+def test_a_share_of_the_workers_is_the_fastest_of_them() -> None:
+    workers = groups_of({"": (0.4, 1.0, 0.9)})
+    assert devices.speeds_of(devices.of_count(workers, 2)) == (1.0, 0.9)
+    assert devices.speeds_of(devices.of_count(workers, 5)) == (1.0, 0.9, 0.4, 0.4, 0.4)
+    assert devices.of_count((), 5) == devices.of_count(workers, 0) == ()
+
+
+def speeds(request: PlanRequest) -> tuple[float, ...]:
+    return devices.speeds_of(request.workers)
 
 
 def test_memory_counts_for_slow_workers_too() -> None:

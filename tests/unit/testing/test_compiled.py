@@ -18,6 +18,7 @@ from tests.unit.engine.plain import worst
 from tests.unit.engine.ranks import Setup
 from varuna import Trainer
 from varuna.calibration.file import read_calibration
+from varuna.core.devices import equal_workers
 from varuna.core.errors import FleetError, ModelError
 from varuna.core.plan import Plan
 from varuna.engine.base.transport import local_store
@@ -102,7 +103,9 @@ def test_the_planner_splits_no_compiled_backward() -> None:
     calibration = read_calibration(Path("examples/calibrations/gpt2-2.5b-v100.json"))
     facts = job_of(calibration, 64, 1)
     jobs = [facts.model_copy(update={"compiled": name}) for name in (None, "inductor")]
-    split, whole = (plan_run(job, workers=6, stages=6, calibration=calibration).first.split_last for job in jobs)
+    split, whole = (
+        plan_run(job, workers=equal_workers(6), stages=6, calibration=calibration).first.split_last for job in jobs
+    )
     assert split > 0 == whole
 
 

@@ -15,6 +15,7 @@ from tests.depth import by_depth
 from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw
 from tests.unit.engine.ranks import Setup
 from tests.unit.engine.stage.test_batch_norm import Normalised, Points, sgd
+from varuna.core.devices import WorkerGroups
 from varuna.core.errors import ModelError, UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -57,7 +58,7 @@ def train(
     curves: list[list[float]] = [[] for _ in range(stages * replicas)]
     found: list[list[EvaluationSums]] = [[] for _ in curves]
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         made = plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
         return made.each(speeds=speeds)
 

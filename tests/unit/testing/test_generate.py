@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.depth import by_depth
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2, tiny_llama
 from tests.unit.engine.ranks import Setup
+from varuna.core.devices import WorkerGroups
 from varuna.core.errors import DivergedError, ModelError, UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -131,7 +132,7 @@ def _texts(
     store, size = local_store(), stages * replicas
     found: list[list[Any]] = [[] for _ in range(size)]
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
 
     def loop(rank: int, session: Session) -> None:

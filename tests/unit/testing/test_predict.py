@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.unit.engine.models import Tokens, adamw
 from tests.unit.engine.ranks import Setup
+from varuna.core.devices import WorkerGroups
 from varuna.core.errors import ModelError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -75,7 +76,7 @@ def predictions(
     store, size = local_store(), stages * replicas
     found: list[dict[str, Tensor] | None] = [None] * size
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         made = plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
         return made.each(speeds=speeds)
 

@@ -18,6 +18,7 @@ from tests.unit.engine.ranks import Setup
 from tests.waiting import wait_for
 from varuna.checkpoint.io.export import ModelForm
 from varuna.checkpoint.published import PublishedFolder
+from varuna.core.devices import WorkerGroups
 from varuna.core.errors import CheckpointError, UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -124,7 +125,7 @@ def test_a_slow_disk_skips_publications_and_says_so(tmp_path: Path, capsys: pyte
 def test_without_a_shared_folder_nothing_appears_and_a_warning_says_what_is_needed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def two_stages(facts: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def two_stages(facts: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         return plan_run(facts, workers=workers, stages=2, micro_batch=micro_batch)
 
     job, store = Setup(), local_store()

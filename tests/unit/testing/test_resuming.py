@@ -14,6 +14,7 @@ from tests.unit.engine.test_adapters import Adapted
 from varuna.checkpoint.io.export import export_checkpoint
 from varuna.checkpoint.io.frozen import FrozenParameters
 from varuna.checkpoint.manifest import read_manifest
+from varuna.core.devices import WorkerGroups
 from varuna.core.errors import CheckpointError, UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -49,7 +50,7 @@ def train(
 ) -> Losses:
     """Losses and norms of the steps that were run, on one thread per rank, with a checkpoint at the end."""
 
-    def plan(facts: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def plan(facts: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         return plan_run(facts, workers=workers, stages=stages, micro_batch=micro_batch)
 
     meeting, size, found = local_store(), stages * replicas, list[Any]()

@@ -12,6 +12,7 @@ from torch import nn
 from tests.unit.engine.models import Dropping
 from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.calibration.file import check_matches
+from varuna.core.devices import equal_workers
 from varuna.core.plan import Plan
 from varuna.planner.choose import plan_run
 from varuna.timing.compute import Thoroughness, measure_window
@@ -47,7 +48,9 @@ def test_every_section_has_times_at_every_size_and_nothing_else_changes() -> Non
     for kind in found.kinds.values():
         assert min(*kind.forward_s, *kind.recompute_s, *kind.backward_s) > 0
         assert kind.input_s[0] + kind.weight_s[0] == pytest.approx(kind.backward_s[0])
-    plan = plan_run(setup.facts(1).model_copy(update={"micro_batch": None}), workers=2, calibration=found)
+    plan = plan_run(
+        setup.facts(1).model_copy(update={"micro_batch": None}), workers=equal_workers(2), calibration=found
+    )
     assert isinstance(plan, Plan)
     assert plan.workers == 2, "a network that was not measured is no reason to leave a worker idle"
 

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from varuna.core.devices import WorkerGroups
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -96,7 +97,7 @@ class _Director:
 def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
     """Run the example with the disturbances; returns the run's exit code."""
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         return plan_run(job, workers=workers, memory_bytes=MEMORY_BYTES, micro_batch=micro_batch, copies=True)
 
     director = _Director(view, steps)

@@ -11,6 +11,7 @@ from rich.table import Table
 from varuna.calibration.file import read_calibration
 from varuna.calibration.format import Jitter
 from varuna.cli.shared import options
+from varuna.core.devices import equal_workers
 from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes, format_duration
@@ -96,7 +97,7 @@ def simulate(
             raise UsageError("--calibration needs --gpus N and --global-batch M")
         request = PlanRequest(
             calibration=read_calibration(calibration),
-            workers=gpus,
+            workers=equal_workers(gpus),
             global_batch=global_batch,
             micro_batch=micro_batch,
             stages=stages,

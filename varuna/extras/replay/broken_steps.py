@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from varuna.calibration.format import Calibration
+from varuna.core.devices import equal_workers
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.sums import (
@@ -216,4 +217,5 @@ class BrokenSteps:
         return known
 
     def _request(self, plan: Plan) -> PlanRequest:
-        return run_request(self._job, workers=plan.workers, calibration=self._calibration, micro_batch=plan.micro_batch)
+        workers = equal_workers(plan.workers)
+        return run_request(self._job, workers=workers, calibration=self._calibration, micro_batch=plan.micro_batch)

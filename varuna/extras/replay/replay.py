@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from varuna.calibration.format import Calibration
+from varuna.core.devices import equal_workers
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 from varuna.core.saved import young_s
@@ -117,7 +118,7 @@ class Replay:
         costs = costs or RestartCosts()
         losses = sum(bool(change.removed) for change in self._trace.changes)
         between_s = self._trace.end_s / max(1, losses)
-        plan = self._plans(self._job, self._trace.most_nodes * self._gpus, None)
+        plan = self._plans(self._job, equal_workers(self._trace.most_nodes * self._gpus), None)
         snapshot_s = sum(state_bytes(self._job)) / plan.workers / costs.snapshot_bytes_per_s
         every_s = young_s(snapshot_s, between_s)
         done = saved = undone = 0
@@ -139,7 +140,9 @@ class Replay:
                 if now_s + step_s / 2 >= saved_s + every_s:
                     saved, saved_s = done, now_s
                     now_s += snapshot_s
-            running = None if step_s == float("inf") else self._plans(self._job, nodes * self._gpus, None)
+            running = (
+                None if step_s == float("inf") else self._plans(self._job, equal_workers(nodes * self._gpus), None)
+            )
             stretches.append(Stretch(begin_s=begin_s, end_s=min(end_s, ready_s), nodes=nodes, kind="restart"))
             if ready_s < end_s:
                 stretches.append(Stretch(begin_s=ready_s, end_s=end_s, nodes=nodes, plan=running, kind="restart"))

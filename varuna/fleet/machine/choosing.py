@@ -4,10 +4,9 @@ Slow workers are left out, or get fewer micro-batches, whichever makes the step 
 unless another one is clearly better.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 
 from varuna.core.devices import are_enough
 from varuna.core.errors import NoPlanError
@@ -50,7 +49,7 @@ def dealt_plan(transition: Transition) -> Planned | None:
     if not names:
         return None
     try:
-        known = plan_for(transition, names, speeds_of(transition.fleet, names))
+        known = plan_for(transition, names, by_speed=True)
     except NoPlanError:
         return None
     return known if known.plan.speeds else None
@@ -64,20 +63,6 @@ def is_faster(fleet: Fleet, dealt: Plan, even: Plan) -> bool:
     if fleet.expected_s is None:
         return sum(depth * dealt.speed_of(replica) for replica, depth in enumerate(dealt.depths)) > even.workers
     return dealt.step_s < even.step_s
-
-
-def speeds_of(fleet: Fleet, names: Iterable[str]) -> tuple[float, ...]:
-    """Return workers' speeds, by class of device as in ``classes_of``, the fastest first; () if none is slow."""
-    speeds = tuple(chain.from_iterable(_speeds_by_class(fleet, names).values()))
-    return speeds if speeds and min(speeds) < 1 else ()
-
-
-def _speeds_by_class(fleet: Fleet, names: Iterable[str]) -> dict[str, list[float]]:
-    """Return workers' speeds, the fastest first, by class of device, in the order of their names."""
-    found: dict[str, list[float]] = {}
-    for name, device_class in sorted(fleet.device_classes(names).items(), key=lambda each: -fleet.speed_of(each[0])):
-        found.setdefault(device_class, []).append(fleet.speed_of(name))
-    return dict(sorted(found.items()))
 
 
 def with_slow_ones(fleet: Fleet) -> tuple[str, ...]:
@@ -144,28 +129,27 @@ def _clearly_better(fleet: Fleet, known: Planned, names: Sequence[str], *, by_sp
     old = fleet.record.plan
     if old.replicas == 1 < plan.replicas:  # state that is held twice is worth more than the same seats
         return plan
-    now = old.at_speeds(_speeds_by_class(fleet, names) if by_speed else {})
+    now = old.at_speeds(fleet.groups_of(names, by_speed=by_speed))
     if any(old.speed_of(replica) * ABOUT > speed for replica, speed in enumerate(now.speeds)):
         return plan  # somebody is slower than the old one was made for
     return old if plan.step_s >= known.running_s * (1 - fleet.config.min_gain) else plan
 
 
-def plan_for(transition: Transition, names: Sequence[str], speeds: tuple[float, ...] = ()) -> Planned:
+def plan_for(transition: Transition, names: Sequence[str], *, by_speed: bool = False) -> Planned:
     """Plan with the run's micro-batch; only if nothing fits with it, and the user left m open, with a smaller one.
 
     Args:
         transition: asks, and takes what was answered.
         names: of the workers.
-        speeds: theirs, as of ``speeds_of``; () if they are equal.
+        by_speed: how fast each is counts.
 
     Raises:
         NoPlanError: nothing fits.
         UnansweredError: it is being made.
     """
     fleet = transition.fleet
-    kept, memory_bytes = fleet.micro_batch, fleet.memory_bytes
-    classes, per_hour = fleet.classes_of(names), fleet.loss_rate.planned_per_hour
-    question = WhichPlan(len(names), kept, memory_bytes, per_hour, speeds, classes)
+    kept, workers = fleet.micro_batch, fleet.groups_of(names, by_speed=by_speed)
+    question = WhichPlan(workers, kept, fleet.loss_rate.planned_per_hour)
     answer = transition.answer_to(question)
     if isinstance(answer, Planned):
         return answer

@@ -96,10 +96,8 @@ def _device_of(fleet: Fleet, name: str, hello: Hello) -> DeviceFacts | None:
 
 def _has_less_memory(fleet: Fleet, before: Fleet) -> bool:
     """Whether workers of some class can count on less memory than before."""
-    known = {each.name: each.memory_bytes or 0 for each in before.classes_of(before.joined)}
-    return any((each.memory_bytes or 0) < known.get(each.name, 0) for each in fleet.classes_of(fleet.joined)) or (
-        not known and (fleet.memory_bytes or 0) < (before.memory_bytes or 0)
-    )
+    known = {each.name: each.memory_bytes or 0 for each in before.groups_of(before.joined)}
+    return any((each.memory_bytes or 0) < known.get(each.name, 0) for each in fleet.groups_of(fleet.joined))
 
 
 def is_unequal(transition: Transition, name: str, hello: Hello, job: JobFacts) -> bool:

@@ -17,7 +17,7 @@ from varuna.calibration.cache import remember, remembered
 from varuna.calibration.file import RUN_FILE, check_matches
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
-from varuna.core.devices import device_of
+from varuna.core.devices import WorkerGroups, as_if_equal, class_names, device_of, of_count, size_of
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
@@ -25,7 +25,7 @@ from varuna.core.plan import Plan
 from varuna.core.times import RankTimes, StepParts, merged, of_stage
 from varuna.fleet.feedback.gap import explain_gap
 from varuna.fleet.feedback.refine import costs_of, predicted, refine
-from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
+from varuna.fleet.machine.choosing import with_slow_ones
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested, Recalibrated
 from varuna.fleet.state.morph_gain import MorphEstimate, weigh
@@ -62,7 +62,7 @@ _TOLD_APART = {
 Told = GenerationTimed | Notice | MorphRequested
 """Consequences of what ranks told: lines for the journal, and events for the state machine."""
 
-PlanWith = Callable[[JobFacts, int, int | None, Calibration | None], Plan]
+PlanWith = Callable[[JobFacts, WorkerGroups, int | None, Calibration | None], Plan]
 
 
 class Calibrator:
@@ -108,16 +108,16 @@ class Calibrator:
         for each in offered:
             self.take(each)
 
-    def plan(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def plan(self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         """The best plan that is known; a ``Planner``."""
         if self._job is None:
             self._job = job
-        self._begin_classes(job)
-        if micro_batch is None and job.micro_batch is None and workers < self._most_workers and len(job.classes) < 2:
-            most = tuple(size.model_copy(update={"workers": self._most_workers}) for size in job.classes)
-            grown = job.model_copy(update={"classes": most})
+        self._begin_classes(job, workers)
+        may_grow = len(class_names(workers)) == 1 and size_of(workers) < self._most_workers
+        if micro_batch is None and job.micro_batch is None and may_grow:
+            grown = of_count(as_if_equal(workers), self._most_workers)
             with suppress(NoPlanError):  # it may take fewer
-                micro_batch = self._plan(grown, self._most_workers, None, self.calibration).micro_batch
+                micro_batch = self._plan(job, grown, None, self.calibration).micro_batch
         return self._plan(job, workers, micro_batch, self.calibration)
 
     def take(self, offered: str) -> None:
@@ -129,13 +129,13 @@ class Calibrator:
             told = Calibration.model_validate_json(offered)
             self._offered.setdefault(told.hardware.device_class, told)
 
-    def _begin_classes(self, job: JobFacts) -> None:
+    def _begin_classes(self, job: JobFacts, workers: WorkerGroups) -> None:
         """Look up what to begin with for each class of devices that was not planned for before.
 
         Raises:
             UsageError: the user's calibration is of another model.
         """
-        for name in [size.name for size in job.classes] or [""]:
+        for name in class_names(workers):
             if name not in self._begun:
                 self._begun.add(name)
                 known = self._first(job, name)
@@ -175,7 +175,7 @@ class Calibrator:
         rate = min(self.calibration.of(name).across_vms.link.bytes_per_s for name in record.plan.classes)
         return [*told, Recalibrated(record.generation, None if expected_s is None else tuple(expected_s), rate)]
 
-    def request(self, job: JobFacts, workers: int, micro_batch: int | None, wanted: int) -> PlanRequest | None:
+    def request(self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None, wanted: int) -> PlanRequest | None:
         """Return the request that the planner would get now, for so many plans, to any thread. None: it takes none."""
         if not isinstance(self._plan, RunPlanner):
             return None
@@ -389,19 +389,12 @@ class Calibrator:
 
     def _best(self, fleet: Fleet, job: JobFacts) -> Plan | None:
         """The best plan for the workers that stay, with or without slow ones."""
-        known = job.model_copy(
-            update={
-                "memory_bytes": fleet.memory_bytes,
-                "losses_per_hour": fleet.loss_rate.planned_per_hour,
-                "classes": fleet.classes_of(fleet.available),
-            }
-        )
-        found, names = list[Plan](), with_slow_ones(fleet)
-        with suppress(NoPlanError):
-            found.append(self.plan(known, len(fleet.available), fleet.micro_batch))
-        with suppress(NoPlanError):
-            dealt = known.model_copy(update={"speeds": speeds_of(fleet, names), "classes": fleet.classes_of(names)})
-            found += [self.plan(dealt, len(names), fleet.micro_batch)] if names else []
+        known = job.model_copy(update={"losses_per_hour": fleet.loss_rate.planned_per_hour})
+        found = list[Plan]()
+        for names, by_speed in ((fleet.available, False), (with_slow_ones(fleet), True)):
+            with suppress(NoPlanError):
+                workers = fleet.groups_of(names, by_speed=by_speed)
+                found += [self.plan(known, workers, fleet.micro_batch)] if workers else []
         return min(found, key=attrgetter("step_s"), default=None)
 
 

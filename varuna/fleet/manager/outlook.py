@@ -5,7 +5,7 @@ from dataclasses import asdict
 from varuna.core.errors import VarunaError
 from varuna.core.plan import Plan
 from varuna.fleet.feedback.refine import predicted
-from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
+from varuna.fleet.machine.choosing import with_slow_ones
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.state.fleet import Fleet
 from varuna.planner.asking.request import PlanRequest
@@ -27,16 +27,8 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
     job = fleet.job
     if calibrator is None or job is None or not fleet.history:
         return {"why": "there is no plan yet"}
-    names = with_slow_ones(fleet) or fleet.available
-    known = job.model_copy(
-        update={
-            "memory_bytes": fleet.memory_bytes,
-            "speeds": speeds_of(fleet, names),
-            "classes": fleet.classes_of(names),
-        }
-    )
-    workers = len(names)
-    request = calibrator.request(known, workers, fleet.micro_batch, _SHOWN)
+    workers = fleet.groups_of(with_slow_ones(fleet) or fleet.available, by_speed=True)
+    request = calibrator.request(job, workers, fleet.micro_batch, _SHOWN)
     if request is None or not workers:
         return {"why": "no worker is there to plan for" if request is not None else "this run has a planner of its own"}
     measured = calibrator.calibration is not None
@@ -44,7 +36,7 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
         ranking = rank_plans(request)
         table = report(request, ranking, price_per_hour=price_per_hour).model_dump(mode="json")
         return {
-            "workers": workers,
+            "workers": request.count,
             "measured": measured,
             "plans": table["plans"],
             "outpaced": table["outpaced"],

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from varuna.core.devices import ClassSize, class_in, class_sizes, device_of, region_of_zone, worker_bytes
+from varuna.core.devices import WorkerGroup, WorkerGroups, class_in, device_of, region_of_zone, worker_bytes
 from varuna.core.messages import Hello, Vote
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
@@ -279,22 +279,27 @@ class Fleet:
         """Workers that can be given a part, in the order in which they were spawned."""
         return tuple(name for name, worker in self.workers.items() if worker.is_joined)
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """Bytes that every joined worker's device has for its worker; None if nobody has said."""
-        return worker_bytes(self.workers[name].device for name in self.joined)
+    def groups_of(self, names: Iterable[str], *, by_speed: bool = False) -> WorkerGroups:
+        """Describe these workers to the planner: by class, in the order of their names, the fastest first.
 
-    def classes_of(self, names: Iterable[str]) -> tuple[ClassSize, ...]:
-        """Count these workers by class of their devices; () where nobody says of which."""
-        classes = self.device_classes(names)
-        sizes = class_sizes((found, self.workers[name].device) for name, found in classes.items())
-        parts = {name: short.part for name, short in self.short.items()}
-        return tuple(
-            size.model_copy(update={"memory_part": parts[device]})
-            if (device := device_of(size.name)) in parts
-            else size
-            for size in sizes
-        )
+        Args:
+            names: of workers.
+            by_speed: how fast each is counts; else all are as fast.
+        """
+        members: dict[str, list[str]] = {}
+        for name, device_class in self.device_classes(names).items():
+            members.setdefault(device_class, []).append(name)
+        found: list[WorkerGroup] = []
+        for device_class, each in sorted(members.items()):
+            memory_bytes = worker_bytes(self.workers[name].device for name in each)
+            short = self.short.get(device_of(device_class), ShortMemory(times=0, generation=0))
+            speeds = Counter(self.speed_of(name) if by_speed else 1.0 for name in each)
+            for speed, count in sorted(speeds.items(), reverse=True):
+                group = WorkerGroup.of_class(
+                    device_class, count, speed=speed, memory_bytes=memory_bytes, memory_part=short.part
+                )
+                found.append(group)
+        return tuple(found)
 
     def counted(self, names: Iterable[str]) -> dict[str, int]:
         """The number of these workers by class of device."""

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from varuna.core.devices import ClassSize
+from varuna.core.devices import WorkerGroups
 from varuna.core.errors import NoPlanError, VarunaError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.sums import StoredSums
 
-Planner = Callable[[JobFacts, int, int | None], Plan]
-"""Plan for a number of workers and, if it is not None, this micro-batch; may raise ``NoPlanError``."""
+Planner = Callable[[JobFacts, WorkerGroups, int | None], Plan]
+"""Plan for these workers and, if it is not None, this micro-batch; may raise ``NoPlanError``."""
 
 
 class Checkpoint(NamedTuple):
@@ -34,15 +34,10 @@ class Checkpoint(NamedTuple):
 class WhichPlan:
     """The best plan for these workers."""
 
-    workers: int
+    workers: WorkerGroups
     micro_batch: int | None
-    memory_bytes: int | None
     losses_per_hour: float = 0.0
     """That the plan is for."""
-    speeds: tuple[float, ...] = ()
-    """Of the workers, in the order of the classes, and of each the fastest first; () if they are equal."""
-    classes: tuple[ClassSize, ...] = ()
-    """Of their devices; () where none is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +107,11 @@ def plan_answer(
     Args:
         planner: makes plans.
         predicted_s: seconds of a step of a plan, by what is known now.
-        question: workers and their speeds, memory in bytes, m if it is fixed, and the rate of losses.
+        question: workers, m if it is fixed, and the rate of losses.
         job: what runs.
         running: the plan that runs, if any.
     """
-    facts = {name: getattr(question, name) for name in ("memory_bytes", "losses_per_hour", "speeds", "classes")}
-    known = job.model_copy(update=facts)
+    known = job.model_copy(update={"losses_per_hour": question.losses_per_hour})
     running_s = _running_s(predicted_s, running)
     try:
         return Planned(planner(known, question.workers, question.micro_batch), running_s)

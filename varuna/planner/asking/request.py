@@ -1,13 +1,13 @@
 """The request for a plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from varuna.calibration.format import Calibration
-from varuna.core.dealing import are_speeds
-from varuna.core.devices import ClassSize, by_class, device_of
+from varuna.core.devices import WorkerGroups, by_class, class_names, device_of, of_count, of_no_class, size_of
 from varuna.core.value import Value
 
 Objective = Literal["time", "dollar"]
@@ -17,14 +17,8 @@ class PlanRequest(Value):
     """A request for a plan: a model on some hardware, the workers, and what the user fixed."""
 
     calibration: Calibration
-    workers: int = Field(description="most ranks to use; each has a GPU, where there are any")
-    speeds: tuple[float, ...] = Field(
-        default=(),
-        description="of the workers, in the order of the classes, and of each the fastest first: at most 1, which is "
-        "what was calibrated; () for all 1",
-    )
-    classes: tuple[ClassSize, ...] = Field(
-        default=(), description="of the workers' devices, where they are known; else all are as the calibration says"
+    workers: WorkerGroups = Field(
+        description="that there are, each with a GPU if any has one; of no class: all are as the calibration says"
     )
     global_batch: int = Field(ge=1, description="M, examples per step")
     micro_batch: int | None = Field(default=None, description="m if it is fixed")
@@ -53,63 +47,63 @@ class PlanRequest(Value):
     saves: bool = Field(default=True, description="checkpoints are written where losses of workers do not reach them")
     wanted: int = Field(default=1, ge=1, description="how many depths to rank exactly")
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "PlanRequest":
-        speeds = self.speeds
-        if self.classes and sum(each.workers for each in self.classes) != self.workers:
-            raise ValueError(f"classes {self.classes} must name each of {self.workers} workers once")
-        if speeds and (len(speeds) != self.workers or not all(map(are_speeds, self.speeds_by_class.values()))):
-            raise ValueError(
-                f"speeds must give each of {self.workers} workers more than 0 and at most 1, fastest first in each "
-                f"class; these are {len(speeds)}: {speeds}"
-            )
-        return self
+    @property
+    def count(self) -> int:
+        """Number of workers."""
+        return size_of(self.workers)
 
     @property
-    def speeds_by_class(self) -> dict[str, tuple[float, ...]]:
-        """Speeds of the workers of each class, fastest first; of all, where none is known."""
-        return by_class(self.classes, self.speeds) if self.classes else {"": self.speeds}
+    def classes(self) -> tuple[str, ...]:
+        """Classes of the workers' devices; () where none is known."""
+        names = class_names(self.workers)
+        return names if any(names) else ()
 
-    def of_class(self, size: ClassSize) -> "PlanRequest":
+    def count_of(self, name: str) -> int:
+        """Count the workers of a class."""
+        return size_of(group for group in self.workers if group.name == name)
+
+    def with_count(self, name: str, count: int) -> "PlanRequest":
+        """The same question, with so many workers of a class: its fastest."""
+        changed = {**by_class(self.workers), name: of_count(by_class(self.workers)[name], count)}
+        return self.model_copy(update={"workers": tuple(chain(*changed.values()))})
+
+    def of_class(self, name: str) -> "PlanRequest":
         """The same question for the workers of one class alone, whose plans are of no class."""
-        known = self.calibration.of(size.name)
+        known, groups = self.calibration.of(name), by_class(self.workers)[name]
         memory_bytes = self.memory_bytes
-        devices = "", device_of(size.name)
+        devices = "", device_of(name)
         if memory_bytes is None and device_of(known.hardware.device_class) in devices:  # of another one it says nothing
             memory_bytes = known.hardware.memory_bytes
-        memory_bytes = size.memory_bytes if memory_bytes is None else memory_bytes
+        memory_bytes = groups[0].memory_bytes if memory_bytes is None else memory_bytes
         update = {
             "calibration": known,
-            "workers": size.workers,
-            "speeds": self.speeds_by_class.get(size.name, ()),
-            "classes": (),
-            "memory_bytes": None if memory_bytes is None else int(memory_bytes * size.memory_part),
+            "workers": of_no_class(groups),
+            "memory_bytes": None if memory_bytes is None else int(memory_bytes * groups[0].memory_part),
         }
         return self.model_copy(update=update)
 
     def for_class(self, name: str) -> "PlanRequest":
         """The same question for the workers of one class, if there are any."""
-        return next((self.of_class(size) for size in self.classes if size.name == name), self)
+        return self.of_class(name) if name in self.classes else self
 
-    def of_classes(self, sizes: Sequence[ClassSize]) -> "PlanRequest":
+    def of_classes(self, names: Collection[str]) -> "PlanRequest":
         """The same question for the workers of some classes."""
-        speeds = self.speeds_by_class
-        update = {
-            "classes": tuple(sizes),
-            "workers": sum(size.workers for size in sizes),
-            "speeds": tuple(speed for size in sizes for speed in speeds[size.name]),
-        }
-        return self.model_copy(update=update)
+        return self.model_copy(update={"workers": tuple(group for group in self.workers if group.name in names)})
 
     @property
     def are_unequal(self) -> bool:
         """Whether some worker is slower than what was calibrated."""
-        return any(speed < 1 for speed in self.speeds)
+        return any(group.speed < 1 for group in self.workers)
 
     @property
     def limit_bytes(self) -> int | None:
-        """Memory of a worker; None: unlimited."""
-        return self.calibration.hardware.memory_bytes if self.memory_bytes is None else self.memory_bytes
+        """Memory of a worker, of one class; None: unlimited."""
+        known, some = self.calibration.hardware.memory_bytes, self.workers[0] if self.workers else None
+        known = known if self.memory_bytes is None else self.memory_bytes
+        if some is None:
+            return known
+        known = some.memory_bytes if known is None else known
+        return None if known is None else int(known * some.memory_part)
 
     @property
     def host_limit_bytes(self) -> int | None:

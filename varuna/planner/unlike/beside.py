@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from varuna.core.devices import ClassSize
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.pricing.predict import Simulated
@@ -13,7 +12,7 @@ _MOST_ALONE = 3
 
 
 def with_pipelines_beside(
-    request: PlanRequest, alone: Mapping[ClassSize, Plan], spanned: Sequence[Simulated], rank: Rank, span: Span
+    request: PlanRequest, alone: Mapping[str, Plan], spanned: Sequence[Simulated], rank: Rank, span: Span
 ) -> list[Simulated]:
     """Plans with pipelines on several classes, and others on one.
 
@@ -31,29 +30,25 @@ def with_pipelines_beside(
     return [simulated for simulated in found if simulated is not None]
 
 
-def _of_fewer(request: PlanRequest, alone: Mapping[ClassSize, Plan], span: Span) -> Iterator[Simulated]:
+def _of_fewer(request: PlanRequest, alone: Mapping[str, Plan], span: Span) -> Iterator[Simulated]:
     """Pipelines on several classes that leave some pipelines to one."""
     for kept, plan in alone.items():
         for number in range(1, _MOST_ALONE + 1):
-            left = kept.workers - number * plan.stages
+            left = request.count_of(kept) - number * plan.stages
             if left < 1:
                 break
-            classes = tuple(
-                size.model_copy(update={"workers": left}) if size == kept else size for size in request.classes
-            )
-            fewer = {"classes": classes, "workers": sum(size.workers for size in classes)}
-            yield from span(request.model_copy(update=fewer), [plan.micro_batch])[:1]
+            yield from span(request.with_count(kept, left), [plan.micro_batch])[:1]
 
 
-def _beside(request: PlanRequest, spanned: Plan, alone: Mapping[ClassSize, Plan], rank: Rank) -> Simulated | None:
+def _beside(request: PlanRequest, spanned: Plan, alone: Mapping[str, Plan], rank: Rank) -> Simulated | None:
     """The plan, with pipelines of one class of all workers that it leaves idle; None if there can be none."""
     parts, rate = [spanned], rate_of(spanned)
-    for size, plan in alone.items():
-        left = size.workers - spanned.classes.get(size.name, 0)
+    for name, plan in alone.items():
+        left = request.count_of(name) - spanned.classes.get(name, 0)
         if not left:
             continue
         expected = rate_of(plan) * left / plan.workers
         batch = max(spanned.micro_batch, round(request.global_batch * expected / (rate + expected)))
         asked = {"global_batch": batch, "micro_batch": spanned.micro_batch, "lowers_micro_batch": False, "mixes": False}
-        parts += ranked_alone(request, size.model_copy(update={"workers": left}), rank, **asked).plans[:1]
+        parts += ranked_alone(request.with_count(name, left), name, rank, **asked).plans[:1]
     return together(request, parts) if len(parts) > 1 else None

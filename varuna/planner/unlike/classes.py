@@ -9,7 +9,7 @@ workers as if they were of the slowest class. Pipelines reach over several regio
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from varuna.core.devices import ClassSize, region_of
+from varuna.core.devices import as_if_equal, of_no_class, region_of
 from varuna.core.plan import Plan
 from varuna.planner.asking.ranking import Ranking, Rejection
 from varuna.planner.asking.request import PlanRequest
@@ -36,18 +36,18 @@ def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
         rank: ranks plans for workers of one class.
         span: finds pipelines that run on several.
     """
-    alone = {size: ranked_alone(request, size, rank) for size in request.classes}
+    alone = {name: ranked_alone(request, name, rank) for name in request.classes}
     found = {
         plan: prediction
         for ranking in alone.values()
         for plan, prediction in zip(ranking.plans, ranking.predictions, strict=True)
     }
-    rejected = tuple(_closest(size, ranking) for size, ranking in alone.items() if ranking.rejected)
+    rejected = tuple(_closest(request, name, ranking) for name, ranking in alone.items() if ranking.rejected)
     if not found and len(alone) == 1:
         return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)
     if len(alone) > 1:
         found |= _of_several(request, alone, rank, span)
-        is_apart = are_apart(size.name for size in alone)
+        is_apart = are_apart(alone)
         if not found or not may_mix_classes(request) or (not is_apart and _are_alike(request)):
             as_one = rank(as_slowest(_through_regions(request)))
             found |= dict(zip(as_one.plans, as_one.predictions, strict=True))
@@ -59,7 +59,7 @@ def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
         # Only pipelines that are for a class say what it can do.
         found = {plan: prediction for plan, prediction in found.items() if plan.is_by_class} or found
     ranked = sorted(found.items(), key=lambda each: (_score(each[0], request), each[0].stages))
-    fits = {size.name for size, ranking in alone.items() if ranking.plans}
+    fits = {name for name, ranking in alone.items() if ranking.plans}
     return Ranking(
         plans=tuple(plan for plan, _ in ranked),
         predictions=tuple(prediction for _, prediction in ranked),
@@ -68,18 +68,16 @@ def by_class(request: PlanRequest, rank: Rank, span: Span) -> Ranking:
     )
 
 
-def _of_several(
-    request: PlanRequest, alone: Mapping[ClassSize, Ranking], rank: Rank, span: Span
-) -> dict[Plan, Prediction]:
+def _of_several(request: PlanRequest, alone: Mapping[str, Ranking], rank: Rank, span: Span) -> dict[Plan, Prediction]:
     """Plans for several of these classes, each pipeline or stage for one."""
-    is_apart, fits = are_apart(size.name for size in alone), any(ranking.plans for ranking in alone.values())
+    is_apart, fits = are_apart(alone), any(ranking.plans for ranking in alone.values())
     found: dict[Plan, Prediction] = {}
     for part in _regions(request) if is_apart else ():
-        found |= _of_several(part, {size: alone[size] for size in part.classes}, rank, span)
+        found |= _of_several(part, {name: alone[name] for name in part.classes}, rank, span)
     if not is_apart or not (found or fits):
         found |= dict(_over_several(_through_regions(request), alone, rank, span))
     if may_mix_classes(request):
-        found |= dict(_mixes(request, {size: alone[size] for size in alone if alone[size].plans}, rank))
+        found |= dict(_mixes(request, {name: alone[name] for name in alone if alone[name].plans}, rank))
     return found
 
 
@@ -90,7 +88,7 @@ def may_mix_classes(request: PlanRequest) -> bool:
 
 def as_slowest(request: PlanRequest) -> PlanRequest:
     """The request as if all workers were of the slowest class, and had the least memory of any."""
-    parts = [request.of_class(size) for size in request.classes]
+    parts = [request.of_class(name) for name in request.classes]
     slowest = max(parts, key=lambda part: part.calibration.compute_s(1))
     limits = [part.limit_bytes for part in parts if part.limit_bytes is not None]
     hosts = [part.host_limit_bytes for part in parts if part.host_limit_bytes is not None]
@@ -100,8 +98,7 @@ def as_slowest(request: PlanRequest) -> PlanRequest:
     return slowest.model_copy(
         update={
             "calibration": slowest.calibration.model_copy(update={"hardware": hardware}),
-            "workers": request.workers,
-            "speeds": tuple(sorted(request.speeds, reverse=True)),
+            "workers": of_no_class(request.workers),
             "memory_bytes": min(limits, default=None),
         }
     )
@@ -109,15 +106,15 @@ def as_slowest(request: PlanRequest) -> PlanRequest:
 
 def _regions(request: PlanRequest) -> list[PlanRequest]:
     """The same question for each region that has workers of several classes."""
-    regions: dict[str, list[ClassSize]] = {}
-    for size in request.classes:
-        regions.setdefault(region_of(size.name), []).append(size)
-    return [request.of_classes(sizes) for sizes in regions.values() if len(sizes) > 1]
+    regions: dict[str, list[str]] = {}
+    for name in request.classes:
+        regions.setdefault(region_of(name), []).append(name)
+    return [request.of_classes(names) for names in regions.values() if len(names) > 1]
 
 
 def _through_regions(request: PlanRequest) -> PlanRequest:
     """The same question as if all messages went from one region to another, if there are several."""
-    if not are_apart(size.name for size in request.classes):
+    if not are_apart(request.classes):
         return request
     network = across_regions(request.calibration)
     calibration = request.calibration.each(lambda known: known.model_copy(update={"across_vms": network}))
@@ -126,7 +123,7 @@ def _through_regions(request: PlanRequest) -> PlanRequest:
 
 def _are_alike(request: PlanRequest) -> bool:
     """Whether the slowest class is so little slower that pipelines of several classes may be worth it."""
-    times_s = [request.calibration.of(size.name).compute_s(1) for size in request.classes]
+    times_s = [request.calibration.of(name).compute_s(1) for name in request.classes]
     return max(times_s) <= _ALIKE * min(times_s)
 
 
@@ -137,37 +134,37 @@ def _vms(parts: Iterable[PlanRequest]) -> int:
 # -- one class ---------------------------------------------------------------------------------------------------
 
 
-def _closest(size: ClassSize, ranking: Ranking) -> Rejection:
+def _closest(request: PlanRequest, name: str, ranking: Ranking) -> Rejection:
     """The closest miss of a class alone."""
     closest = min(ranking.rejected, key=lambda each: (each.missing_bytes or 0, each.stages))
-    reason = f"{size.workers} of {size.name or 'an unknown class'} alone: {closest.reason}"
-    return closest.model_copy(update={"reason": reason, "device_class": size.name})
+    reason = f"{request.count_of(name)} of {name or 'an unknown class'} alone: {closest.reason}"
+    return closest.model_copy(update={"reason": reason, "device_class": name})
 
 
 # -- several -----------------------------------------------------------------------------------------------------
 
 
-def _over_several(request: PlanRequest, alone: Mapping[ClassSize, Ranking], rank: Rank, span: Span) -> list[Simulated]:
+def _over_several(request: PlanRequest, alone: Mapping[str, Ranking], rank: Rank, span: Span) -> list[Simulated]:
     """Pipelines over several classes, if some class has no pipeline of its own or all are few."""
     lacks = any(not ranking.plans for ranking in alone.values())
-    if not may_mix_classes(request) or request.stages is not None or not (lacks or request.workers <= _FEW):
+    if not may_mix_classes(request) or request.stages is not None or not (lacks or request.count <= _FEW):
         return []
-    fitting = {size: ranking.plans[0] for size, ranking in alone.items() if ranking.plans}
-    equal = request.model_copy(update={"speeds": ()})
+    fitting = {name: ranking.plans[0] for name, ranking in alone.items() if ranking.plans}
+    equal = request.model_copy(update={"workers": as_if_equal(request.workers)})
     spanned = span(equal, [plan.micro_batch for plan in fitting.values()])
     found = [*spanned, *with_pipelines_beside(equal, fitting, spanned, rank, span)]
     return [of_these_workers(each, request) for each in found]
 
 
-def _mixes(request: PlanRequest, alone: dict[ClassSize, Ranking], rank: Rank) -> list[tuple[Plan, Prediction]]:
+def _mixes(request: PlanRequest, alone: dict[str, Ranking], rank: Rank) -> list[tuple[Plan, Prediction]]:
     """The best plan that uses all of these classes, and what is better than it with some of them."""
     if len(alone) < 2:
         return []
-    rates = {size: rate_of(ranking.plans[0]) for size, ranking in alone.items()}
+    rates = {name: rate_of(ranking.plans[0]) for name, ranking in alone.items()}
     heard = [
-        size for size in sorted(rates, key=lambda size: -rates[size]) if rates[size] >= _HEARD * max(rates.values())
+        name for name in sorted(rates, key=lambda name: -rates[name]) if rates[name] >= _HEARD * max(rates.values())
     ]
-    sizes = dict.fromkeys(alone[size].plans[0].micro_batch for size in heard)
+    sizes = dict.fromkeys(alone[name].plans[0].micro_batch for name in heard)
     tried = [_of_all(request, alone, rates, micro_batch, rank) for micro_batch in sizes]
     found = [mix for mix in tried if mix is not None]
     if not found:
@@ -183,15 +180,15 @@ class _Mix(NamedTuple):
 
 
 def _of_all(
-    request: PlanRequest, alone: dict[ClassSize, Ranking], rates: dict[ClassSize, float], micro_batch: int, rank: Rank
+    request: PlanRequest, alone: dict[str, Ranking], rates: dict[str, float], micro_batch: int, rank: Rank
 ) -> _Mix | None:
     """Pipelines of all classes with this m. Each class first gets the plans that suit its share of the batch."""
-    whole, alone_of = sum(rates.values()), {size.name: ranking for size, ranking in alone.items()}
+    whole = sum(rates.values())
     choices: list[tuple[Plan, ...]] = []
-    for size in alone:
-        batch = max(micro_batch, round(request.global_batch * rates[size] / whole))
+    for name in alone:
+        batch = max(micro_batch, round(request.global_batch * rates[name] / whole))
         asked = {"global_batch": batch, "micro_batch": micro_batch, "lowers_micro_batch": False, "mixes": False}
-        plans = ranked_alone(request, size, rank, **asked).plans[:DEPTHS]
+        plans = ranked_alone(request, name, rank, **asked).plans[:DEPTHS]
         if plans:
             choices.append(plans)
     if len(choices) < 2:
@@ -208,7 +205,7 @@ def _of_all(
     if best is None:
         return None
     for position, part in enumerate(chosen):  # one of two depths, of a class that would leave workers over
-        plan = alone_of[part.first.device_class].plans[0]
+        plan = alone[part.first.device_class].plans[0]
         if not plan.is_uniform and plan.micro_batch == micro_batch:
             tried = [*chosen[:position], plan, *chosen[position + 1 :]]
             mix = together(request, tried)
@@ -230,6 +227,6 @@ def _score(plan: Plan, request: PlanRequest) -> float:
 
     A plan that takes all for the slowest says nothing of what each class can do: it must be clearly faster.
     """
-    doubt = 1.0 if plan.is_by_class or not any(size.name for size in request.classes) else 1 / CLEARLY
+    doubt = 1.0 if plan.is_by_class or not request.classes else 1 / CLEARLY
     price = 1.0 if request.objective == "time" else request.hourly(plan.classes) or plan.workers
     return plan.step_s * price * doubt

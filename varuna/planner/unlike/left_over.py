@@ -37,7 +37,7 @@ def without_idle(plan: Plan, request: PlanRequest, at_depth: AtDepth) -> Simulat
         request: with more workers than it uses.
         at_depth: see ``of_depths``.
     """
-    depth, deeper = divmod(request.workers, plan.replicas)
+    depth, deeper = divmod(request.count, plan.replicas)
     if plan.replicas == 1 or not deeper or not 1 <= depth < plan.sections:
         return None
     return of_depths([depth + 1] * deeper + [depth] * (plan.replicas - deeper), plan.micro_batch, request, at_depth)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from varuna.core.devices import ClassSize
 from varuna.core.plan import Pipeline, Plan
 from varuna.planner.asking.ranking import Ranking
 from varuna.planner.asking.request import PlanRequest
@@ -17,11 +16,11 @@ DEPTHS = 3
 """Plans of a class that are tried beside those of the others."""
 
 
-def ranked_alone(request: PlanRequest, size: ClassSize, rank: Rank, **changes: object) -> Ranking:
+def ranked_alone(request: PlanRequest, name: str, rank: Rank, **changes: object) -> Ranking:
     """The ranking of one class; its plans say that they are for it."""
-    asked = request.of_class(size)
+    asked = request.of_class(name)
     ranking = rank(asked.model_copy(update={"wanted": max(asked.wanted, DEPTHS), **changes}))
-    return replace(ranking, plans=tuple(plan.each(device_class=size.name) for plan in ranking.plans))
+    return replace(ranking, plans=tuple(plan.each(device_class=name) for plan in ranking.plans))
 
 
 def rate_of(plan: Plan) -> float:

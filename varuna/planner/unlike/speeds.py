@@ -26,7 +26,7 @@ def with_speeds(plan: Plan, request: PlanRequest) -> Simulated:
 
 def of_these_workers(found: Simulated, request: PlanRequest) -> Simulated:
     """A plan that was made for workers of full speed, as those that there are run it."""
-    plan = found.plan.at_speeds(request.speeds_by_class)
+    plan = found.plan.at_speeds(request.workers)
     if not plan.speeds:
         return found
     longest = max(predictions(plan, request.calibration, gpus_per_vm=request.gpus_per_vm), key=attrgetter("step_s"))
@@ -35,12 +35,11 @@ def of_these_workers(found: Simulated, request: PlanRequest) -> Simulated:
 
 def _tries(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     """One replica fewer or more changes little, unless the next one is slower."""
-    known = request.speeds_by_class
 
     def of(count: int) -> Plan:
-        return plan.each(replicas=count).model_copy(update={"step_s": 0.0}).at_speeds(known)
+        return plan.each(replicas=count).model_copy(update={"step_s": 0.0}).at_speeds(request.workers)
 
-    most = min(request.workers // plan.stages, plan.micro_batches)
+    most = min(request.count // plan.stages, plan.micro_batches)
     paces = pairwise(of(most).speeds)
     counts = {plan.replicas, most} | {count for count, (this, next_) in enumerate(paces, 1) if this > next_}
     if request.calibration.optimizer.sharded:  # fewer replicas would hold more state each

@@ -11,6 +11,7 @@ from tests.depth import nightly
 from tests.unit.engine.plain import reference, worst
 from tests.unit.engine.ranks import Setup
 from varuna.calibration.nominal import nominal_calibration
+from varuna.core.devices import equal_workers
 from varuna.core.plan import Plan
 from varuna.engine.base.spans import subscribe
 from varuna.engine.links.links import Sender
@@ -141,7 +142,7 @@ def test_frozen_sections_are_never_recorded_and_send_and_reduce_nothing(
 
 def test_the_planner_and_the_simulator_count_forwards_only(setup: Setup) -> None:
     calibration = nominal_calibration(setup.model.facts)
-    plan = cut_in_the_middle(setup, 2)(plan_run(setup.facts(1), workers=2, stages=2, micro_batch=2))
+    plan = cut_in_the_middle(setup, 2)(plan_run(setup.facts(1), workers=equal_workers(2), stages=2, micro_batch=2))
     frozen, learning = pipeline_costs(profile(calibration, 2), plan, gpus_per_vm=1).stages
     assert frozen.keeps_all
     assert frozen.backward_s == pytest.approx(calibration.action_s)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.engine.ranks import STEPS, Setup
+from varuna.core.devices import WorkerGroups
 from varuna.core.errors import UsageError
 from varuna.core.messages import Apply, Vote
 from varuna.core.model import JobFacts
@@ -73,7 +74,7 @@ def test_a_norm_that_is_used_twice_counts_twice() -> None:
 
 
 def plan_of(stages: int) -> Any:
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
 
     return plan

@@ -15,6 +15,7 @@ from tests.unit.engine.models import SmallLanguage
 from tests.unit.engine.plain import worst
 from tests.unit.engine.ranks import Setup
 from tests.unit.partition.hidden import Lamb, SharedLamb, over
+from varuna.core.devices import WorkerGroups
 from varuna.core.errors import LinkError, UsageError
 from varuna.core.messages import Apply, Vote
 from varuna.core.plan import Plan
@@ -160,7 +161,7 @@ class Interrupted(SharedLamb):
 def two_sessions(setup: Setup, steps: int) -> list[Session]:
     store = local_store()
 
-    def plan(job: Any, workers: int, micro_batch: int | None) -> Plan:
+    def plan(job: Any, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         return plan_run(job, workers=workers, stages=2, micro_batch=micro_batch)
 
     return [

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from varuna.calibration.nominal import nominal_calibration
+from varuna.core.devices import equal_workers
 from varuna.extras.demo.example import dataset_size, example_folder
 from varuna.extras.demo.run import GLOBAL_BATCH, LENGTH, MEMORY_BYTES, MODEL_FLAGS
 from varuna.partition.capture.capture import Recipe
@@ -31,7 +32,7 @@ def test_the_memory_limit_makes_every_loss_of_a_worker_a_change_of_shape(monkeyp
         best_plan(
             PlanRequest(
                 calibration=nominal_calibration(facts),
-                workers=workers,
+                workers=equal_workers(workers),
                 global_batch=GLOBAL_BATCH,
                 memory_bytes=MEMORY_BYTES,
             )

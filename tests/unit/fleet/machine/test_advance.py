@@ -5,6 +5,7 @@ import pytest
 
 from tests.unit.fleet.machine.rollbacks import abandoned_timeline, spare_of_a_rollback
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
+from varuna.core.devices import WorkerGroups, size_of
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import (
     Apply,
@@ -376,11 +377,11 @@ def test_without_a_plan_and_without_more_workers_the_run_ends_with_the_planners_
 def test_the_micro_batch_is_kept_and_lowered_only_if_nothing_else_fits() -> None:
     asked: list[int | None] = []
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         asked.append(micro_batch)
-        if workers == 2 and micro_batch == 4:
+        if size_of(workers) == 2 and micro_batch == 4:
             raise NoPlanError("too big")
-        return make_plan(job, workers, micro_batch or (4 if workers > 2 else 1), stages=1)
+        return make_plan(job, workers, micro_batch or (4 if size_of(workers) > 2 else 1), stages=1)
 
     driver = Driver(FleetConfig(workers=3, replace=False), plan=plan)
     driver.begin(0)

@@ -16,6 +16,7 @@ from tests.unit.fleet.machine import faults
 from tests.unit.fleet.machine.rollbacks import abandoned_timeline, spare_of_a_rollback
 from tests.unit.fleet.simulated_fleet import SECTIONS, STEPS, SimulatedFleet, SimulatedWorker, one_stage
 from tests.unit.fleet.support import Driver, Machine, make_job, make_plan, two_stages
+from varuna.core.devices import WorkerGroups
 from varuna.core.messages import Apply, Recorded, Suspect
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Copies, Plan
@@ -205,7 +206,7 @@ def explore(start: Small, most: int) -> int:
     return len(seen)
 
 
-def copied_stages(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+def copied_stages(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
     """One replica, whose stages each have a copy on another worker."""
     return make_plan(job, workers, micro_batch).model_copy(update={"copies": Copies.STATE})
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan
+from varuna.core.devices import WorkerGroups
 from varuna.core.messages import StopReport, Voted
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
@@ -10,7 +11,7 @@ from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.run_events import Notice, VerdictReached
 
 
-def copied(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+def copied(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
     """As many stages as workers."""
     return make_plan(job, workers, micro_batch).model_copy(update={"copies": Copies.STATE})
 

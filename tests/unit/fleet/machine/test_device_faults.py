@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.fleet.support import Driver, two_stages
-from varuna.core.devices import ClassSize, DeviceFacts, DeviceFault
+from varuna.core.devices import DeviceFacts, DeviceFault, WorkerGroups
 from varuna.core.messages import Failed, Leaving, Suspect
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import MorphRequested, WorkerExited, WorkerSpawned
@@ -163,8 +163,8 @@ def test_after_its_last_step_a_script_has_nobody_else_to_finish_it() -> None:
 # -- memory
 
 
-def sizes(driver: Driver) -> tuple[ClassSize, ...]:
-    return driver.fleet.classes_of(driver.fleet.joined)
+def sizes(driver: Driver) -> WorkerGroups:
+    return driver.fleet.groups_of(driver.fleet.joined)
 
 
 def test_out_of_memory_loses_the_worker_and_the_next_plan_fills_less() -> None:
@@ -182,7 +182,7 @@ def test_out_of_memory_loses_the_worker_and_the_next_plan_fills_less() -> None:
 
     driver.answer = answer  # type: ignore[method-assign]
     goes_on(driver)
-    assert [size.memory_part for size in asked[-1].classes] == [0.9]
+    assert [size.memory_part for size in asked[-1].workers] == [0.9]
     assert spawned(driver)[-1] == Spawn(1)  # its GPU is whole
 
 

@@ -3,6 +3,7 @@ from collections import Counter
 from itertools import pairwise
 
 from tests.unit.fleet.support import candidates, make_job, make_plan, two_stages, unlike_pipelines
+from varuna.core.devices import equal_workers
 from varuna.core.messages import Transfer
 from varuna.core.plan import Copies
 from varuna.fleet.machine.placement import seat, transfers, uncovered
@@ -180,7 +181,7 @@ def test_nobody_keeps_sums_on_the_owners_machine_or_of_two_owners() -> None:
     choices = random.Random(0)
     for _ in range(300):
         workers = choices.randrange(2, 13)
-        made = choices.choice([two_stages, unlike_pipelines])(JOB, workers, None)
+        made = choices.choice([two_stages, unlike_pipelines])(JOB, equal_workers(workers), None)
         plan = made.model_copy(update={"copies": Copies.SUMS})
         nodes = [choices.choice("abcd"[: choices.randint(1, 4)]) for _ in range(plan.workers)]
         found = keepers(plan, nodes)

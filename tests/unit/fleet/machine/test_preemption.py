@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, preempted, sends, two_stages
+from varuna.core.devices import WorkerGroups, size_of
 from varuna.core.messages import Finish, Hold, RaiseFlag, WorkerPhase
 from varuna.core.model import JobFacts
 from varuna.core.node_notices import Preemptible, RebalanceAdvice
@@ -219,8 +220,8 @@ def test_a_node_that_outlives_its_deadline_is_welcome_again() -> None:
 def test_the_planner_is_not_asked_at_every_tick() -> None:
     asked = []
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        asked.append(workers)
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
+        asked.append(size_of(workers))
         return two_stages(job, workers, micro_batch)
 
     driver = on_nodes("ab", replace=False)

@@ -9,6 +9,7 @@ from tests.depth import by_depth
 from tests.unit.fleet.machine.test_storms import storm, usual
 from tests.unit.fleet.simulated_fleet import SECTIONS, SimulatedFleet, SimulatedWorker, stormy
 from tests.unit.fleet.support import Driver, make_job, make_plan
+from varuna.core.devices import WorkerGroups, size_of
 from varuna.core.messages import Assignment, HeldCheckpoint, StopReport
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
@@ -22,16 +23,15 @@ from varuna.fleet.state.run_events import GenerationStarted, Notice
 from varuna.fleet.state.worker import WorkerInventory, changed
 
 
-def keeping(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+def keeping(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
     """Return a plan with as many stages as workers, and with memory checkpoints."""
     return kept_often(make_plan(job, workers, micro_batch))
 
 
-def keeping_or_not(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+def keeping_or_not(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
     """Two replicas of an even number of workers: then each section has two holders."""
-    return kept_often(
-        make_plan(job, workers, micro_batch, stages=min(workers, SECTIONS) if workers % 2 else workers // 2)
-    )
+    count = size_of(workers)
+    return kept_often(make_plan(job, workers, micro_batch, stages=min(count, SECTIONS) if count % 2 else count // 2))
 
 
 def kept_often(plan: Plan) -> Plan:

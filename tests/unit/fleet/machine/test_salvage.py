@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, preempted, two_stages
+from varuna.core.devices import WorkerGroups, size_of
 from varuna.core.messages import Beat, StopReport, Voted, WorkerPhase
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -147,8 +148,8 @@ def test_sums_stay_where_computing_again_is_faster_than_their_way(link_bytes_per
     assert (record.plan.shape, record.kept_micro_batches) == ("2x1", kept)
 
 
-def shallow(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-    return make_plan(job, workers, micro_batch, stages=4 if workers == 4 else 2)
+def shallow(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
+    return make_plan(job, workers, micro_batch, stages=4 if size_of(workers) == 4 else 2)
 
 
 def test_whoever_saw_that_sums_are_wrong_speaks_for_those_who_did_not(driver: Driver) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.fleet.support import Driver, by_class, candidates, make_job, make_plan
-from varuna.core.devices import ClassSize, DeviceFacts, class_sizes
+from varuna.core.devices import WorkerGroup
 from varuna.core.plan import Plan
 from varuna.fleet.machine.choosing import can_seat
 from varuna.fleet.machine.placement import seat, transfers
@@ -16,8 +16,7 @@ ALL, FRONT, BACK = frozenset(range(4)), frozenset({0, 1}), frozenset({2, 3})
 
 
 def plan_of(**workers: int) -> Plan:
-    sizes = tuple(ClassSize(name=name, workers=count) for name, count in workers.items())
-    return by_class(JOB.model_copy(update={"classes": sizes}), sum(workers.values()), None)
+    return by_class(JOB, tuple(WorkerGroup.of_class(name, count) for name, count in workers.items()), None)
 
 
 def test_state_stays_where_it_is_within_a_class() -> None:
@@ -50,17 +49,6 @@ def test_every_rank_is_on_a_device_that_its_plan_is_for(names: list[str], data: 
     assert sorted(members) == sorted(classes)
     for rank, worker in enumerate(members[: plan.workers]):
         assert plan.class_of(rank) == classes[worker]
-
-
-def test_memory_is_shared_out_within_a_class() -> None:
-    gib = 2**30
-    small, large = DeviceFacts(name="x", memory_bytes=16 * gib), DeviceFacts(name="y", memory_bytes=80 * gib)
-    sizes = class_sizes([("T4", small), ("H100", large), ("T4", small), ("", None)])
-    assert [(size.name, size.workers) for size in sizes] == [("", 1), ("H100", 1), ("T4", 2)]
-    memory = {size.name: size.memory_bytes for size in sizes}
-    assert memory[""] is None
-    assert (memory["T4"] or 0) < 8 * gib < 70 * gib < (memory["H100"] or 0)
-    assert class_sizes([("", small), ("", large)]) == ()
 
 
 def gathered(*classes: str) -> Driver:

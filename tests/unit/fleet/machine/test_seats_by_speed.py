@@ -4,7 +4,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.fleet.support import by_class, candidates, make_job, make_plan
-from varuna.core.devices import ClassSize
+from varuna.core.devices import WorkerGroup
 from varuna.core.plan import Plan
 from varuna.fleet.machine.placement import seat, transfers
 
@@ -14,7 +14,9 @@ FRONT, BACK = frozenset({0, 1}), frozenset({2, 3})
 
 
 def dealt(workers: int, speeds: tuple[float, ...], stages: int = 2) -> Plan:
-    return make_plan(JOB, workers, None, stages=stages).at_speeds({"": speeds})
+    return make_plan(JOB, workers, None, stages=stages).at_speeds(
+        tuple(WorkerGroup(count=1, speed=speed) for speed in speeds)
+    )
 
 
 def test_stages_change_pipelines_and_no_state_moves() -> None:
@@ -57,11 +59,7 @@ def test_no_pipeline_is_slower_than_its_plan_says(stages: int, values: list[floa
 def test_seats_of_a_class_go_to_its_workers_by_their_speed(workers: list[tuple[str, float]]) -> None:
     classes = {f"w{number}": name for number, (name, _) in enumerate(workers)}
     speeds = {f"w{number}": speed for number, (_, speed) in enumerate(workers)}
-    ordered = sorted(workers, key=lambda each: (each[0], -each[1]))
-    names = [name for name, _ in ordered]
-    sizes = tuple(ClassSize(name=name, workers=names.count(name)) for name in sorted(set(names)))
-    job = JOB.model_copy(update={"classes": sizes, "speeds": tuple(speed for _, speed in ordered)})
-    plan = by_class(job, len(workers), None)
+    plan = by_class(JOB, tuple(WorkerGroup.of_class(name, 1, speed=speed) for name, speed in workers), None)
     members = seat(plan, candidates(classes, classes=classes, speeds=speeds), EVEN)
     assert sorted(members) == sorted(classes)
     for rank, name in enumerate(members[: plan.workers]):

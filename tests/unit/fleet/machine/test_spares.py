@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
+from varuna.core.devices import WorkerGroups, size_of
 from varuna.core.messages import Hold, RaiseFlag, Suspect, Voted
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -20,8 +21,8 @@ class Counting:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def __call__(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        self.asked.append(workers)
+    def __call__(self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
+        self.asked.append(size_of(workers))
         return two_stages(job, workers, micro_batch)
 
 
@@ -204,7 +205,7 @@ def test_a_slower_plan_never_pays() -> None:
 
 
 def test_a_second_holder_is_taken_in_though_no_step_gets_faster() -> None:
-    def no_faster(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def no_faster(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         return make_plan(job, workers, micro_batch, stages=1).model_copy(update={"step_s": 1.0})
 
     driver = Driver(FleetConfig(workers=1, replace=False), plan=no_faster)

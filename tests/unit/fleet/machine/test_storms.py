@@ -9,6 +9,7 @@ import pytest
 from tests.depth import by_depth
 from tests.unit.fleet.simulated_fleet import PLANNERS, SECTIONS, STEPS, SimulatedFleet, SimulatedWorker, stormy
 from tests.unit.fleet.support import Driver, make_job
+from varuna.core.devices import WorkerGroups
 from varuna.core.messages import StopReport
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
@@ -137,8 +138,8 @@ class SummingFleet(SimulatedFleet):
 
         plan = driver.plan
 
-        def with_copies(job: JobFacts, count: int, micro_batch: int | None) -> Plan:
-            made = plan(job, count, micro_batch)
+        def with_copies(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
+            made = plan(job, workers, micro_batch)
             return made.model_copy(update={"copies": Copies.SUMS if made.replicas > 1 else Copies.NONE})
 
         driver.plan = with_copies

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.fleet.machine.test_preemption import flags, regroup
 from tests.unit.fleet.support import Driver, by_class, candidates, make_job, make_plan, two_stages
-from varuna.core.devices import ClassSize, class_in, region_of
+from varuna.core.devices import WorkerGroup, WorkerGroups, class_in, class_names, equal_workers, region_of
 from varuna.core.model import JobFacts
 from varuna.core.node_notices import ZoneNotice
 from varuna.core.plan import Copies, Plan
@@ -72,8 +72,10 @@ def test_state_comes_from_the_own_region_if_it_is_there() -> None:
     assert {(move.source_rank, move.target_rank) for move in moves} == {(0, 1), (2, 3)}
 
 
-def planned(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-    return by_class(job, workers, micro_batch) if len(job.classes) > 1 else two_stages(job, workers, micro_batch)
+def planned(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
+    return (
+        by_class(job, workers, micro_batch) if len(class_names(workers)) > 1 else two_stages(job, workers, micro_batch)
+    )
 
 
 def in_zones(zones: str) -> Driver:
@@ -91,14 +93,14 @@ def in_zones(zones: str) -> Driver:
 @pytest.mark.parametrize("zones", ["aaaa", "----", "aa--"])
 def test_in_one_region_all_workers_are_of_one_class(zones: str) -> None:
     fleet = in_zones(zones).fleet
-    assert fleet.classes_of(fleet.joined) == ()
+    assert fleet.groups_of(fleet.joined) == equal_workers(4)
     assert fleet.record.plan.shape == "2x2"
 
 
 def test_in_two_regions_equal_devices_are_of_two_classes() -> None:
     fleet = in_zones("abab").fleet
     east, west = class_in("", "a"), class_in("", "b")
-    assert fleet.classes_of(fleet.joined) == (ClassSize(name=east, workers=2), ClassSize(name=west, workers=2))
+    assert fleet.groups_of(fleet.joined) == (WorkerGroup(count=2, region="a"), WorkerGroup(count=2, region="b"))
     assert fleet.record.plan.classes == {east: 2, west: 2}
     plan = fleet.record.plan
     for rank, name in enumerate(fleet.record.grid):

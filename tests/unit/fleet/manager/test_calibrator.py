@@ -8,7 +8,7 @@ from varuna.calibration.cache import cache_file, remember, remembered
 from varuna.calibration.file import RUN_FILE, read_calibration
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
-from varuna.core.devices import ClassSize, DeviceFacts, class_in, worker_bytes
+from varuna.core.devices import DeviceFacts, WorkerGroup, WorkerGroups, class_in, equal_workers, size_of, worker_bytes
 from varuna.core.errors import UsageError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
@@ -24,6 +24,7 @@ from varuna.fleet.state.worker import Worker, WorkerStatus
 from varuna.fleet.state.workers import Workers
 
 JOB = make_job(steps=100_000, micro_batch=2)
+TWO = equal_workers(2)
 PLAN = make_plan(JOB, 2, 2).model_copy(update={"step_s": 1e6})  # never better than what runs
 
 
@@ -42,13 +43,13 @@ def times(steps: int = 5, seconds: float = 2.5) -> RankTimes:
 
 
 def calibrator(folder: Path, plans: list[Calibration | None] | None = None, best: Plan = PLAN) -> Calibrator:
-    def plan(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
         if plans is not None:
             plans.append(calibration)
         return best
 
     made = Calibrator(plan, run_dir=folder, cache=cache_file)
-    made.plan(JOB, 2, 2)
+    made.plan(JOB, TWO, 2)
     return made
 
 
@@ -66,7 +67,7 @@ def test_once_every_rank_has_told_enough_the_run_refines_what_it_plans_from(tmp_
     assert told.is_nominal, "nothing was measured when it was predicted"
     assert [stage.steps for stage in told.stages] == [5, 5]
     assert plans[0] is None
-    heard.plan(JOB, 2, 2)
+    heard.plan(JOB, TWO, 2)
     assert plans[-1] == heard.calibration
     assert read_calibration(tmp_path / RUN_FILE) == heard.calibration
     assert heard.hear(fleet(), "w1", beat(times(1)), 0.0) == [], "the next look comes when there is twice as much"
@@ -118,9 +119,9 @@ def test_what_a_worker_measured_counts_where_nothing_better_is_known(tmp_path: P
         )
         for offer in offers:
             heard.take(offer)
-        heard.plan(job, 2, None)
+        heard.plan(job, TWO, None)
         heard.take(nominal_calibration(JOB.model).model_dump_json())
-        heard.plan(job, 2, 2)
+        heard.plan(job, TWO, 2)
         assert plans[-1] == plans[-2], "later offers change nothing"
         return plans[-1]
 
@@ -140,13 +141,13 @@ def test_what_a_worker_measured_counts_where_nothing_better_is_known(tmp_path: P
 def test_micro_batches_are_small_enough_for_the_workers_that_may_come(tmp_path: Path) -> None:
     asked: list[tuple[int, int | None]] = []
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
-        asked.append((workers, micro_batch))
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        asked.append((size_of(workers), micro_batch))
         return PLAN
 
     grows = Calibrator(plan, run_dir=tmp_path, cache=None, most_workers=8)
-    grows.plan(JOB.model_copy(update={"micro_batch": None}), 2, None)
-    grows.plan(JOB.model_copy(update={"micro_batch": None}), 4, 1)
+    grows.plan(JOB.model_copy(update={"micro_batch": None}), TWO, None)
+    grows.plan(JOB.model_copy(update={"micro_batch": None}), equal_workers(4), 1)
     assert asked == [(8, None), (2, PLAN.micro_batch), (4, 1)]
 
 
@@ -164,7 +165,7 @@ def test_the_sizes_that_were_tried_are_told_once(tmp_path: Path) -> None:
     }
     remember(known.model_copy(update={"kinds": kinds, "action_s": 0.0}), cache_file(job))
     heard = Calibrator(lambda *_: PLAN, run_dir=tmp_path, cache=cache_file)
-    heard.plan(job, 2, None)
+    heard.plan(job, TWO, None)
     told = [event for event in heard.begin(job, fleet().record) if isinstance(event, Notice)]
     assert [event.text for event in told] == ["micro-batches of 2: 0 examples/s on one worker; 1: 0"]
     assert not [event for event in heard.begin(job, fleet().record) if isinstance(event, Notice)]
@@ -222,7 +223,7 @@ def test_a_plan_without_second_holders_must_have_been_better_for_a_while(tmp_pat
 def test_a_plan_that_is_not_better_in_between_begins_to_count_anew(tmp_path: Path) -> None:
     better, best = ALONE.model_copy(update={"step_s": 1e-3}), [ALONE]
     heard = Calibrator(lambda *_: best[-1], run_dir=tmp_path, cache=None)
-    heard.plan(JOB, 2, 2)
+    heard.plan(JOB, TWO, 2)
     steps = 5
     for now_s, plan in ((0.0, better), (300.0, REPLICATED), (LASTS_S + 1, better), (LASTS_S + 300, better)):
         best.append(plan)
@@ -238,12 +239,12 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
     def on(plan: Plan) -> Plan:
         return plan.each(device_class=device_class) if device_class else plan
 
-    def best(job: JobFacts, workers: int, micro_batch: int | None, known: Calibration | None) -> Plan:
+    def best(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibration | None) -> Plan:
         is_well = known is not None and known.across_vms.link.bytes_per_s > 1e6
         return on(REPLICATED.model_copy(update={"step_s": 1e-3}) if is_well else ALONE)
 
     heard = Calibrator(best, run_dir=tmp_path, cache=None)
-    heard.plan(JOB, 2, 2)
+    heard.plan(JOB, TWO, 2)
     for worker in ("w0", "w1"):
         heard.hear(replicated(on(REPLICATED)), worker, beat(times()), 0.0)
     assert heard.calibration is not None
@@ -299,15 +300,15 @@ def test_compute_is_compared_with_the_calibration_once_there_is_one(tmp_path: Pa
 def test_a_better_plan_is_looked_for_in_the_memory_of_the_workers_devices(tmp_path: Path) -> None:
     asked: list[int | None] = []
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
-        asked.append(job.memory_bytes)
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        asked.extend(group.memory_bytes for group in workers)
         return PLAN
 
     gpu = DeviceFacts(name="gpu", memory_bytes=2**36)
     known = fleet()
     known = replace(known, workers=Workers(replace(worker, device=gpu) for worker in known.workers.values()))
     heard = Calibrator(plan, run_dir=tmp_path, cache=None)
-    heard.plan(JOB, 2, 2)
+    heard.plan(JOB, TWO, 2)
     for name in ("w0", "w1"):
         heard.hear(known, name, beat(times()), 0.0)
     assert asked == [None, worker_bytes([gpu, gpu])]
@@ -327,11 +328,10 @@ def test_what_a_spare_tells_keeps_nobody_from_learning(tmp_path: Path) -> None:
 
 def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path) -> None:
     plans: list[Calibration | None] = []
-    sizes = (ClassSize(name="a", workers=1), ClassSize(name="b", workers=1))
-    job = JOB.model_copy(update={"classes": sizes})
-    plan = by_class(job, 2, 2).model_copy(update={"step_s": 1e6})
+    workers = (WorkerGroup.of_class("a", 1), WorkerGroup.of_class("b", 1))
+    plan = by_class(JOB, workers, 2).model_copy(update={"step_s": 1e6})
 
-    def make(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+    def make(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
         plans.append(calibration)
         return plan
 
@@ -340,7 +340,7 @@ def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path
     for name in ("b", "c"):
         hardware = offered.hardware.model_copy(update={"device_class": name})
         heard.take(offered.model_copy(update={"hardware": hardware}).model_dump_json())
-    heard.plan(job, 2, 2)
+    heard.plan(JOB, workers, 2)
     assert plans[-1] is not None
     assert plans[-1].classes == ("b",), "nothing is known of a, and nobody has c"
     both = fleet()
@@ -349,17 +349,17 @@ def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path
     both = replace(both, history=(record,), workers=Workers(known))
     told = [each for w, s in (("w0", 5.0), ("w1", 20.0)) for each in heard.hear(both, w, beat(times(9, s)), 0.0)]
     assert any(isinstance(each, GenerationTimed) for each in told)
-    heard.plan(job, 2, 2)
+    heard.plan(JOB, workers, 2)
     learned = plans[-1]
     assert learned is not None
     assert set(learned.classes) == {"a", "b"}
     assert learned.of("b").compute_s(1) == pytest.approx(4 * learned.of("a").compute_s(1), rel=0.1)
     assert read_calibration(tmp_path / RUN_FILE) == learned
-    expected = heard.compute_s(job, plan)
+    expected = heard.compute_s(JOB, plan)
     assert expected is not None
     assert expected[1] == pytest.approx(4 * expected[0], rel=0.1)
     again = Calibrator(make, run_dir=tmp_path / "later", cache=cache_file)
-    again.plan(job, 2, 2)
+    again.plan(JOB, workers, 2)
     assert plans[-1] is not None
     assert plans[-1].of("b").compute_s(1) == learned.of("b").compute_s(1)
 
@@ -367,14 +367,13 @@ def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path
 def test_what_sums_take_from_region_to_region_is_learnt_apart(tmp_path: Path) -> None:
     """A device is known in all regions, and its network within one stays as it was."""
     east, west = (class_in("a", region) for region in ("east", "west"))
-    sizes = (ClassSize(name=east, workers=1), ClassSize(name=west, workers=1))
-    job = JOB.model_copy(update={"classes": sizes})
-    plan = by_class(job, 2, 2).model_copy(update={"step_s": 1e6})
+    workers = (WorkerGroup.of_class(east, 1), WorkerGroup.of_class(west, 1))
+    plan = by_class(JOB, workers, 2).model_copy(update={"step_s": 1e6})
     heard = Calibrator(lambda *_: plan, run_dir=tmp_path, cache=None)
     offered = nominal_calibration(JOB.model)
     hardware = offered.hardware.model_copy(update={"device_class": "a"})
     heard.take(offered.model_copy(update={"hardware": hardware}).model_dump_json())
-    heard.plan(job, 2, 2)
+    heard.plan(JOB, workers, 2)
     assert heard.calibration is not None
     assert heard.calibration.classes == ("a",)
     both = fleet()
@@ -398,13 +397,12 @@ def test_a_pipeline_is_priced_with_its_own_line_that_is_relayed(
     tmp_path: Path, relayed: int, bytes_per_s: float
 ) -> None:
     """Rank 2 is the first one of class b: its next stage is rank 3, and rank 1 is of another pipeline."""
-    sizes = (ClassSize(name="a", workers=2), ClassSize(name="b", workers=3))
-    job = JOB.model_copy(update={"classes": sizes})
+    groups = (WorkerGroup.of_class("a", 2), WorkerGroup.of_class("b", 3))
     deep = Pipeline(replicas=1, bounds=(0, 1, 2, 4), stash_limits=(2, 2, 2), device_class="b", pace=0.5)
-    plan = by_class(job, 5, 2)
+    plan = by_class(JOB, groups, 2)
     plan = plan.model_copy(update={"pipelines": (plan.first, deep), "step_s": 1e6})
     heard = Calibrator(lambda *_: plan, run_dir=tmp_path, cache=None)
-    heard.plan(job, 5, 2)
+    heard.plan(JOB, groups, 2)
     names = [f"w{rank}" for rank in range(plan.workers)]
     record = GenerationRecord(generation=0, plan=plan, members=tuple(names), cause="start", first_step=0)
     workers = Workers(
@@ -423,11 +421,10 @@ def test_a_pipeline_is_priced_with_its_own_line_that_is_relayed(
 
 def test_operation_counts_may_be_off_by_any_factor(tmp_path: Path) -> None:
     """Both classes are told apart after the first look, however long their actions take against the nominal ones."""
-    sizes = (ClassSize(name="a", workers=1), ClassSize(name="b", workers=1))
-    job = JOB.model_copy(update={"classes": sizes})
-    plan = by_class(job, 2, 2).model_copy(update={"step_s": 1e6})
+    workers = (WorkerGroup.of_class("a", 1), WorkerGroup.of_class("b", 1))
+    plan = by_class(JOB, workers, 2).model_copy(update={"step_s": 1e6})
     heard = Calibrator(lambda *_: plan, run_dir=tmp_path, cache=None)
-    heard.plan(job, 2, 2)
+    heard.plan(JOB, workers, 2)
     both = fleet()
     record = both.record.model_copy(update={"plan": plan})
     known = [replace(each, device_class=name) for each, name in zip(both.workers.values(), "ab", strict=True)]
@@ -440,10 +437,10 @@ def test_operation_counts_may_be_off_by_any_factor(tmp_path: Path) -> None:
 
 def test_a_calibration_of_the_user_is_for_all_classes_that_it_does_not_name(tmp_path: Path) -> None:
     plans: list[Calibration | None] = []
-    sizes = (ClassSize(name="a", workers=1), ClassSize(name="b", workers=1))
+    workers = (WorkerGroup.of_class("a", 1), WorkerGroup.of_class("b", 1))
     given = nominal_calibration(JOB.model).model_copy(update={"created": "by hand"})
 
-    def make(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+    def make(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
         plans.append(calibration)
         return PLAN
 
@@ -451,7 +448,7 @@ def test_a_calibration_of_the_user_is_for_all_classes_that_it_does_not_name(tmp_
         heard = Calibrator(make, run_dir=tmp_path, cache=None, given=given)
         other = given.model_copy(update={"hardware": given.hardware.model_copy(update={"device_class": "b"})})
         heard.take(other.model_copy(update={"created": "measured"}).model_dump_json())
-        heard.plan(JOB.model_copy(update={"classes": sizes}), 2, 2)
+        heard.plan(JOB, workers, 2)
         return plans[-1]
 
     assert first(given) == given
@@ -464,9 +461,9 @@ def test_a_calibration_of_the_user_is_for_all_classes_that_it_does_not_name(tmp_
 
 def test_figures_for_any_class_make_room_for_what_was_measured(tmp_path: Path) -> None:
     given = nominal_calibration(JOB.model).model_copy(update={"created": "by hand"})
-    sizes = (ClassSize(name="a", workers=2),)
+    workers = (WorkerGroup.of_class("a", 2),)
     heard = Calibrator(lambda *_: PLAN.each(device_class="a"), run_dir=tmp_path, cache=cache_file, given=given)
-    heard.plan(JOB.model_copy(update={"classes": sizes}), 2, 2)
+    heard.plan(JOB, workers, 2)
     one = fleet()
     record = one.record.model_copy(update={"plan": PLAN.each(device_class="a")})
     one = replace(one, history=(record,), workers=Workers(replace(w, device_class="a") for w in one.workers.values()))
@@ -480,11 +477,11 @@ def test_a_file_that_names_no_class_is_for_the_workers_that_offer_it(tmp_path: P
     plans: list[Calibration | None] = []
     offered = nominal_calibration(JOB.model).model_copy(update={"created": "by hand"})
 
-    def make(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+    def make(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
         plans.append(calibration)
         return PLAN
 
     heard = Calibrator(make, run_dir=tmp_path, cache=None)
     heard.take(offered.model_dump_json())
-    heard.plan(JOB.model_copy(update={"classes": (ClassSize(name="a", workers=2),)}), 2, 2)
+    heard.plan(JOB, (WorkerGroup.of_class("a", 2),), 2)
     assert plans == [offered]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fleet.support import Driver, make_vote, two_stages
+from varuna.core.devices import WorkerGroups
 from varuna.core.messages import Beat, FromWorker, Saved, StopReport, Vote, Voted
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Copies, Plan
@@ -216,7 +217,7 @@ def test_what_is_shared_out_is_whole_with_its_holders_only() -> None:
 def copied(copies: Copies) -> Driver:
     """2x1 or, with sums alone, 2x2, after a step; ranks keep copies of the next one of the other stage or replica."""
 
-    def planned(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    def planned(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         return two_stages(job, workers, micro_batch).model_copy(update={"copies": copies})
 
     driver = Driver(FleetConfig(workers=4 if copies is Copies.SUMS else 2), plan=planned)

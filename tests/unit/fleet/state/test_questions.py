@@ -1,6 +1,7 @@
 """Answers that the shell finds for the state machine."""
 
 from tests.unit.fleet.support import make_job, two_stages
+from varuna.core.devices import WorkerGroups, equal_workers
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -8,10 +9,10 @@ from varuna.fleet.state.questions import Planned, Unplannable, WhichPlan, plan_a
 
 JOB = make_job()
 PLAN = two_stages(JOB, 4, None).model_copy(update={"step_s": 3.0})
-QUESTION = WhichPlan(workers=4, micro_batch=None, memory_bytes=None)
+QUESTION = WhichPlan(workers=equal_workers(4), micro_batch=None)
 
 
-def refuse(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+def refuse(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
     raise NoPlanError("nothing fits")
 
 

@@ -16,6 +16,7 @@ from tests.unit.fleet.support import (
     unlike_pipelines,
 )
 from varuna.core import devices
+from varuna.core.devices import WorkerGroups
 from varuna.core.messages import Beat, Leaving, RaiseFlag
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -234,8 +235,8 @@ def test_noise_moves_nobody_whose_speed_is_known(seed: int) -> None:
 
 
 def test_a_planner_that_knows_no_speeds_keeps_a_straggler_which_is_found_again_after_its_time() -> None:
-    def even(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        return two_stages(job.model_copy(update={"speeds": ()}), workers, micro_batch)
+    def even(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
+        return two_stages(job, devices.size_of(workers), micro_batch)
 
     driver = Driver(FleetConfig(workers=4, slow_ratio=SLOW_RATIO, probation_s=10.0), plan=even)
     driver.begin(0, 1)
@@ -286,14 +287,17 @@ def test_stages_of_unlike_pipelines_are_compared_by_what_they_were_predicted_to_
     assert slow in driver.fleet.record.cause
 
 
-def all_of_each_class(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+def all_of_each_class(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
     """As many pipelines of each class, of two stages, as it has workers for."""
-    plan, count = by_class(job, workers, micro_batch), {each.name: each.workers // 2 for each in job.classes}
+    plan, count = (
+        by_class(job, workers, micro_batch),
+        {each: devices.size_of(groups) // 2 for each, groups in devices.by_class(workers).items()},
+    )
     pipelines = (
         each.model_copy(update={"replicas": count[each.device_class], "speeds": ()}) for each in plan.pipelines
     )
     wider = Plan.model_validate({**dict(plan), "pipelines": tuple(pipelines)})
-    found = wider.at_speeds(devices.by_class(job.classes, job.speeds))
+    found = wider.at_speeds(workers)
     return found.model_copy(update={"step_s": 1.0 / (sum(found.speeds) or found.replicas)})
 
 
