@@ -7,10 +7,9 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,35 +18,110 @@ from varuna.checkpoint.io.frozen import FrozenParameters, put_back
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.checkpoint.manifest import read_manifest
 from varuna.checkpoint.names import split_place
-from varuna.core.errors import DamagedCheckpoint, VarunaError
+from varuna.core.errors import DamagedCheckpoint, ModelError, VarunaError
 from varuna.core.messages import Assignment
 from varuna.core.sharded_optimizer import held_by, holders_of
 from varuna.core.sums import SumLocation
+from varuna.data.samples import SampleSource
 from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.spans import span
 from varuna.engine.base.transport import FORMING_BOUND_S, Store, prefixed
 from varuna.engine.base.wait_bounds import Awaited
-from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.gpu_links import connect
 from varuna.engine.links.groups import Groups, form
-from varuna.engine.links.traffic import TransferPaths
+from varuna.engine.stage.job import Job
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
 from varuna.engine.worker.agreement import check_agreement, share_refusal
-from varuna.engine.worker.loop_state import LOOP, Told, agree
+from varuna.engine.worker.loop_state import LOOP, LoopState, Told, agree
 from varuna.engine.worker.state_transfer import exchange, sums_copied
 from varuna.engine.worker.stored import initial_states, stored_states, stored_sums
+from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.model import PartitionedModel
+from varuna.partition.watching.explaining import user_frame
 from varuna.process.console import say
 from varuna.store.opening import open_store
 
 _POLL_S = 0.005
 
 
-class FirstValues(Protocol):
-    """First values of parameters."""
+class WorkerContext(NamedTuple):
+    """The context that all generations of a worker have in common."""
 
-    def __call__(self, names: Sequence[str], *, checks: bool) -> Mapping[str, Tensor]:
-        """Of those with these ``names``; ``checks``: rank 0 compares the job with plain PyTorch on the way."""
+    job: Job
+    source: SampleSource
+    weight: WeightFunction | None
+    """the user's weight of a micro-batch, if any"""
+    steps: int
+    """length of the run"""
+    initial: Callable[[Sequence[str], bool], Mapping[str, Tensor]]
+    """first values of named parameters, for a fresh start; checks the loss's weighing if told so"""
+    connect: Callable[[Assignment], Any]
+    """opens the store of an assignment"""
+    endpoint: Endpoint
+    """the addresses at which other ranks reach this process"""
+    loop: LoopState
+    """state of the training loop itself"""
+    left_out: FrozenParameters | None = None
+    """parameters that workers do not send each other, because files have them"""
+
+    def first_values(self, names: Sequence[str], *, checks: bool = False) -> Mapping[str, Tensor]:
+        """Make first values; the user's code builds the model here, and runs it on the first samples if this checks.
+
+        Args:
+            names: of parameters.
+            checks: compare the job with plain PyTorch on the way.
+
+        Raises:
+            ModelError: the user's code raised an error that would pass for a broken link.
+        """
+        try:
+            return self.initial(names, checks)
+        except RuntimeError as error:
+            place = f" at {where}" if (where := user_frame(error)) else ""
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(
+                f"the model could not be built or run on the first samples{place}: {type(error).__name__}: "
+                f"{first_line}. Try the same in plain PyTorch, in training mode, on a collated batch of dataset "
+                "samples."
+            ) from error
+
+
+@dataclass(frozen=True)
+class GenerationContext:
+    """A generation that forms, as one of its members sees it."""
+
+    worker: WorkerContext
+    assignment: Assignment
+    held: dict[int, SectionState]
+    """state that this worker has, for itself and others"""
+    told: Told
+    """the state of its training loop"""
+    combines: bool | None
+    """the job's steps call ``all_reduce_shared``; None: unknown here"""
+    ended: Callable[[], bool]
+    """whether the generation is over"""
+    at: Callable[[Awaited], None]
+    """told of each part"""
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Ranks of the other members."""
+        return tuple(member for member in range(self.assignment.members) if member != self.assignment.rank)
+
+    @property
+    def sections(self) -> range:
+        """Sections of this rank; none, if it is a spare."""
+        return range(0) if self.assignment.is_spare else self.assignment.plan.sections_at(self.assignment.rank)
+
+    def checked_values(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Make first values; rank 0 compares the job with plain PyTorch on the way."""
+        return self.worker.first_values(names, checks=self.assignment.rank == 0)
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Mark work of this generation, for a listener."""
+        assignment = self.assignment
+        stage = -1 if assignment.is_spare else assignment.plan.place_of(assignment.rank).stage
+        return span(name, rank=assignment.rank, stage=stage, step=assignment.next_step, index=assignment.generation)
 
 
 class GenerationResources(NamedTuple):
@@ -103,30 +177,13 @@ class InterruptibleStore(Store):  # type: ignore[misc]
             time.sleep(_POLL_S)
 
 
-def form_generation(
-    assignment: Assignment,
-    *,
-    store: Any,
-    ended: Callable[[], bool],
-    held: dict[int, SectionState],
-    told: Told,
-    model: PartitionedModel,
-    initial: FirstValues,
-    left_out: FrozenParameters | None,
-    buffers: Mapping[str, Tensor],
-    combines: bool | None,
-    shard_optimizer: bool,
-    bf16_reduction: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    traffic: TransferPaths,
-    endpoint: Endpoint,
-    made: list[Groups],
-    at: Callable[[Awaited], None],
-) -> GenerationResources:
+def form_generation(context: GenerationContext, store: Any, made: list[Groups]) -> GenerationResources:
     """Bring this rank to the point where the first step can run; blocks until all members are there.
 
-    Groups are put into ``made`` as soon as they exist, for whoever has to abandon them; ``at`` is told of each part.
+    Args:
+        context: of the generation.
+        store: of its members.
+        made: gets groups as soon as they exist, for whoever has to abandon them.
 
     Raises:
         RuntimeError: a peer is gone, or the generation was ended meanwhile.
@@ -134,24 +191,53 @@ def form_generation(
         DamagedCheckpoint: a member found a shard damaged; all members raise this.
         ModelError: holders of a section begin with different parameters, or a member refuses the job.
     """
-    plan, rank = assignment.plan, assignment.rank
-    sections = range(0) if assignment.is_spare else plan.sections_at(rank)
-    others = tuple(member for member in range(assignment.members) if member != rank)
-    interruptible = InterruptibleStore(store, ended)
-    at(Awaited("connections", others))
+    assignment, told = context.assignment, context.told
+    groups = _connected(context, InterruptibleStore(store, context.ended), made)
+    states: dict[int, SectionState] = {}
+    damage: DamagedCheckpoint | None = None
+    try:
+        states = _states(context, groups)
+    except DamagedCheckpoint as error:
+        damage = error
+    context.at(Awaited("the end of forming", context.others))
+    combines = context.combines
+    known = torch.tensor([float(combines is True), float(combines is False), float(damage is not None)])
+    if context.others:  # nobody drops old state before everyone has its own
+        with context.span("barrier"):
+            groups.world.all_reduce(known)
+    if damage is not None or known[2]:
+        raise damage or DamagedCheckpoint(f"another rank found a damaged shard in {assignment.checkpoint}")
+    loop: JSON = None
+    if assignment.checkpoint is not None:
+        _look_again(context, assignment.checkpoint, groups)
+        loop = _stored_loop(assignment.checkpoint)
+    elif not assignment.fresh:  # what workers have, of the newest step or of a memory checkpoint
+        loop = agree(groups.world, assignment.rank, assignment.members, told) if context.others else told.value
+    return GenerationResources(groups, states, True if known[0] else False if known[1] else None, loop)
+
+
+def _connected(context: GenerationContext, store: InterruptibleStore, made: list[Groups]) -> Groups:
+    """Connect all members, and GPUs with each other.
+
+    Raises:
+        RuntimeError: a peer is gone, or the generation was ended meanwhile.
+    """
+    assignment, job = context.assignment, context.worker.job
+    plan, rank, traffic, endpoint = assignment.plan, assignment.rank, job.traffic, context.worker.endpoint
+    context.at(Awaited("connections", context.others))
     groups = form(
-        interruptible,
+        store,
         generation=assignment.generation,
         rank=rank,
         members=assignment.members,
         grid=plan.workers,
-        homes={section: plan.homes_of(section) for section in sections},
+        homes={section: plan.homes_of(section) for section in context.sections},
         endpoint=replace(endpoint, relays=assignment.relays),
         secret=assignment.secret,
         compresses=traffic.compresses,
     )
     made.append(groups)
-    if ended():
+    if context.ended():
         groups.abandon()  # whoever ended it may have looked into ``made`` before
         raise RuntimeError("the generation ended while it formed")
     if traffic.fabric is not None and traffic.streams is not None and groups.grid is not None and plan.workers > 1:
@@ -163,49 +249,11 @@ def form_generation(
             plan=plan,
             rank=rank,
             group=groups.grid,
-            store=prefixed(f"g{assignment.generation}/direct", interruptible),
-            sums=not bf16_reduction,
-            ended=ended,
+            store=prefixed(f"g{assignment.generation}/direct", store),
+            sums=not job.bf16_reduction,
+            ended=context.ended,
         )
-    states: dict[int, SectionState] = {}
-    damage: DamagedCheckpoint | None = None
-    try:
-        states = _states(
-            assignment,
-            groups,
-            held,
-            model,
-            initial,
-            left_out,
-            buffers,
-            shard_optimizer=shard_optimizer,
-            dtype=dtype,
-            device=device,
-            copies=traffic.state,
-            at=at,
-        )
-    except DamagedCheckpoint as error:
-        damage = error
-    at(Awaited("the end of forming", others))
-    known = torch.tensor([float(combines is True), float(combines is False), float(damage is not None)])
-    if assignment.members > 1:  # nobody drops old state before everyone has its own
-        with _span("barrier", assignment):
-            groups.world.all_reduce(known)
-    if damage is not None or known[2]:
-        raise damage or DamagedCheckpoint(f"another rank found a damaged shard in {assignment.checkpoint}")
-    if assignment.checkpoint is not None:
-        _look_again(assignment, assignment.checkpoint, groups, model, initial, at=at)
-    loop: JSON = None
-    if assignment.checkpoint is not None:
-        loop = _stored_loop(assignment.checkpoint)
-    elif not assignment.fresh:  # what workers have, of the newest step or of a memory checkpoint
-        loop = agree(groups.world, rank, assignment.members, told) if assignment.members > 1 else told.value
-    return GenerationResources(groups, states, True if known[0] else False if known[1] else None, loop)
-
-
-def _span(name: str, assignment: Assignment) -> AbstractContextManager[None]:
-    stage = -1 if assignment.is_spare else assignment.plan.place_of(assignment.rank).stage
-    return span(name, rank=assignment.rank, stage=stage, step=assignment.next_step, index=assignment.generation)
+    return groups
 
 
 def _stored_loop(place: str) -> JSON:
@@ -215,59 +263,45 @@ def _stored_loop(place: str) -> JSON:
     return cast(JSON, json.loads(first.scalars).get(LOOP))
 
 
-def _states(
-    assignment: Assignment,
-    groups: Groups,
-    held: dict[int, SectionState],
-    model: PartitionedModel,
-    initial: FirstValues,
-    left_out: FrozenParameters | None,
-    buffers: Mapping[str, Tensor],
-    *,
-    shard_optimizer: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    copies: HostCopies,
-    at: Callable[[Awaited], None],
-) -> dict[int, SectionState]:
-    """State of this rank's sections."""
-    plan, rank = assignment.plan, assignment.rank
-    replica = plan.place_of(rank).replica
-    wanted = range(0) if assignment.is_spare else plan.sections_at(rank)
+def _states(context: GenerationContext, groups: Groups) -> dict[int, SectionState]:
+    """Return the state of this rank's sections."""
+    assignment, worker, held, wanted = context.assignment, context.worker, context.held, context.sections
+    plan, rank, job = assignment.plan, assignment.rank, worker.job
     sources = {each.source_rank for each in assignment.transfers if each.target_rank == rank}
     targets = {each.target_rank for each in assignment.transfers if each.source_rank == rank}
-    at(Awaited("the copying of sections", tuple(sorted(sources | targets))))
+    context.at(Awaited("the copying of sections", tuple(sorted(sources | targets))))
     received: dict[int, SectionState] = {}
     sums: dict[tuple[int, SumLocation], SectionState] = {}
     if assignment.transfers:
-        with _span("move", assignment):
-            received, sums = exchange(groups.world, assignment.transfers, rank, held, left_out, dtype, copies)
+        with context.span("move"):
+            received, sums = exchange(
+                groups.world, assignment.transfers, rank, held, worker.left_out, job.dtype, job.traffic.state
+            )
     if received:
-        at(Awaited("frozen parameters from the files of weights="))
-        put_back(received, _used(model, received), partial(initial, checks=False), "what another worker sent")
+        context.at(Awaited("frozen parameters from the files of weights="))
+        put_back(received, _used(job.model, received), worker.first_values, "what another worker sent")
     states: dict[int, SectionState] = {}
     refusal: VarunaError | None = None
     what = f"first values of {len(wanted)} sections" if assignment.fresh else "state from the checkpoint"
-    at(Awaited(what, checks=assignment.fresh))
+    context.at(Awaited(what, checks=assignment.fresh))
     if assignment.fresh:
         try:
-            states = initial_states(model, wanted, partial(initial, checks=True), buffers) if wanted else {}
+            states = initial_states(job.model, wanted, context.checked_values, job.buffers) if wanted else {}
         except VarunaError as error:
             refusal = error
     elif assignment.checkpoint is not None:
-        whole = held_by(holders_of(plan, model.facts.sections, shared=shard_optimizer), wanted, replica)
-        frozen = partial(initial, checks=False)
-        states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole), initial=frozen)
-        _add_sums(states, assignment, {}, stored_sums(model, states, assignment, dtype), device)
+        holders = holders_of(plan, job.model.facts.sections, shared=job.memory.shard_optimizer)
+        lent = set(wanted) - set(held_by(holders, wanted, plan.place_of(rank).replica))
+        states = stored_states(job.model, wanted, assignment.checkpoint, lent=lent, initial=worker.first_values)
+        _add_sums(context, states, {}, stored_sums(job.model, states, assignment, job.dtype))
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
-        put_back(states, _used(model, states), partial(initial, checks=False), "the copy of a lost worker's state")
-        _add_sums(states, assignment, held, sums, device)
-    if assignment.members > 1 and assignment.fresh:
-        others = tuple(m for m in range(assignment.members) if m != rank)
-        at(Awaited("the comparison of first values", others, checks=True))
+        put_back(states, _used(job.model, states), worker.first_values, "the copy of a lost worker's state")
+        _add_sums(context, states, held, sums)
+    if context.others and assignment.fresh:
+        context.at(Awaited("the comparison of first values", context.others, checks=True))
         share_refusal(groups.world, rank, assignment.members, refusal)
-        check_agreement(groups.world, model, plan, rank, states)
+        check_agreement(groups.world, job.model, plan, rank, states)
     elif refusal is not None:
         raise refusal
     return states
@@ -279,18 +313,18 @@ def _used(model: PartitionedModel, states: Collection[int]) -> dict[int, Sequenc
 
 
 def _add_sums(
+    context: GenerationContext,
     states: Mapping[int, SectionState],
-    assignment: Assignment,
     held: Mapping[int, SectionState],
     arrived: Mapping[tuple[int, SumLocation], SectionState],
-    device: torch.device,
 ) -> None:
     """Put the sums of gradients that this rank goes on from into the states: one that is here as it is, or a new total.
-    They are on the ``device``.
+    They are on the job's device.
 
     None, if what is in them is not what the manager was told: the vote then shows it, and the step runs again. Never in
     place: until all members are ready, what is here must remain what this worker has said that it is.
     """
+    assignment, device = context.assignment, context.worker.job.device
     parts: dict[int, list[SectionState | None]] = {}
     for each in assignment.rest.taken if assignment.rest is not None else ():
         if each.source_rank != assignment.rank:
@@ -315,33 +349,25 @@ def _add_sums(
                 state.tensors[STATISTICS] = torch.cat([part[STATISTICS] for part in known])
 
 
-def _look_again(
-    assignment: Assignment,
-    place: str,
-    groups: Groups,
-    model: PartitionedModel,
-    initial: FirstValues,
-    *,
-    at: Callable[[Awaited], None],
-) -> None:
+def _look_again(context: GenerationContext, place: str, groups: Groups) -> None:
     """Let rank 0 check the model as before step 0, if other code than this wrote the checkpoint.
 
     Raises:
         ModelError: it would train another model than plain PyTorch; every rank raises it.
     """
-    rank, members = assignment.rank, assignment.members
+    rank, members = context.assignment.rank, context.assignment.members
     refusal: VarunaError | None = None
     if rank == 0:
         directory, step = split_place(place)
-        if read_manifest(open_store(directory), step).code_digest != model.facts.code_digest:
+        if read_manifest(open_store(directory), step).code_digest != context.worker.job.model.facts.code_digest:
             say(f"the checkpoint of step {step} was written by other code or versions: the model is checked anew")
-            at(Awaited("the check of the model"))
+            context.at(Awaited("the check of the model"))
             try:
-                initial((), checks=True)
+                context.checked_values(())
             except VarunaError as error:
                 refusal = error
     if members > 1:
-        at(Awaited("the check of the model", (0,) if rank else tuple(range(1, members))))
+        context.at(Awaited("the check of the model", (0,) if rank else context.others))
         share_refusal(groups.world, rank, members, refusal)
     elif refusal is not None:
         raise refusal

@@ -1,23 +1,17 @@
 """One rank's part in one generation: its groups, stage, links and reductions, from forming to the end."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from varuna.checkpoint.io.frozen import FrozenParameters
 from varuna.checkpoint.io.section_state import SectionState
-from varuna.core.errors import ModelError
 from varuna.core.messages import Assignment
 from varuna.core.plan import Copies, Plan
 from varuna.core.times import Interval
-from varuna.data.samples import SampleSource
-from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.peer_activity import watch
 from varuna.engine.base.spans import span
@@ -32,36 +26,12 @@ from varuna.engine.links.links import Courier
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.replicas import ReplicaComparison
 from varuna.engine.pipeline.runtime import Runtime
-from varuna.engine.stage.job import Job
 from varuna.engine.stage.load_state import STATISTICS, SUMS, rest_of
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import ResumedStep
-from varuna.engine.worker.forming import GenerationResources, form_generation
-from varuna.engine.worker.loop_state import LoopState, Told
-from varuna.partition.batch_weight import WeightFunction
-from varuna.partition.watching.explaining import user_frame
+from varuna.engine.worker.forming import GenerationContext, GenerationResources, WorkerContext, form_generation
+from varuna.engine.worker.loop_state import Told
 from varuna.schedule.copy_pace import checkpoint_every_s
-
-
-class WorkerContext(NamedTuple):
-    """The context that all generations of a worker have in common."""
-
-    job: Job
-    source: SampleSource
-    weight: WeightFunction | None
-    """the user's weight of a micro-batch, if any"""
-    steps: int
-    """length of the run"""
-    initial: Callable[[Sequence[str], bool], Mapping[str, Tensor]]
-    """first values of named parameters, for a fresh start; checks the loss's weighing if told so"""
-    connect: Callable[[Assignment], Any]
-    """opens the store of an assignment"""
-    endpoint: Endpoint
-    """the addresses at which other ranks reach this process"""
-    loop: LoopState
-    """state of the training loop itself"""
-    left_out: FrozenParameters | None = None
-    """parameters that workers do not send each other, because files have them"""
 
 
 @dataclass
@@ -145,7 +115,7 @@ class Generation:
 
 
 def form(
-    setting: WorkerContext,
+    context: WorkerContext,
     assignment: Assignment,
     inbox: Inbox,
     held: dict[int, SectionState],
@@ -157,7 +127,7 @@ def form(
     """Make groups and get the state of this rank's sections; blocks until all members are there, or the inbox aborts.
 
     Args:
-        setting: of the worker.
+        context: of the worker.
         assignment: its part.
         inbox: of the generation.
         held: state that this worker has, for itself and others.
@@ -175,31 +145,13 @@ def form(
     courier = Courier(inbox, f"forming generation {assignment.generation}")
     made: list[Groups] = []
     parts = [Awaited("the store of the generation")]
+    forming = GenerationContext(context, assignment, held, told, combines, lambda: inbox.ended, parts.append)
 
     def work() -> GenerationResources:
-        store, grid = setting.connect(assignment), range(assignment.plan.workers)
+        store, grid = context.connect(assignment), range(assignment.plan.workers)
         if len(grid) > 1:
             watch(inbox, store, assignment.generation, assignment.rank, grid, doing, give_up)
-        return form_generation(
-            assignment,
-            store=store,
-            ended=lambda: inbox.ended,
-            held=held,
-            told=told,
-            model=setting.job.model,
-            initial=lambda names, *, checks: _first_values(setting, names, checks=checks and assignment.rank == 0),
-            left_out=setting.left_out,
-            buffers=setting.job.buffers,
-            combines=combines,
-            shard_optimizer=setting.job.memory.shard_optimizer,
-            bf16_reduction=setting.job.bf16_reduction,
-            dtype=setting.job.dtype,
-            device=setting.job.device,
-            traffic=setting.job.traffic,
-            endpoint=setting.endpoint,
-            made=made,
-            at=parts.append,
-        )
+        return form_generation(forming, store, made)
 
     stage = assignment.plan.place_of(assignment.rank).stage
     with span("form", rank=assignment.rank, stage=stage, step=assignment.next_step, index=assignment.generation):
@@ -213,33 +165,15 @@ def form(
                 groups.abandon()
             raise
     if assignment.fresh:
-        setting.loop.restart()
+        context.loop.restart()
     elif not assignment.goes_on:
-        setting.loop.resume(formed.loop, assignment.next_step)
+        context.loop.resume(formed.loop, assignment.next_step)
     else:
-        setting.loop.take(formed.loop, assignment.next_step)
+        context.loop.take(formed.loop, assignment.next_step)
     return formed
 
 
-def _first_values(setting: WorkerContext, names: Sequence[str], *, checks: bool) -> Mapping[str, Tensor]:
-    """First values; the user's code builds the model here, and runs it on the first samples.
-
-    Raises:
-        ModelError: it raised what would pass for a broken link.
-    """
-    try:
-        return setting.initial(names, checks)
-    except RuntimeError as error:
-        place = f" at {where}" if (where := user_frame(error)) else ""
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(
-            f"the model could not be built or run on the first samples{place}: {type(error).__name__}: "
-            f"{first_line}. Try the same in plain PyTorch, in training mode, on a collated batch of dataset "
-            "samples."
-        ) from error
-
-
-def build_stage(setting: WorkerContext, assignment: Assignment, states: Mapping[int, SectionState]) -> Stage:
+def build_stage(context: WorkerContext, assignment: Assignment, states: Mapping[int, SectionState]) -> Stage:
     """Build this rank's stage with its state, and with the sums of gradients that it goes on from."""
     plan, rest, begun = assignment.plan, assignment.rest, None
     place = plan.place_of(assignment.rank)
@@ -251,7 +185,7 @@ def build_stage(setting: WorkerContext, assignment: Assignment, states: Mapping[
         )
     missing = frozenset(each.section for each in received_later(assignment))
     return Stage(
-        setting.job,
+        context.job,
         plan,
         place.stage,
         states,
@@ -259,7 +193,7 @@ def build_stage(setting: WorkerContext, assignment: Assignment, states: Mapping[
         replica=place.replica,
         begun=begun,
         missing=missing,
-        steering=setting.loop.steering,
+        steering=context.loop.steering,
     )
 
 
@@ -281,7 +215,7 @@ def send_rest(
 
 
 def open_generation(
-    setting: WorkerContext,
+    context: WorkerContext,
     assignment: Assignment,
     inbox: Inbox,
     groups: Groups,
@@ -299,9 +233,9 @@ def open_generation(
         groups=groups,
         inbox=inbox,
         reducer=reducer,
-        source=setting.source,
-        weight=setting.weight,
-        steps=setting.steps,
+        source=context.source,
+        weight=context.weight,
+        steps=context.steps,
     )
     receiver = StateReceiver(
         groups.world,
@@ -313,7 +247,7 @@ def open_generation(
     )
     checkpoints = None
     if plan.copies is Copies.STATE:
-        checkpoints = _checkpoint_maker(setting, assignment, inbox, stage, memory)
+        checkpoints = _checkpoint_maker(context, assignment, inbox, stage, memory)
     where = {"rank": rank, "stage": stage.index}
     if assignment.copy_from is not None:
         CopyKeeper(
@@ -329,17 +263,17 @@ def open_generation(
     if assignment.copy_to is not None:
         summed = stage if stage.sums.outlast and not stage.statistics.sections else None
         copied = CopiedStage(stage.still, checkpoints, summed)
-        CopySender(groups.world, assignment.copy_to, copied, inbox=inbox, steps=setting.steps, **where)
+        CopySender(groups.world, assignment.copy_to, copied, inbox=inbox, steps=context.steps, **where)
     return Generation(assignment, inbox, groups, stage, reducer, runtime, receiver, checkpoints)
 
 
 def _checkpoint_maker(
-    setting: WorkerContext, assignment: Assignment, inbox: Inbox, stage: Stage, memory: MemoryCheckpoints
+    context: WorkerContext, assignment: Assignment, inbox: Inbox, stage: Stage, memory: MemoryCheckpoints
 ) -> CheckpointMaker:
     def delay(copied: Ready) -> None:
         stage.copied = copied
 
-    sizes = [section.parameter_bytes + section.optimizer_bytes for section in setting.job.model.facts.sections]
+    sizes = [section.parameter_bytes + section.optimizer_bytes for section in context.job.model.facts.sections]
     plan = assignment.plan
     largest_bytes = max(sum(sizes[section] for section in slot.sections) for slot in plan.slots)
     return CheckpointMaker(
@@ -347,14 +281,14 @@ def _checkpoint_maker(
         generation=assignment.generation,
         ranks=plan.workers,
         first_step=assignment.next_step,
-        states=partial(_states_of, setting, stage),
+        states=partial(_states_of, context, stage),
         still=stage.still,
-        copies=setting.job.traffic.saves,
+        copies=context.job.traffic.saves,
         delay=delay,
         every_s=lambda stall_s: checkpoint_every_s(
             largest_bytes,
             stall_s,
-            on_device=setting.job.device.type != "cpu",
+            on_device=context.job.device.type != "cpu",
             losses_per_hour=assignment.losses_per_hour,
         ),
         inbox=inbox,
@@ -363,10 +297,10 @@ def _checkpoint_maker(
     )
 
 
-def _states_of(setting: WorkerContext, stage: Stage) -> dict[int, SectionState]:
+def _states_of(context: WorkerContext, stage: Stage) -> dict[int, SectionState]:
     """State of all sections of a stage, as references; without what files have."""
     found = {section: stage.state_of(section) for section in stage.sections}
-    return found if setting.left_out is None else {each: setting.left_out.of(found[each]) for each in found}
+    return found if context.left_out is None else {each: context.left_out.of(found[each]) for each in found}
 
 
 def who(assignment: Assignment) -> str:

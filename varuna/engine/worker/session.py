@@ -31,9 +31,9 @@ from varuna.engine.pipeline.divergence import check_finite, check_measured, chec
 from varuna.engine.shown.shown_steps import ShownSteps
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.parameter_groups import Writes
+from varuna.engine.worker.forming import WorkerContext
 from varuna.engine.worker.generation import (
     Generation,
-    WorkerContext,
     build_stage,
     form,
     open_generation,
@@ -103,7 +103,7 @@ class Session:
             is_main: whether rank 0 of this session may be the main rank.
         """
         self._loop = loop or LoopState()
-        self._setting = WorkerContext(
+        self._context = WorkerContext(
             job, source, weight, facts.steps, initial, connect, endpoint, self._loop, left_out
         )
         self.facts, self._membership, self._saver, self._publisher = facts, membership, saver, publisher
@@ -146,7 +146,7 @@ class Session:
             self._saver.close()
         if self._publisher is not None:
             self._publisher.close()
-        self._setting.source.close()
+        self._context.source.close()
         self._membership.close()
 
     def measure(self, value: float) -> None:
@@ -209,7 +209,7 @@ class Session:
         """
         standing, heart = self.standing, self.heartbeat
         heart.train_here()
-        streams = self._setting.job.traffic.streams
+        streams = self._context.job.traffic.streams
         self._membership.join(
             self.facts,
             device=None if streams is None else streams.memory(),
@@ -310,7 +310,7 @@ class Session:
             held, told = standing.in_hand(assignment), Told.of(self._loop, standing.newest())
             if assignment.from_memory:
                 told = Told.kept(assignment.next_step, standing.memory.loop(assignment.next_step))
-            formed = form(self._setting, assignment, inbox, held, told, self._combines, heart.doing, heart.give_up)
+            formed = form(self._context, assignment, inbox, held, told, self._combines, heart.doing, heart.give_up)
         except BaseException:
             inbox.abort(GenerationEnded(assignment.generation))
             raise
@@ -326,17 +326,17 @@ class Session:
         if assignment.is_spare:
             standing.take(None, assignment)
             standing.serve(formed.groups)
-            send_rest(assignment, formed.groups, standing.kept, self._setting.job.dtype, arrived)
+            send_rest(assignment, formed.groups, standing.kept, self._context.job.dtype, arrived)
             inbox.abort(GenerationEnded(assignment.generation))
             return None
-        stage = build_stage(self._setting, assignment, formed.states)
+        stage = build_stage(self._context, assignment, formed.states)
         sums = KeptSums()
         standing.take(stage, assignment, sums)
         self._assignment = assignment
         if self._saver is not None:
             self._saver.begin(stage, assignment)
         send_rest(assignment, formed.groups, standing.kept, stage.job.dtype, arrived)
-        generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, sums, standing.memory)
+        generation = open_generation(self._context, assignment, inbox, formed.groups, stage, sums, standing.memory)
         if self._saver is not None and stage.sums.outlast:
             save_state = partial(self._save, generation, in_step=True)
             SumsSaver(self._saver, stage, assignment, self.facts, self._outliving(plan), save_state)
@@ -442,7 +442,7 @@ class Session:
                 )
             if not is_finite(totals) and generation.plan.replicas > 1:
                 generation.comparison.run(step)  # the memory of one may have changed
-            check_finite(totals, vector, layout=layout, source=self._setting.source, plan=stage.plan, step=step)
+            check_finite(totals, vector, layout=layout, source=self._context.source, plan=stage.plan, step=step)
 
     def _flags(self, generation: Generation, step: int) -> dict[str, float]:
         """Return what this rank says in the vote besides norms and losses."""

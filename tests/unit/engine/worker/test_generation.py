@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from varuna.core.plan import Pipeline, Plan
 from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group
 from varuna.engine.links.groups import Groups
-from varuna.engine.worker.forming import form_generation
+from varuna.engine.worker.forming import GenerationContext, form_generation
+from varuna.engine.worker.loop_state import Told
 
 
 @pytest.fixture
@@ -50,18 +52,13 @@ def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_
     abandoned: list[Group] = []
     monkeypatch.setattr(Group, "abandon", lambda group: abandoned.append(group))
     plan = Plan(micro_batch=1, global_batch=8, pipelines=(Pipeline(bounds=(0, 1), stash_limits=(1,)),))
-    unused = ["held", "told", "model", "initial", "left_out", "buffers", "combines", "device", "traffic"]
-    made, rest = list[Groups](), dict[str, Any].fromkeys([*unused, "shard_optimizer", "bf16_reduction", "dtype"])
-    form: Any = form_generation
+    made = list[Groups]()
+    worker: Any = SimpleNamespace(
+        job=SimpleNamespace(traffic=SimpleNamespace(compresses=False)), endpoint=Endpoint("127.0.0.1")
+    )
+    assignment = Assignment(generation=0, plan=plan, rank=0, members=1, next_step=0, fresh=True)
+    context = GenerationContext(worker, assignment, {}, Told(-1, None), None, lambda: True, lambda part: None)
     with pytest.raises(RuntimeError, match="the generation ended while it formed"):
-        form(
-            Assignment(generation=0, plan=plan, rank=0, members=1, next_step=0, fresh=True),
-            store=distributed.HashStore(),  # type: ignore[attr-defined]
-            ended=lambda: True,
-            made=made,
-            endpoint=Endpoint("127.0.0.1"),
-            at=lambda part: None,
-            **rest,
-        )
+        form_generation(context, distributed.HashStore(), made)  # type: ignore[attr-defined]
     [groups] = made
     assert abandoned == [groups.world]
