@@ -13,6 +13,7 @@ import typer
 from varuna.cli.shared import options
 from varuna.core.errors import FleetError, UsageError
 from varuna.core.plain_text import plain
+from varuna.core.units import format_duration
 from varuna.process.console import say
 
 if TYPE_CHECKING:
@@ -70,10 +71,22 @@ def status(
         if watch or as_json:
             raise UsageError("--check says one line: give it without --watch and --json.")
         raise typer.Exit(_checked(run, for_s, checkpoint_age_s))
-    folder, remote = reached(run)
+    from varuna.fleet.net.client import UnreachableError
+    from varuna.fleet.run_folder.connection_file import find
+
+    folder, access = find(run)
+    remote = access.remote()
+    try:
+        said = _status(remote)
+    except UnreachableError as error:
+        text, code = _gone(folder, error)
+        if code or as_json:
+            raise FleetError(text) from error
+        print(plain(text))
+        return
     if as_json:
         _check(watch, "--watch")
-        print(json.dumps(_status(remote), indent=1))
+        print(json.dumps(said, indent=1))
         return
     from rich.live import Live
 
@@ -84,12 +97,11 @@ def status(
     is_plain = not console.encoding.lower().startswith("utf")
     if not watch or not console.is_terminal:
         say(f"the run in {folder}")
-        console.print(overview(_status(remote), console.width, plain=is_plain))
+        console.print(overview(said, console.width, plain=is_plain))
         return
     from rich.console import Group, RenderableType
     from rich.text import Text
 
-    from varuna.fleet.net.client import UnreachableError
     from varuna.observe.live_view import live_view
 
     def seen() -> RenderableType:
@@ -104,7 +116,7 @@ def status(
                     picture = seen()
                     live.update(picture, refresh=True)
                 except UnreachableError as error:
-                    live.update(Group(picture, Text(_why_unreachable(folder, error), style="red")), refresh=True)
+                    live.update(Group(picture, Text(_gone(folder, error)[0], style="red")), refresh=True)
                     if _has_ended(folder):
                         return
     except KeyboardInterrupt:
@@ -115,17 +127,15 @@ def _checked(run: Path | None, for_s: float, checkpoint_age_s: float | None) -> 
     """Say how a run is, and return the exit code that says so."""
     from varuna.fleet.net.client import UnreachableError
     from varuna.fleet.run_folder.connection_file import find
-    from varuna.observe.health import Health, health
+    from varuna.observe.health import health
 
     folder, access = find(run)
     try:
         found = health(_status(access.remote()), time.time(), for_s=for_s, checkpoint_age_s=checkpoint_age_s)
     except UnreachableError as error:
-        if ended := _has_ended(folder):
-            print(plain(f"the run has ended with {ended.splitlines()[0]}"))
-            return int(not ended.startswith("exit code 0:"))
-        print(plain(f"the manager is away: {error}"))
-        return int(Health.MANAGER_AWAY)
+        text, code = _gone(folder, error)
+        print(plain(text.splitlines()[0]))
+        return code
     print(plain(found.text))
     return found.exit_code
 
@@ -260,16 +270,27 @@ def reached(run: Path | None) -> "tuple[Path, ManagerRemote]":
     try:
         remote.get("/status")
     except UnreachableError as error:
-        raise FleetError(_why_unreachable(folder, error)) from error
+        raise FleetError(_gone(folder, error)[0]) from error
     return folder, remote
 
 
-def _why_unreachable(folder: Path, error: Exception) -> str:
-    """The error for a manager that does not answer: the run has ended, or something is wrong."""
-    ended = _has_ended(folder)
-    if ended:
-        return f"the run in {folder} has ended with {ended}"
-    return f"{error} The run in {folder} has not ended: start the same command again to continue it."
+def _gone(folder: Path, error: Exception) -> tuple[str, int]:
+    """Why a manager does not answer, and the exit code of a check: the run has ended, or something is wrong."""
+    from varuna.core.errors import VarunaError
+    from varuna.fleet.run_folder.past_events import newest_step
+    from varuna.observe.health import Health
+
+    if ended := _has_ended(folder):
+        return f"the run in {folder} has ended with {ended}", int(not ended.startswith("exit code 0:"))
+    try:
+        newest = newest_step(folder)
+    except VarunaError:
+        newest = None
+    knew = ""
+    if newest is not None:
+        knew = f" It knew of step {newest.step + 1} {format_duration(time.time() - newest.time_s)} ago."
+    text = f"the manager is away: {error}{knew} The run in {folder} has not ended: start the same command again"
+    return f"{text} to continue it.", int(Health.MANAGER_AWAY)
 
 
 def _has_ended(folder: Path) -> str:

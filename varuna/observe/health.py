@@ -34,8 +34,7 @@ def health(status: Mapping[str, Any], now_s: float, *, for_s: float, checkpoint_
     """
     still_s = status.get("still_s")
     if still_s is not None and still_s > for_s:
-        why = status["waits_for"]
-        return Checked(Health.STANDS_STILL, f"stands still for {format_duration(still_s)}: {why}")
+        return Checked(Health.STANDS_STILL, doing(status))
     if checkpoint_age_s is not None:
         checkpoint = status.get("checkpoint") or {}
         since_s = checkpoint.get("time_s") or status.get("began_s")
@@ -43,8 +42,14 @@ def health(status: Mapping[str, Any], now_s: float, *, for_s: float, checkpoint_
             age = "" if since_s is None else f" for {format_duration(now_s - since_s)}"
             return Checked(Health.UNSAVED, f"no new checkpoint{age}: {_newest(checkpoint)}")
     step, steps = status.get("step"), status.get("steps")
-    doing = status.get("doing") or status["state"]
-    return Checked(Health.TRAINS, doing if step is None else f"{doing}, step {step + 1} of {steps}")
+    return Checked(Health.TRAINS, doing(status) if step is None else f"{doing(status)}, step {step + 1} of {steps}")
+
+
+def doing(status: Mapping[str, Any]) -> str:
+    """What a run does, in the words that all say: where there is no step, since when and why."""
+    if status.get("waits_for"):
+        return f"no step for {format_duration(status['still_s'])}: {status['waits_for']}"
+    return str(status.get("doing") or status["state"])
 
 
 def _newest(checkpoint: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from varuna.core.units import counted, format_duration, format_rate, step_number, time_left
+from varuna.observe.health import doing
 from varuna.observe.seats import grid, without_seat
 from varuna.observe.split import HEIGHT, split_table
 
@@ -32,6 +33,7 @@ _UNTOLD = {"checkpoint", "ended", "joined"}
 """Said elsewhere in the view."""
 _ENDLESS_STEPS = 10**8
 _NARROW = 60
+_LONG_S = 99.0
 _ROOM_FOR_SPLIT = HEIGHT + 6
 """Lines below the numbers: the story and a grid of two rows come first."""
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -80,12 +82,11 @@ def rule(*, plain: bool) -> RenderableType:
 def headline(status: Mapping[str, Any], width: int, doing_s: float | None) -> RenderableType:
     """State, step, a bar and the time left on one line; of a run that stands still, since when and why."""
     if status.get("waits_for"):
-        return Text(f"stands still for {format_duration(status['still_s'])}: {status['waits_for']}", style="bold red")
-    doing = status.get("doing") or status["state"]
+        return Text(doing(status), style="bold red")
     state = Text(no_wrap=True, overflow="ellipsis")
-    state.append(doing, style=f"bold {_STATES.get(status['state'], 'yellow')}")
+    state.append(doing(status), style=f"bold {_STATES.get(status['state'], 'yellow')}")
     if status.get("doing") and doing_s is not None:
-        state.append(f"  {doing_s:.0f} s")
+        state.append(f"  {format_duration(round(doing_s)) if doing_s > _LONG_S else f'{doing_s:.0f} s'}")
     step, total = status["step"], status["steps"]
     if step is None:
         return state
@@ -115,6 +116,7 @@ def numbers(status: Mapping[str, Any], width: int, *, plain: bool = False) -> li
         loss = "nan" if status["loss"] is None else f"{status['loss']:.4f}"
         curve = "" if plain else sparkline(status["curve"])
         phrases = [
+            *([f"step {step_number(status['step'], status['steps'])}"] if status.get("waits_for") else []),
             f"loss {loss}  {curve}".rstrip(),
             *([] if status.get("waits_for") else [f"{format_rate(status['examples_per_s'])} examples/s"]),
             *([] if status.get("waits_for") else _step_time(status)),

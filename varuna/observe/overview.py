@@ -1,5 +1,6 @@
 """``varuna status``: a run on one screen."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,9 @@ _NEWEST = 8
 
 def overview(status: Mapping[str, Any], width: int, *, plain: bool = False) -> RenderableType:
     """The answer of ``/status`` for people, once."""
-    parts: list[RenderableType] = [headline(status, width, None), *numbers(status, width, plain=plain)]
+    began_s = status.get("began_s")
+    waited_s = None if began_s is None or status["step"] is not None else time.time() - began_s
+    parts: list[RenderableType] = [headline(status, width, waited_s), *numbers(status, width, plain=plain)]
     if status["plan"] is not None and status["state"] == "training":
         plan, saved, rescues = status["plan"], status["checkpoint_dir"], status["rescues"]
         copies = Copies(plan["copies"])

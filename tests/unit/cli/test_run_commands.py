@@ -118,14 +118,17 @@ def test_a_check_says_one_line_and_its_exit_code_how_the_run_is(manager: Running
     assert (code, out.split(":")[0].split(" for ")[0]) == (2, "no new checkpoint")
     manager.driver.fleet = replace(manager.driver.fleet, recorded_s=-400.0)  # the manager's clock says 0
     code, out, _ = shell("status", "--check")
-    assert (code, out[:28]) == (1, "stands still for 6m 40s: not")
+    assert (code, out[:28]) == (1, "no step for 6m 40s: nothing ")
     assert shell("status", "--check", "--for", "500")[0] == 0
-    assert shell("status")[1].splitlines()[0].startswith("stands still for 6m 40s")
+    assert shell("status")[1].splitlines()[0].startswith("no step for 6m 40s: nothing ")
     manager.serving.stop()
     code, out, _ = shell("status", "--check")
-    assert (code, out.split(":")[0]) == (3, "the manager is away")
+    assert (code, out.split(":")[0], "It knew of step 3 " in out) == (3, "the manager is away", True)
     manager.journal.append(RunEnded(exit_code=1, text="it broke\nTraceback"))
-    assert shell("status", "--check")[:2] == (1, "the run has ended with exit code 1: it broke\n")
+    assert shell("status", "--check")[:2] == (
+        1,
+        f"the run in {manager.folder} has ended with exit code 1: it broke\n",
+    )
     assert shell("status", "--check", "--json")[0] == 2
 
 
@@ -240,6 +243,8 @@ def test_a_run_that_is_over_still_has_its_logs(manager: RunningManager, shell: S
     assert (code, "has ended with exit code 3: no plan fits" in err) == (1, True)
     assert shell("logs", "--rank", "1")[1] == "what rank 1 said\n"
     assert shell("logs", "--first-failure")[1] == "the last words of w3\n"
+    manager.journal.append(RunEnded(exit_code=0, text="100 steps done"))
+    assert shell("status")[:2] == (0, f"the run in {manager.folder} has ended with exit code 0: 100 steps done\n")
 
 
 def test_commands_about_a_run_without_a_manager_read_only_its_newest_steps(

@@ -17,6 +17,7 @@ from varuna.fleet.machine.choosing import plan_and_workers
 from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
 from varuna.fleet.machine.recall import in_memory, still_needed
 from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage, sums_moved
+from varuna.fleet.machine.standstill import because
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, FinishWish, Obstacle, Rejected
 from varuna.fleet.state.fleet import Fleet
@@ -94,15 +95,15 @@ def _wait(transition: Transition, phase: Idle, blocked: Blocked) -> None:
     if fleet.finish is not None:
         _end_as_asked(transition, fleet.finish, blocked)
     elif not (fleet.more_to_come or (fleet.config.replace and fleet.resting)):
-        causes = f" ({' and '.join(map(str, fleet.causes))})" if fleet.causes else ""
-        transition.end(exit_code, blocked.text if no_plan else f"{blocked.text} left{causes}, and none are starting")
+        text = f"{blocked.text} left{because(fleet)}, and none are starting"
+        transition.end(exit_code, blocked.text if no_plan else text)
     elif transition.now_s >= phase.since_s + patience_s:
         transition.end(exit_code, f"{blocked.text} (waited {patience_s:.0f} s for starting workers)")
     elif phase.blocked != blocked:
         transition.update(phase=replace(phase, blocked=blocked))
         if fleet.history or no_plan:
             bound = f"starting workers, at most {patience_s:.0f} s" if patience_s < float("inf") else "machines to join"
-            transition.notice(f"waiting for {bound}: {blocked.text}")
+            transition.notice(f"waiting for {bound}: {blocked.text}{because(fleet)}")
 
 
 def _which_checkpoint(fleet: Fleet) -> WhichCheckpoint:

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from varuna.core.messages import Beat
 from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.causes import Obstacle
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
+from varuna.fleet.state.worker import WorkerStatus
 
 _STILL_S, _UNUSUAL = 45.0, 3.0
 _FIRST_S, _STEPS = 300.0, 10.0
@@ -32,8 +34,22 @@ def stillness(fleet: Fleet, now_s: float) -> Stillness | None:
         return None
     has_trained = fleet.recorded_step >= 0
     since_s = (has_trained and fleet.recorded_s) or fleet.experience.began_s
-    for_s, bound_s = now_s - since_s, max(_STILL_S, _STEPS * fleet.step_every_s) if has_trained else _FIRST_S
+    bound_s = max(_STILL_S, _STEPS * fleet.step_every_s) if has_trained else _FIRST_S
+    if has_trained and _is_blocked(fleet):
+        bound_s = 0.0
+    for_s = now_s - since_s
     return Stillness(for_s, _why(fleet, now_s)) if for_s >= bound_s else None
+
+
+def _is_blocked(fleet: Fleet) -> bool:
+    """Whether it is known already that no step can follow as things are."""
+    match fleet.phase:
+        case Idle(blocked=blocked):
+            return blocked is not None
+        case Stopping(waits=waits):
+            return waits
+        case _:
+            return False
 
 
 def _why(fleet: Fleet, now_s: float) -> str:
@@ -42,15 +58,28 @@ def _why(fleet: Fleet, now_s: float) -> str:
     match fleet.phase:
         case Running():
             return doing(fleet) or "nothing has been heard of what its workers do"
-        case Idle(blocked=blocked) if blocked is not None:
+        case Idle(blocked=blocked) if blocked is not None and blocked.by is not Obstacle.NO_WORKERS:
             why = blocked.text
         case Stopping(waits=True):
             why = "it waits for state that only machines out of sight hold"
+        case Stopping():
+            why = "its workers come to a stop, for another plan"
         case _:
-            there = len(fleet.joined)
-            why = f"it waits for workers: {there} of {max(fleet.wanted, fleet.config.workers)} are there"
-    causes = "; ".join(cause.text for cause in fleet.causes[-_NAMED:])
-    return f"{why} ({causes})" if causes else why
+            why = gathered(fleet)
+    return f"{why}{because(fleet)}"
+
+
+def gathered(fleet: Fleet) -> str:
+    """How many of the workers that the run was started for have joined."""
+    there, wanted = fleet.workers.count(WorkerStatus.JOINED), max(fleet.wanted, fleet.config.workers)
+    return f"waiting for {'machines' if fleet.config.elastic else 'workers'}: {there} of {wanted} workers have joined"
+
+
+def because(fleet: Fleet) -> str:
+    """Why the last generation ended, in brackets behind what the run waits for; empty if nothing is wrong."""
+    causes = [cause.text for cause in fleet.causes]
+    more = [f"and {len(causes) - _NAMED} more"] if len(causes) > _NAMED else []
+    return f" ({'; '.join([*causes[:_NAMED], *more])})" if causes else ""
 
 
 def doing(fleet: Fleet) -> str:

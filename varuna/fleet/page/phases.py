@@ -2,6 +2,8 @@
 
 from varuna.core.messages import WorkerPhase
 from varuna.core.units import counted
+from varuna.fleet.machine.standstill import gathered
+from varuna.fleet.state.causes import Obstacle
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.phases import Finishing, Idle, Running, Stopping
 from varuna.fleet.state.worker import WorkerStatus
@@ -15,10 +17,12 @@ def phase_of(fleet: Fleet) -> str:
 
 def _phase(fleet: Fleet) -> str:
     match fleet.phase:
-        case Idle() if not fleet.history:
-            ready = fleet.workers.count(WorkerStatus.JOINED)
+        case Idle(blocked=blocked) if not fleet.history:
+            if blocked is not None and blocked.by is not Obstacle.NO_WORKERS:
+                return f"waiting: {blocked.text}"
             if fleet.config.elastic:
-                return f"waiting for machines: {ready} of {fleet.config.workers} workers have joined"
+                return gathered(fleet)
+            ready = fleet.workers.count(WorkerStatus.JOINED)
             if ready < fleet.wanted:
                 return f"starting {counted(fleet.wanted, 'worker')}, {ready} ready: loading torch, capturing the model"
             return "planning"

@@ -117,6 +117,21 @@ def ending(run_dir: Path) -> RunEnded | None:
         return RunEnded.model_validate_json(last[1]) if last is not None and last[0] == "run_ended" else None
 
 
+def newest_step(run_dir: Path) -> PastStep | None:
+    """The newest step in a journal; None if there is none.
+
+    Raises:
+        UsageError: there is no run, or it is another version's.
+    """
+    with _reading(run_dir) as database:
+        row = database.execute(
+            "SELECT time, substr(body, 1, ?) FROM events WHERE id > ? AND kind = 'step_recorded' "
+            "ORDER BY id DESC LIMIT 1",
+            (_BEGINNING, _first(database)),
+        ).fetchone()
+        return None if row is None else _step(row[1], row[0])
+
+
 def kept_job(run_dir: Path) -> JobFacts | None:
     """Read the job of the newest run in a folder; None if it never began.
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from tests.unit.fleet.support import Driver, two_stages
 from varuna.core.messages import Beat
 from varuna.fleet.machine.standstill import stillness
+from varuna.fleet.page.phases import phase_of
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import Tick, WorkerSpawned
 from varuna.fleet.state.phases import Ended
@@ -84,9 +85,22 @@ def test_a_run_that_waits_for_machines_says_how_many_and_who_went() -> None:
         driver.kill(name)
     driver.held("w0", 2)
     driver.wait(100)
-    found = stillness(driver.fleet, driver.now_s)
-    assert found is not None
-    assert "worker w1 killed by SIGKILL; worker w2 killed by SIGKILL; worker w3 killed by SIGKILL" in found.why
+    found = stillness(driver.fleet, driver.fleet.recorded_s + 2)
+    causes = "(worker w1 killed by SIGKILL; worker w2 killed by SIGKILL; worker w3 killed by SIGKILL)"
+    why = f"2 stages need 2 workers, 1 are there {causes}"
+    assert found == (2.0, why), "no time has to pass where no plan fits"
+    assert driver.told(Notice)[-1].text == f"waiting for machines to join: {why}"
+
+
+def test_before_the_first_step_a_run_says_how_many_are_there_and_what_they_are_too_few_for() -> None:
+    driver = Driver(FleetConfig(workers=2, elastic=True, replace=False, wait_s=float("inf")), plan=two_stages)
+    driver.wait(1.0)
+    assert phase_of(driver.fleet) == "waiting for machines: 0 of 2 workers have joined"
+    driver.feed(WorkerSpawned("w0", "vm0"))
+    driver.hello("w0")
+    assert phase_of(driver.fleet) == "waiting for machines: 1 of 2 workers have joined"
+    driver.wait(200.0)
+    assert phase_of(driver.fleet) == "waiting: 2 stages need 2 workers, 1 are there"
 
 
 def test_the_way_to_the_first_step_may_take_longer_and_a_run_that_is_over_waits_for_nothing() -> None:
@@ -94,7 +108,7 @@ def test_the_way_to_the_first_step_may_take_longer_and_a_run_that_is_over_waits_
     began_s = driver.fleet.experience.began_s
     assert stillness(driver.fleet, began_s + 299) is None
     found = stillness(driver.fleet, began_s + 301)
-    assert found == (301.0, "no worker is ready yet")
+    assert found == (301.0, "waiting for workers: 0 of 2 workers have joined")
     driver = running()
     driver.fleet = replace(driver.fleet, phase=Ended(0, "done"))
     assert stillness(driver.fleet, 1e9) is None

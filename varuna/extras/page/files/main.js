@@ -74,7 +74,7 @@ function banner(view) {
     case "ended": return isShort() ? ["The run has ended before its last step", `${run.ended.text} of ${run.status.steps.toLocaleString("en")}`] : ["The run has ended well", run.ended.text];
     case "failed": return [`The run ended with exit code ${run.ended.exit_code}`, run.ended.text];
     case "without": return ["This run has no manager", "It has not ended: start the same command again to continue it. What is shown is what its folder keeps."];
-    case "starting": return run.recent.length ? ["", ""] : ["The run is starting", sentence(rest) || "Workers load torch and capture the model; the first step follows."];
+    case "starting": return run.recent.length ? ["", ""] : ["The run is starting", sentence(run.status.doing || rest)];
     default: return rest ? ["Waiting", sentence(rest)] : ["", ""];
   }
 }
