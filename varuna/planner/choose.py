@@ -17,7 +17,7 @@ from varuna.planner.pricing.predict import Prediction
 from varuna.planner.sweep import equal_pipelines, rank_plans
 
 INSURANCE = 0.1
-"""So much longer a step may take if every section is held twice, where workers would idle otherwise."""
+"""So much longer a step may take if every section is held twice, where no copies are made and workers idle."""
 _CLEARLY = 0.01
 """A larger m than the best for computing is chosen if a step takes so much less."""
 WEIGHED = 8
@@ -98,8 +98,9 @@ def plan_run(
         return by_goodput(ranking, request, copies=copies)[0].plan
     best = best_plan(request, flags)
     if not copies:  # the workers stay
-        return _safer(_with_larger(best, request), request)
-    return with_copies(_safer(best, request), request, measured=measured)
+        return _with_larger(best, request)
+    plan = with_copies(best, request, measured=measured)
+    return plan if plan.holders > 1 else with_copies(_safer(best, request), request, measured=measured)
 
 
 def run_request(
@@ -189,12 +190,11 @@ def _with_larger(best: Plan, request: PlanRequest) -> Plan:
 
 
 def _safer(best: Plan, request: PlanRequest) -> Plan:
-    """The best plan with two copies of every section, if that costs little: workers that would idle make them.
+    """The best plan with a second replica, if that costs little: workers that would idle make it.
 
-    With one copy, a lost worker costs all steps since the newest checkpoint.
+    For where there is no room or time for copies: then a lost worker costs all steps since the newest checkpoint.
     """
-    doubles = [double for double in _double(best, request) if double.step_s <= best.step_s * (1 + INSURANCE)]
-    return doubles[0] if doubles else best
+    return next((each for each in _double(best, request) if each.step_s <= best.step_s * (1 + INSURANCE)), best)
 
 
 def with_options(known: Calibration, job: JobFacts) -> Calibration:

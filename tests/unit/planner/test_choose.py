@@ -100,16 +100,24 @@ def test_impossible_depths_are_named() -> None:
     assert "Start a worker" in refusal(workers=0)
 
 
-@pytest.mark.parametrize(("slower", "shape"), [(6, "1x2"), (12, "1x2"), (16, "1x1")])
-def test_workers_that_would_idle_hold_a_second_copy_if_that_costs_little(slower: float, shape: str) -> None:
-    """One replica takes 30.7 s; two take 21.1 s, 31.3 s and 38.1 s, because of their ring."""
+@pytest.mark.parametrize(
+    ("slower", "stages", "shape"), [(6, 1, "1x2"), (12, 1, "1x2"), (16, 1, "1x1"), (6, 2, "2x2"), (12, 2, "2x1")]
+)
+def test_workers_that_would_idle_are_a_second_replica_if_nobody_else_keeps_copies_and_it_costs_little(
+    slower: float, stages: int, shape: str
+) -> None:
+    """One replica takes 30.7 s; two take 21.1 s, 31.3 s and 38.1 s, because of their ring. Two stages keep copies."""
     calm = nominal_calibration(FACTS)
     [ring] = calm.across_vms.rings
     rings = (ring.model_copy(update={"bytes_per_s": ring.bytes_per_s / slower}),)
     known = calm.model_copy(update={"across_vms": calm.across_vms.model_copy(update={"rings": rings})})
-    plan = plan_run(job(micro_batch=64), workers=equal_workers(2), stages=1, calibration=known)
+    plan = plan_run(
+        job(micro_batch=64), workers=equal_workers(2 * stages), stages=stages, calibration=known, copies=True
+    )
     assert plan.shape == shape
-    fastest = best_plan(request(FACTS, 2, 256, micro_batch=64, stages=1).model_copy(update={"calibration": known}))
+    fastest = best_plan(
+        request(FACTS, 2 * stages, 256, micro_batch=64, stages=stages).model_copy(update={"calibration": known})
+    )
     assert (fastest.replicas == 2) == (slower == 6)
     assert plan_run(job(micro_batch=64), workers=equal_workers(1), calibration=known).replicas == 1
 

@@ -127,7 +127,7 @@ def _clearly_better(fleet: Fleet, known: Planned, names: Sequence[str], *, by_sp
     if not fleet.history or fleet.replan or not can_seat(fleet, fleet.record.plan, names):
         return plan
     old = fleet.record.plan
-    if old.replicas == 1 < plan.replicas:  # state that is held twice is worth more than the same seats
+    if old.holders == 1 < plan.holders:  # state that is held twice is worth more than the same seats
         return plan
     now = old.at_speeds(fleet.groups_of(names, by_speed=by_speed))
     if any(old.speed_of(replica) * ABOUT > speed for replica, speed in enumerate(now.speeds)):
