@@ -187,6 +187,7 @@ def ideal_s(plan: Plan, calibration: Calibration) -> float:
         policy=plan.policy,
         stash_limits=plan.first.stash_limits,
         split_last=plan.first.split_last,
+        empties=plan.first.empties,
     ).step_s
 
 

@@ -28,8 +28,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.emulated.network import NETWORKS  # noqa: E402
 from benchmarks.emulated.wires import described  # noqa: E402
 from benchmarks.emulated.work import Work, lengths_of  # noqa: E402
+from benchmarks.schedules import costs_of, planned  # noqa: E402
 from tests.scenarios.network import Network, why_not  # noqa: E402
 from varuna.schedule.work_order import by_work  # noqa: E402
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts  # noqa: E402
@@ -83,11 +85,15 @@ def simulated(work: Work) -> float:
         StageCosts(forward_s=pace, recompute_s=pace, backward_s=2 * pace, input_s=1.2 * pace, weight_s=0.8 * pace)
         for pace in paces
     )
+    even = costs_of(work.stages, NETWORKS["none"], input_share=0.6, weight_share=0.4)
+    pipeline = planned(even, "adaptive", work.micro_batches).first
     return simulate(
         PipelineCosts(stages=stages, links=(LinkCosts(),) * (work.stages - 1)),
         micro_batches=work.micro_batches,
         policy="adaptive",
-        split_last=work.stages,
+        stash_limits=pipeline.stash_limits,
+        split_last=pipeline.split_last,
+        empties=pipeline.empties,
         work=in_order(work) if work.spread else None,
     ).step_s
 

@@ -24,10 +24,14 @@ from typing import Any
 
 from benchmarks.emulated.network import NETWORKS, Network
 from varuna.calibration.format import Jitter
+from varuna.core.plan import Pipeline, Plan
 from varuna.core.times import Interval
 from varuna.engine.pipeline.timeline import StepTimes
-from varuna.extras.pictures.gantt import Panel, draw, simulated
-from varuna.schedule.policy import POLICIES, split_last
+from varuna.extras.pictures.gantt import Panel, draw
+from varuna.extras.pictures.gantt import simulated as panel_of
+from varuna.planner.order import with_best_order
+from varuna.planner.pricing.predict import simulated
+from varuna.schedule.policy import POLICIES, split_last, stash_limit
 from varuna.simulator.bounds import lower_bounds_s
 from varuna.simulator.costs import INPUT_SHARE, WEIGHT_SHARE, LinkCosts, PipelineCosts, uniform
 from varuna.simulator.step import simulate
@@ -54,10 +58,32 @@ def costs_of(stages: int, network: Network, *, input_share: float, weight_share:
     return replace(even, stages=(stage,) * stages)
 
 
+def planned(costs: PipelineCosts, policy: str, micro_batches: int, micro_batch: int = 1) -> Plan:
+    """Stages of one section with the policy's own limits; with "adaptive", in the order that simulates best."""
+    stages = len(costs.stages)
+    pipeline = Pipeline(
+        bounds=tuple(range(stages + 1)),
+        kept=tuple(int(stage.keeps_all) for stage in costs.stages),
+        stash_limits=tuple(stash_limit(stages, k, micro_batches, policy) for k in range(stages)),
+        split_last=split_last(stages, micro_batches, policy),
+    )
+    size = micro_batch * micro_batches
+    plan = Plan(micro_batch=micro_batch, global_batch=size, pipelines=(pipeline,), policy=policy)
+    return with_best_order(simulated(costs, plan)).plan
+
+
 def step(costs: PipelineCosts, policy: str, micro_batches: int, seed: int | None = None) -> StepTrace:
-    """One step with the policy's own limits and splits."""
-    split = split_last(len(costs.stages), micro_batches, policy)
-    return simulate(costs, micro_batches=micro_batches, policy=policy, split_last=split, seed=seed)
+    """One step as it is planned."""
+    first = planned(costs, policy, micro_batches).first
+    return simulate(
+        costs,
+        micro_batches=micro_batches,
+        policy=policy,
+        stash_limits=first.stash_limits,
+        split_last=first.split_last,
+        empties=first.empties,
+        seed=seed,
+    )
 
 
 def table(stages: int, micro_batches: int, seeds: int) -> dict[str, dict[str, float]]:
@@ -84,8 +110,8 @@ def figure() -> str:
     """The paper's schedule figure: 4 stages, 5 micro-batches."""
     panels = []
     for title, policy in FIGURE:
-        trace = step(uniform(4), policy, 5)
-        panels.append(simulated(title, f"bubble {trace.bubble_fraction:.0%}", trace))
+        trace = simulate(uniform(4), micro_batches=5, policy=policy, split_last=split_last(4, 5, policy))
+        panels.append(panel_of(title, f"bubble {trace.bubble_fraction:.0%}", trace))
     return draw("One step of 4 stages and 5 micro-batches, in units of one forward", panels, unit="units")
 
 
@@ -112,7 +138,7 @@ def measured_figure(network: str, stages: int, micro_batches: int) -> str:
         ran = _in_units(measured(f"{title}, measured", f"engine, network '{network}'", times))
         trace = step(costs, policy, micro_batches, seed=0)
         error = trace.step_s / ran.end_s - 1
-        panels += [ran, simulated(f"{title}, simulated", f"{error:+.1%} against the run above", trace)]
+        panels += [ran, panel_of(f"{title}, simulated", f"{error:+.1%} against the run above", trace)]
     title = f"One step of {stages} stages and {micro_batches} micro-batches: the engine with slept compute"
     return draw(title, panels, unit="units")
 

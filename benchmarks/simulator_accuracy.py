@@ -145,6 +145,7 @@ def predicted_s(plan: Plan, calibration: Calibration) -> float:
                 policy=plan.policy,
                 stash_limits=cut.stash_limits,
                 split_last=cut.split_last,
+                empties=cut.empties,
                 seed=seed,
             ).step_s
             for seed in range(SEEDS)

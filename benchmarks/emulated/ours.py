@@ -23,9 +23,9 @@ from benchmarks.emulated.chain import Chain, Rows
 from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
 from benchmarks.emulated.work import LENGTHS, lengths_of, work
 from benchmarks.forked import run_ranks
+from benchmarks.schedules import costs_of, planned
 from benchmarks.timed import step_times
 from varuna.core.model import Network
-from varuna.core.plan import Pipeline, Plan
 from varuna.engine.base.transport import Group
 from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Left, Results, Stage
@@ -35,7 +35,6 @@ from varuna.job.options import Collate
 from varuna.job.spec import JobSpec
 from varuna.job.start import open_session
 from varuna.membership.static import StaticMembership, world_from_environment
-from varuna.schedule.policy import stash_limit
 
 MICRO_BATCH = 2
 BACKWARD, INPUT = 2.0, 1.2
@@ -96,28 +95,14 @@ class Slept(Stage):
         super().weight_backward(left, section_done)
 
 
-def plan_of(policy: str, stages: int, micro_batches: int) -> Plan:
-    return Plan(
-        micro_batch=MICRO_BATCH,
-        global_batch=MICRO_BATCH * micro_batches,
-        pipelines=(
-            Pipeline(
-                bounds=(*tuple(range(stages)), stages),
-                stash_limits=tuple(stash_limit(stages, k, micro_batches, policy) for k in range(stages)),
-                split_last=stages if policy == "adaptive" else 0,
-            ),
-        ),
-        policy=policy,
-    )
-
-
 def main() -> None:
     policy, stages, micro_batches = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     network, unit_s, steps = NETWORKS[sys.argv[4]], float(sys.argv[5]), int(sys.argv[6])
     folder = Path(sys.argv[7]) if sys.argv[7:] else None
     Slept.unit_s = unit_s
     setattr(generation, "Stage", Slept)  # noqa: B010 - every stage of this process sleeps
-    plan, differs = plan_of(policy, stages, micro_batches), work().spread > 0
+    costs = costs_of(stages, network, input_share=INPUT / BACKWARD, weight_share=1 - INPUT / BACKWARD)
+    plan, differs = planned(costs, policy, micro_batches, MICRO_BATCH), work().spread > 0
     spec = JobSpec(
         lambda: Chain(Scale() for _ in range(stages)),
         Texts(lengths_of(work().shares)) if differs else Rows(wires.width()),

@@ -361,6 +361,8 @@ def _show_best(console: PlainConsole, found: RankingReport) -> None:
         lines.append(f"host memory of a stage: {least} to {most}")
     if best.split_last:
         lines.append(f"the last {best.split_last} backwards of a replica are split in two")
+    if best.empties:
+        lines.append("the stage before the last runs empty again and again, and recomputes less")
     if found.losses_per_hour:
         kept = _COPIED.get(best.copies, "")
         lines.append(f"chosen by what is left at {found.losses_per_hour:g} losses per hour{kept}")

@@ -76,6 +76,9 @@ class Pipeline(Value):
         "others wait in host memory; () for all",
     )
     split_last: int = Field(default=0, ge=0, description="backwards at a pipeline's end that run as I and W")
+    empties: bool = Field(
+        default=False, description="the stage before the last runs empty again and again, and needs fewer R's"
+    )
     memory_bytes: tuple[int, ...] = Field(default=(), description="predicted peak, by stage")
     host_bytes: tuple[int, ...] = Field(
         default=(), description="predicted peak of host memory: optimizer state and stash, by stage; () for none"

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from varuna.core.plan import Plan
 from varuna.planner.build import Builder, BuiltPlan
 from varuna.planner.effort import EFFORT
+from varuna.planner.order import with_best_order
 from varuna.planner.pricing.predict import Simulated, simulated
-from varuna.planner.split_last import with_best_split
 
 _Move = tuple[tuple[int, ...], int]
 """First sections of the stages, and the factor of their in-flight depths."""
@@ -36,7 +36,7 @@ def polished(builder: Builder, built: BuiltPlan, given: Simulated, most_forwards
         given: the plan.
         most_forwards: that are simulated on the way.
     """
-    best = with_best_split(given)
+    best = with_best_order(given)
     first, longest = best.plan, len(given.plan.micro_batches_of(0))
     forwards = 4 * first.stages * longest  # for the drain split
     splits = (first.first.split_last, longest) if given.plan.first.split_last else (0,)
@@ -47,7 +47,7 @@ def polished(builder: Builder, built: BuiltPlan, given: Simulated, most_forwards
             pass
         forwards += walker.forwards
         if walker.found is not None:
-            best = min(best, with_best_split(walker.found), key=attrgetter("step_s"))
+            best = min(best, with_best_order(walker.found), key=attrgetter("step_s"))
     return Walk(best, forwards)
 
 
@@ -69,7 +69,8 @@ class _Walker:
                 continue
             if self.forwards > self._most_forwards:
                 return False
-            plan = self._builder.plan(near).each(split_last=self._plan.first.split_last)
+            pipeline = self._plan.first
+            plan = self._builder.plan(near).each(split_last=pipeline.split_last, empties=pipeline.empties)
             self.forwards += plan.stages * len(plan.micro_batches_of(0))
             tried = simulated(near.costs, plan)
             if tried.step_s < self._plan.step_s:

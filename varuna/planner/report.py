@@ -58,6 +58,7 @@ class PlanReport(Value):
     kept: tuple[int, ...] = Field(description="sections that keep their activations, by stage")
     stash_on_device: tuple[int, ...] = Field(description="of those in flight, whose inputs stay on the GPU, by stage")
     split_last: int = Field(description="backwards at the end that run as I and W")
+    empties: bool = Field(description="the stage before the last runs empty again and again, and needs fewer R's")
     snapshot_s: float | None = Field(description="copying the largest stage out for a checkpoint")
 
 
@@ -202,6 +203,7 @@ def _plan_report(
         kept=plan.first.kept or (0,) * plan.stages,
         stash_on_device=plan.first.stash_on_device or plan.first.stash_limits,
         split_last=plan.first.split_last,
+        empties=plan.first.empties,
         snapshot_s=_snapshot_s(request, plan),
     )
 

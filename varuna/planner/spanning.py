@@ -14,11 +14,11 @@ from varuna.planner.balance import balance_stages
 from varuna.planner.build import Builder, made_plan, sizes_of
 from varuna.planner.estimate import Shape, longest_run
 from varuna.planner.micro_batch import candidate_sizes
+from varuna.planner.order import with_best_order
 from varuna.planner.pricing.predict import SHORTEST_S, Simulated, simulated
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spanning import joined, stages_of
 from varuna.planner.pricing.stage_size import Size, Sizer
-from varuna.planner.split_last import with_best_split
 from varuna.planner.unlike.classes import as_slowest
 from varuna.simulator.bounds import lower_bounds_s
 from varuna.simulator.costs import PipelineCosts
@@ -59,7 +59,7 @@ def _with_sizes(request: PlanRequest, micro_batches: Sequence[int]) -> list[Simu
     for built in found[:_MOST_TRIED]:
         if best and built.bound_s >= min(each.step_s for each in best.values()):
             break
-        tried = with_best_split(simulated(built.costs, built.plan(request)))
+        tried = with_best_order(simulated(built.costs, built.plan(request)))
         known = best.get(tried.plan.stages)
         if known is None or tried.step_s < known.step_s:
             best[tried.plan.stages] = tried

@@ -13,11 +13,11 @@ from varuna.planner.build import Builder, OutOfMemory
 from varuna.planner.effort import EFFORT, Effort
 from varuna.planner.estimate import Depth, Guesser
 from varuna.planner.micro_batch import candidate_sizes
+from varuna.planner.order import with_best_order
 from varuna.planner.pricing.predict import Simulated
 from varuna.planner.pricing.profile import profile
 from varuna.planner.search import search
 from varuna.planner.spanning import spanning
-from varuna.planner.split_last import with_best_split
 from varuna.planner.unlike.classes import by_class
 from varuna.planner.unlike.left_over import CLEARLY, may_mix, of_depths, without_idle
 from varuna.planner.unlike.speeds import with_speeds
@@ -160,8 +160,8 @@ def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...], effort: 
                 misfits.append(builder.misfit(guesser.guesses(stages)[0].shape))
     found = search(request, builders, guessers, possible, effort)
     shown, rest = found.best[: request.wanted], found.best[request.wanted :]
-    split = [*map(with_best_split, shown), *rest]
-    promised = [each._replace(plan=builders[each.plan.micro_batch].promised(each.plan)) for each in split]
+    ordered = [*map(with_best_order, shown), *rest]
+    promised = [each._replace(plan=builders[each.plan.micro_batch].promised(each.plan)) for each in ordered]
     ranked = _best_first(request, promised)
     fitting = {best.plan.stages for best in ranked} | {built.shape.stages for built in found.bounded}
     shallow = _shallow(builders, guessers, found.guessed, min(fitting, default=0))

@@ -19,6 +19,8 @@ class AdaptivePolicy:
     - A micro-batch that is next to go backward when its F runs keeps its activations: one set, the same memory.
     - The last ``split_last`` backwards run as I, whose result leaves at once, and W. Stage 0, which has nobody to
       send to, runs them whole. W follows its I, unless the stage keeps everything: then W's wait for idle time.
+    - With ``empties``, the stage before the last begins no forward while a backward's gradient is here. So it is empty
+      again and again, and the next micro-batch needs no R. It pays where the last stage, which has no R's, has time.
     - No hint of the gradient's coming (the paper's rule 1): with the above it gains at most 1 % on fast links, loses
       2 % on the slowest, and would cost a message for each micro-batch.
 
@@ -35,6 +37,7 @@ class AdaptivePolicy:
         micro_batches: int,
         stash_limit: int,
         split_last: int = 0,
+        empties: bool = False,
         keeps_all: bool = False,
     ) -> None:
         self.stage = stage
@@ -42,7 +45,7 @@ class AdaptivePolicy:
         self._micro_batches = micro_batches
         self._limit = stash_limit
         self._first_split = max(0, micro_batches - split_last) if stage else micro_batches
-        self._few = _few_in_flight(stages - stage, keeps_all=keeps_all)
+        self._few = _few_in_flight(stages - stage, empties=empties, keeps_all=keeps_all)
         self._keeps_all = keeps_all
         self._forwards = 0
         self._begun = 0  # backwards: B's and I's
@@ -113,11 +116,14 @@ class AdaptivePolicy:
         return Action(self.stage, Kind.BACKWARD, self._begun)
 
 
-def _few_in_flight(stages_left: int, *, keeps_all: bool) -> float:
+def _few_in_flight(stages_left: int, *, empties: bool, keeps_all: bool) -> float:
     """Micro-batches below which the stages that are left, this one included, may run dry.
 
-    Forwards that put off no more than an R cost little, and more of them pay. The last stage feeds nobody.
+    Forwards that put off no more than an R cost little, and more of them pay. The last stage feeds nobody, and the one
+    before it may run dry if that saves R's.
     """
     if not keeps_all:
+        if empties and stages_left == 2:
+            return 0.0
         return 1.5 * stages_left + 1
     return stages_left + 1 if stages_left > 1 else 0.0

@@ -207,6 +207,7 @@ def make_policy(
     micro_batches: int,
     stash_limit: int,
     split_last: int = 0,
+    empties: bool = False,
     keeps_all: bool = False,
 ) -> Policy:
     """A fresh policy for one stage and one step.
@@ -221,6 +222,7 @@ def make_policy(
         micro_batches: N of this replica.
         stash_limit: most micro-batches in flight on this stage.
         split_last: how many of the last backwards are split into I and W; ``adaptive`` only.
+        empties: the stage before the last runs empty again and again; ``adaptive`` only.
         keeps_all: the stage has nothing to recompute: no R's. Not for the paper's policies.
 
     Raises:
@@ -229,6 +231,8 @@ def make_policy(
     check_policy(name)
     if split_last and name != "adaptive":
         raise UsageError(f"policy {name!r} never splits a backward. Use the policy 'adaptive', or split_last=0.")
+    if empties and name != "adaptive":
+        raise UsageError(f"policy {name!r} lets no stage run empty. Use the policy 'adaptive', or empties=False.")
     if keeps_all and name.startswith("varuna"):
         raise UsageError(
             f"policy {name!r} is the paper's, which recomputes on every stage but the last. Use the policy 'adaptive' "
@@ -244,6 +248,7 @@ def make_policy(
                 micro_batches=micro_batches,
                 stash_limit=stash_limit,
                 split_last=split_last,
+                empties=empties,
                 keeps_all=keeps_all,
             )
         listed = _interleaving(stages, micro_batches)[stage]

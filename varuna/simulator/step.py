@@ -26,6 +26,7 @@ def simulate(
     policy: str = "varuna",
     stash_limits: Sequence[int] | None = None,
     split_last: int = 0,
+    empties: bool = False,
     seed: int | None = None,
     work: Sequence[float] | None = None,
 ) -> StepTrace:
@@ -37,6 +38,7 @@ def simulate(
         policy: one of ``varuna.schedule.policy.POLICIES``.
         stash_limits: in-flight depth n_k, by stage; the policy's defaults if None.
         split_last: how many of the last backwards run as I and W.
+        empties: the stage before the last runs empty again and again.
         seed: of the links' jitter; None: every message is delayed by its mean. A message's delay depends on the
             seed, its link and its number only, so that policies are compared under the same delays.
         work: by micro-batch: how many times as long as the costs say its actions take; None: all take as long.
@@ -55,6 +57,7 @@ def simulate(
             micro_batches=micro_batches,
             stash_limit=limit,
             split_last=split_last,
+            empties=empties,
             keeps_all=stage.keeps_all,
         )
         pipeline.append(_Stage(k, chosen, stage, work))

@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.depth import by_depth
 from tests.unit.planner.models import FAST, GB, MB, calibrated, gpt2_2_5b, model, rank, section
+from varuna.calibration.file import read_calibration
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import equal_workers
 from varuna.core.errors import UsageError
@@ -14,6 +17,7 @@ from varuna.planner.choose import best_plan
 from varuna.planner.estimate import Guesser
 from varuna.planner.pricing.predict import simulated
 from varuna.planner.pricing.profile import profile
+from varuna.planner.sweep import rank_plans
 from varuna.schedule.policy import POLICIES, stash_limit
 
 
@@ -224,3 +228,21 @@ def test_a_sweep_for_128_workers_fits_the_workers_and_their_memory() -> None:
     facts = model([section(0.0056, 450 * MB, 100 * MB, 6 * MB)] * 60)
     ranking = rank(facts, workers=128, global_batch=8192, micro_batch=4, memory_bytes=16 * GB)
     assert all(plan.workers <= 128 and max(plan.first.memory_bytes) <= 16 * GB for plan in ranking.plans)
+
+
+CALIBRATIONS = Path(__file__).parents[3] / "examples" / "calibrations"
+
+
+@pytest.mark.parametrize(
+    ("name", "global_batch", "empties"),
+    [("qwen3-235b-a22b-lora-4090", 128, True), ("gpt2-2.5b-h100", 32, False)],
+)
+def test_the_stage_before_the_last_runs_empty_where_that_makes_the_step_shorter(
+    name: str, global_batch: int, *, empties: bool
+) -> None:
+    calibration = read_calibration(CALIBRATIONS / f"{name}.json")
+    asked = PlanRequest(calibration=calibration, workers=4, global_batch=global_batch, memory_apart=True)
+    ranking = rank_plans(asked)
+    plan, costs = ranking.plans[0], ranking.predictions[0].trace.costs
+    assert plan.first.empties == empties
+    assert simulated(costs, plan.each(empties=not empties)).step_s >= plan.step_s * (1.02 if empties else 1)

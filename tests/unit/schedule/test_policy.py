@@ -23,6 +23,7 @@ def policies(
     limits: list[int],
     *,
     split_last: int = 0,
+    empties: bool = False,
     keeping: frozenset[int] = frozenset(),
 ) -> list[Policy]:
     return [
@@ -33,6 +34,7 @@ def policies(
             micro_batches=micro_batches,
             stash_limit=limit,
             split_last=split_last,
+            empties=empties,
             keeps_all=k in keeping,
         )
         for k, limit in enumerate(limits)
@@ -93,8 +95,10 @@ def test_adaptive_finishes_validly_however_it_splits_keeps_and_is_limited(
 ) -> None:
     limits = data.draw(st.lists(st.integers(1, micro_batches), min_size=stages, max_size=stages))
     split_last = data.draw(st.integers(0, micro_batches + 1))
-    keeping = data.draw(st.frozensets(st.integers(0, stages - 1)))
-    pipeline = policies("adaptive", stages, micro_batches, limits, split_last=split_last, keeping=keeping)
+    keeping, empties = data.draw(st.frozensets(st.integers(0, stages - 1))), data.draw(st.booleans())
+    pipeline = policies(
+        "adaptive", stages, micro_batches, limits, split_last=split_last, empties=empties, keeping=keeping
+    )
     rows, kept = run_with_random_arrivals(pipeline, micro_batches, seed)
     assert all(policy.finished for policy in pipeline)
     live_limits = [limit if k in keeping else 1 for k, limit in enumerate(limits)]
@@ -213,6 +217,16 @@ def test_adaptive_feeds_the_stages_behind_up_to_its_limit() -> None:
     assert follow(whole, 20, 20, 7) == "0F0 0F1 0F2 0F3 0B0 0F4 0B1"
 
 
+def test_the_stage_before_the_last_runs_empty_where_that_is_asked_for_and_needs_fewer_recomputes() -> None:
+    policy = make_policy("adaptive", stage=1, stages=3, micro_batches=20, stash_limit=20, empties=True)
+    assert follow(policy, 3, 0, 3) == "1F0 1F1 1F2"
+    assert follow(policy, 20, 20, 8) == "1B0 1R1 1B1 1R2 1B2 1F3 1B3 1F4"
+    before = make_policy("adaptive", stage=0, stages=3, micro_batches=20, stash_limit=20, empties=True)
+    assert follow(before, 20, 20, 4) == "0F0 0B0 0F1 0B1"
+    assert follow(before, 20, 2, 6) == "0F2 0F3 0F4 0F5 0F6 0F7"
+    assert follow(before, 20, 3, 3) == "0B2 0F8 0F9", "it feeds the stages behind"
+
+
 def half_stage(*, keeps_all: bool) -> Policy:
     return make_policy("adaptive", stage=1, stages=3, micro_batches=4, stash_limit=4, split_last=3, keeps_all=keeps_all)
 
@@ -244,6 +258,8 @@ def test_lists_run_without_recompute_where_all_is_kept(name: str) -> None:
 def test_what_a_policy_cannot_do_is_refused() -> None:
     with pytest.raises(UsageError, match=r"'varuna' never splits a backward\. Use the policy 'adaptive'"):
         make_policy("varuna", stage=0, stages=2, micro_batches=8, stash_limit=8, split_last=1)
+    with pytest.raises(UsageError, match=r"'varuna' lets no stage run empty\. Use the policy 'adaptive'"):
+        make_policy("varuna", stage=0, stages=2, micro_batches=8, stash_limit=8, empties=True)
     with pytest.raises(UsageError, match="'varuna' is the paper's, which recomputes"):
         make_policy("varuna", stage=0, stages=2, micro_batches=8, stash_limit=8, keeps_all=True)
 

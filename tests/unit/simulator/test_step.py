@@ -114,15 +114,23 @@ def test_executed_orders_are_valid_and_never_faster_than_the_bound(
     costs=pipelines(st.booleans()),
     micro_batches=st.integers(1, 10),
     split_last=st.integers(0, 10),
+    empties=st.booleans(),
     data=st.data(),
 )
 @settings(max_examples=by_depth(25, 250), deadline=None)
 def test_adaptive_is_valid_and_bounded_however_it_is_limited_split_and_kept(
-    costs: PipelineCosts, micro_batches: int, split_last: int, data: st.DataObject
+    costs: PipelineCosts, micro_batches: int, split_last: int, empties: bool, data: st.DataObject
 ) -> None:
     count = len(costs.stages)
     limits = data.draw(st.lists(st.integers(1, micro_batches), min_size=count, max_size=count))
-    trace = simulate(costs, micro_batches=micro_batches, policy="adaptive", stash_limits=limits, split_last=split_last)
+    trace = simulate(
+        costs,
+        micro_batches=micro_batches,
+        policy="adaptive",
+        stash_limits=limits,
+        split_last=split_last,
+        empties=empties,
+    )
     live = [limit if stage.keeps_all else 1 for limit, stage in zip(limits, costs.stages, strict=True)]
     validate(trace.orders, micro_batches=micro_batches, stash_limits=limits, live_limits=live)
     check_times(trace)
@@ -220,6 +228,19 @@ def test_adaptive_takes_24_units_in_the_papers_figure() -> None:
     trace = simulate(uniform(4), micro_batches=5, policy="adaptive", split_last=4)
     assert trace.step_s == 24
     assert [use.live for use in trace.usage] == [1, 1, 1, 1]
+
+
+def test_a_stage_that_runs_empty_shortens_the_step_by_the_recomputes_that_it_spares() -> None:
+    even = uniform(8)
+    costs = replace(even, stages=(replace(even.stages[0], input_s=1.2, weight_s=0.8),) * 8)
+
+    def step(*, empties: bool) -> tuple[float, list[int]]:
+        trace = simulate(costs, micro_batches=32, policy="adaptive", split_last=32, empties=empties)
+        assert [use.live for use in trace.usage] == [1] * 8
+        return round(trace.step_s, 3), [sum(a.kind is Kind.RECOMPUTE for a in row) for row in trace.orders]
+
+    assert step(empties=False) == (140.2, [31] * 7 + [0])
+    assert step(empties=True) == (138.0, [31] * 6 + [25, 0])
 
 
 def scaled(stage: StageCosts, factor: float) -> StageCosts:

@@ -74,7 +74,8 @@ def test_split_backwards_and_kept_sections_do_not_change_a_bit(keep: str, split_
     def adjusted(plan: Plan) -> Plan:
         counts = sections_by_stage(plan)
         kept = {"none": (), "one": [1] * 3, "all but one": [max(0, n - 1) for n in counts], "all": counts}[keep]
-        return plan.each(kept=tuple(kept), split_last=split_last, stash_limits=(4, 3, 2))
+        empties = keep in ("one", "all but one")
+        return plan.each(kept=tuple(kept), split_last=split_last, empties=empties, stash_limits=(4, 3, 2))
 
     setup = Setup(build=Dropping, dataset=Tokens(padded=True), global_batch=12, policy="adaptive", adjusted=adjusted)
     alone = Setup(build=Dropping, dataset=Tokens(padded=True), global_batch=12)

@@ -136,6 +136,7 @@ class Runtime:
             micro_batches=micro_batches,
             stash_limit=pipeline.stash_limits[stage],
             split_last=min(pipeline.split_last, micro_batches),
+            empties=pipeline.empties,
             keeps_all=pipeline.keeps_all(stage),
         )
 

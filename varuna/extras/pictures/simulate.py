@@ -161,6 +161,7 @@ def _of_plan(request: PlanRequest, split_last: int | None, seed: int) -> Simulat
         policy=plan.policy,
         stash_limits=plan.first.stash_limits,
         split_last=plan.first.split_last,
+        empties=plan.first.empties,
         seed=seed,
     )
     return SimulatedStep(

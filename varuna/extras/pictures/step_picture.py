@@ -157,6 +157,7 @@ def simulation_of(timeline: StepTimeline) -> StepTrace:
         policy=plan.policy,
         stash_limits=plan.first.stash_limits,
         split_last=min(plan.first.split_last, micro_batches),
+        empties=plan.first.empties,
     )
 
 

@@ -194,6 +194,7 @@ class BrokenSteps:
             policy=plan.policy,
             stash_limits=[min(limit, micro_batches) for limit in plan.first.stash_limits],
             split_last=min(plan.first.split_last, micro_batches),
+            empties=plan.first.empties,
         )
         scale = plan.step_s / trace.step_s if scale is None else scale  # of long steps, the planner simulates a part
         added, loss_s = [], [0.0] * micro_batches

@@ -54,6 +54,7 @@ _TOLD_APART = {
     "first.stash_limits": "{} micro-batches in flight",
     "first.stash_on_device": "{} of them on the device",
     "first.split_last": "{} split backwards",
+    "first.empties": "the stage before the last runs empty: {}",
     "speeds": "replicas of speed {}",
     "policy": "policy {}",
 }

@@ -187,9 +187,21 @@ def _as_far_as_it_reaches(calibration: Calibration, plan: Plan, alike: Plan, nam
 
 
 def _simulated(
-    costs: PipelineCosts, micro_batches: int, policy: str, stash_limits: tuple[int, ...], split_last: int
+    costs: PipelineCosts,
+    micro_batches: int,
+    policy: str,
+    stash_limits: tuple[int, ...],
+    split_last: int,
+    empties: bool,
 ) -> StepTrace:
-    return simulate(costs, micro_batches=micro_batches, policy=policy, stash_limits=stash_limits, split_last=split_last)
+    return simulate(
+        costs,
+        micro_batches=micro_batches,
+        policy=policy,
+        stash_limits=stash_limits,
+        split_last=split_last,
+        empties=empties,
+    )
 
 
 _again = lru_cache(_REMEMBERED)(_simulated)
@@ -203,7 +215,7 @@ def predict_cut(
     least = plan.first.stash_limits[0] + _SIMULATED_TURNS * stages + plan.first.split_last
     count = min(micro_batches, max(least, _SIMULATED_FORWARDS // stages))
     limits = [min(limit, count) for limit in plan.first.stash_limits]
-    trace = simulates(costs, count, plan.policy, tuple(limits), min(plan.first.split_last, count))
+    trace = simulates(costs, count, plan.policy, tuple(limits), min(plan.first.split_last, count), plan.first.empties)
     if count == micro_batches:
         return Prediction(trace=trace, repeated=0, pace_s=0.0)
     seen_s, backwards = _pace(trace, limits)

@@ -185,6 +185,7 @@ def test_waves_of_micro_batches_do_not_hide_the_lookahead_of_a_deep_pipeline() -
         policy=chosen.policy,
         stash_limits=chosen.first.stash_limits,
         split_last=chosen.first.split_last,
+        empties=chosen.first.empties,
     )
     assert chosen.step_s == pytest.approx(full.step_s, rel=0.01)
 
