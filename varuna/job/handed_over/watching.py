@@ -120,8 +120,10 @@ SCHEDULER = Role("lr_scheduler=", False, _BUILDS)
 
 
 _PLAINLY = (bool, int, float, str, list, dict, tuple)
-_FIXED = (bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_FIXED = (bool, int, float, str, type(None), torch.dtype, torch.device, *_CODE)
 """Kinds of values that cannot change themselves."""
+_MOST_COPIED = 256
 
 
 class _Watched:
@@ -134,20 +136,32 @@ class _Watched:
     def look(self) -> bool:
         """Remember what is there now; return whether that is something else than before."""
         value, before = self.place.value(), self.mark
-        if not (value is self._value and isinstance(value, _FIXED)):
-            self._value, self.mark = value, self._mark_of(value)
+        if not self._is_same(value):
+            self._value, self.mark, self._copy = value, self._mark_of(value), _copy_of_fixed(value)
         return bool(before != self.mark)
 
     def is_changed(self) -> bool:
         """Return whether something else is there."""
         value = self.place.value()
-        return not (value is self._value and isinstance(value, _FIXED)) and self._mark_of(value) != self.mark
+        return not self._is_same(value) and self._mark_of(value) != self.mark
+
+    def _is_same(self, value: Any) -> bool:
+        return value is self._value and (isinstance(value, _FIXED) or (self._copy is not None and value == self._copy))
 
     def _mark_of(self, value: Any) -> Any:
         return mark(value, self._names, self._depth)
 
     _value: Any = MISSING
+    _copy: Any = None
     mark: Any = None
+
+
+def _copy_of_fixed(value: Any) -> Any:
+    """Copy a dict or a list of fixed values, which is compared faster than its mark; None: it is something else."""
+    if type(value) not in (dict, list) or len(value) > _MOST_COPIED:
+        return None
+    inside = value.values() if type(value) is dict else value
+    return copy.copy(value) if all(isinstance(each, _FIXED) for each in inside) else None
 
 
 _ON_THE_WORKERS = (

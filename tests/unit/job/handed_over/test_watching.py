@@ -15,6 +15,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from varuna import UsageError
 from varuna.engine.stage.optimizer import call_before_step
 from varuna.job.built import fill
+from varuna.job.handed_over import watching
+from varuna.job.handed_over.marks import mark
 from varuna.job.handed_over.watching import BEFORE_STEP, COLLATE, DATASET, LOSS, METRICS, OPTIMIZER, HandedOver, Role
 
 Loop = Callable[["Script"], Any]
@@ -398,6 +400,32 @@ def test_options_that_a_function_writes_within_the_step_are_refused() -> None:
     script.optimizer.param_groups[0]["lr"] = 0.3
     with pytest.raises(UsageError, match=r"within the step wrote lr=0.3.*do it there"), handed.script():
         pass
+    handed.end()
+
+
+def test_a_table_of_functions_costs_a_comparison_and_no_mark_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked: list[Any] = []
+    table: dict[str, Callable[[], float]] = {f"loss {number}": kl_weight for number in range(50)}
+
+    def metrics(output: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"loss": output.sum() * table["loss 0"]() * len(table)}
+
+    handed = HandedOver([(METRICS, metrics)])
+    handed.begin()
+
+    def noted(value: Any, *more: Any) -> Any:
+        marked.append(value)
+        return mark(value, *more)
+
+    monkeypatch.setattr(watching, "mark", noted)
+    with handed.script():
+        pass
+    handed.check(None)
+    assert not any(value is table for value in marked)
+    with handed.script():
+        table["loss 3"] = float
+    with pytest.raises(UsageError, match=r"changed table, which metrics= reads"):
+        handed.check(None)
     handed.end()
 
 
