@@ -7,7 +7,7 @@ import pytest
 
 from tests.scenarios.nat import Host, Hosts, why_not
 from varuna.engine.base.connection import Connection
-from varuna.fleet.agent.joined_lines import JoinedLines
+from varuna.fleet.agent.port_server import JoinedLines
 
 KNOWN = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 HERE = "10.80.0.1"

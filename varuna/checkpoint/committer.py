@@ -3,6 +3,7 @@
 Whatever goes wrong costs a checkpoint and is said aloud; neither training nor later checkpoints end with it.
 """
 
+import hashlib
 import queue
 import secrets
 import threading
@@ -21,8 +22,7 @@ from varuna.checkpoint.manifest import (
     newest_intact,
     survey,
 )
-from varuna.checkpoint.model_config_file import keep_configuration
-from varuna.checkpoint.names import DAMAGED, checkpoint_place
+from varuna.checkpoint.names import CONFIG, CONFIG_NOTE, DAMAGED, checkpoint_place
 from varuna.checkpoint.retention import Kept, prepare, retain
 from varuna.checkpoint.saved_sums import find_sums
 from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectMissing
@@ -34,6 +34,37 @@ from varuna.process.threads import start
 from varuna.store.base import Store
 from varuna.store.opening import open_store
 from varuna.store.retry import impatient, writer_id
+
+
+def keep_configuration(store: Store, config: str) -> str:
+    """Write it, unless somebody else's file is there; returns a warning, or None.
+
+    Raises:
+        StoreError: the store cannot be used.
+    """
+    content = config.encode()
+    found = _get(store, CONFIG)
+    if found is not None and found != content and _get(store, CONFIG_NOTE) != _checksum(found):
+        return (
+            f"{CONFIG} in {store.url} was not written by Varuna and is left unchanged. Move it away if the "
+            "checkpoints there should contain this model's configuration."
+        )
+    store.put(CONFIG_NOTE, _checksum(content))
+    if found != content:
+        store.put(CONFIG, content)
+    return ""
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
+
+
+def _get(store: Store, name: str) -> bytes | None:
+    try:
+        return store.get(name)
+    except ObjectMissing:
+        return None
+
 
 SETTLE_BOUND_S = 120.0
 """Bound on the wait for pending commits before the newest checkpoint is looked up."""

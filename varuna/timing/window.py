@@ -7,7 +7,7 @@ passes between two marks within the pass.
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from varuna.calibration.samples import Sized
 from varuna.core.plan import Pipeline, Plan
 from varuna.engine.device.host_copies import HOST
+from varuna.engine.device.streams import Event, Streams
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.section import Examples, SectionRunner
 from varuna.engine.stage.stage import Left, Stage
@@ -23,7 +24,65 @@ from varuna.engine.worker.stored import initial_states
 from varuna.partition.batch_weight import completed
 from varuna.partition.cut.split import Crossing
 from varuna.partition.initial.initial_values import InitialParameters
-from varuna.timing.clock import clock_over
+
+
+class ActionClock(Protocol):
+    """Marks, and the seconds between them."""
+
+    def mark(self) -> Any:
+        """A mark after everything that this thread has launched so far."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds from one mark to another; waits until the device has passed both."""
+
+
+class HostClock:
+    """Clock of a CPU, where a call returns when it is computed."""
+
+    def mark(self) -> float:
+        """The time now."""
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        """From one mark to another."""
+        return end - begin
+
+
+class ThreadClock(HostClock):
+    """Clock of a CPU that stands still while this thread does not run; for computation by this thread alone."""
+
+    def mark(self) -> float:
+        """Processor time of this thread so far."""
+        return time.thread_time()
+
+
+class DeviceClock:
+    """Clock of a GPU, by events of its streams."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def mark(self) -> Event:
+        """An event after everything that is queued."""
+        return self._streams.mark(self._streams.computing(), timed=True)
+
+    def seconds(self, begin: Event, end: Event) -> float:
+        """From one mark to another."""
+        end.wait()
+        return end.seconds_since(begin)
+
+
+def clock_over(streams: Streams | None, *, undisturbed: bool = False) -> ActionClock:
+    """The clock of a device with these streams; of a CPU without.
+
+    Args:
+        streams: of the device.
+        undisturbed: leave out, where that is known, what other programs of the machine take.
+    """
+    if streams is not None:
+        return DeviceClock(streams)
+    return ThreadClock() if undisturbed and torch.get_num_threads() == 1 else HostClock()
+
 
 Times = dict[int, float]
 """By section: seconds."""

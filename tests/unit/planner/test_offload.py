@@ -12,9 +12,8 @@ from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
 from varuna.fleet.machine.joins import first_difference
 from varuna.planner.choose import plan_run
-from varuna.planner.pricing.pinned import pinned_bytes
 from varuna.planner.pricing.profile import profile
-from varuna.planner.pricing.spans import Spans
+from varuna.planner.pricing.spans import Spans, pinned_bytes
 from varuna.planner.pricing.stage_size import Size, Sizer
 
 FOUR = model([section()] * 4)  # of each 100 MB of parameters and of gradients, and 200 MB of state

@@ -12,9 +12,8 @@ from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 from varuna.planner.pricing.costs import pipeline_costs
-from varuna.planner.pricing.pinned import pinned_bytes
 from varuna.planner.pricing.profile import profile
-from varuna.planner.pricing.spans import Spans
+from varuna.planner.pricing.spans import Spans, pinned_bytes
 from varuna.planner.pricing.stage_size import Size, Sizer
 from varuna.schedule.buffers import STASH_IN_TRANSIT
 

@@ -1,17 +1,21 @@
 """The demo from its start to its exit code."""
 
+import importlib.util
+import json
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from varuna.core.devices import WorkerGroups
-from varuna.core.errors import UsageError
+from varuna.core.errors import UsageError, WorkerError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes
+from varuna.data import sample_index
 from varuna.extras.demo.disturbance import ACTS, Act, Disturbance
-from varuna.extras.demo.example import dataset_size, example_folder
 from varuna.extras.demo.proof import DemoReport, loss_table
-from varuna.extras.demo.reference import sample_order, train_reference
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
@@ -23,6 +27,88 @@ from varuna.observe.terminal import Progress
 from varuna.planner.choose import plan_run
 from varuna.process.console import say
 from varuna.process.plain_console import PlainConsole
+
+
+def sample_order(steps: int, *, global_batch: int, size: int, seed: int) -> list[list[int]]:
+    """Samples of each step: what every P x D of the run trained on.
+
+    Args:
+        steps: of the run.
+        global_batch: M, examples per step.
+        size: of the dataset.
+        seed: of the run.
+
+    Returns:
+        For each step, the dataset indices of its M samples.
+    """
+    return [
+        [sample_index(step * global_batch + place, size=size, seed=seed) for place in range(global_batch)]
+        for step in range(steps)
+    ]
+
+
+def train_reference(
+    script: Path, order: Sequence[Sequence[int]], flags: Sequence[str], folder: Path, show: Callable[[str], None]
+) -> list[float]:
+    """Run ``script`` over ``order`` and return its losses.
+
+    Args:
+        script: reference.py of the example.
+        order: samples of each step.
+        flags: the model's flags, as in the run.
+        folder: where its input, output and errors go.
+        show: takes a progress line.
+
+    Raises:
+        WorkerError: the script failed.
+    """
+    order_file, losses_file, errors_file = (folder / name for name in ("order.json", "losses.json", "errors.txt"))
+    order_file.write_text(json.dumps(order))
+    command = [sys.executable, str(script), "--order", str(order_file), "--out", str(losses_file), *flags]
+    with (
+        errors_file.open("wb") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for done, line in enumerate(process.stdout, start=1):
+                show(f"plain PyTorch  step {done}/{len(order)}  loss {line.split()[-1]}")
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise WorkerError(f"the reference loop ended with exit code {process.returncode}; its errors: {errors_file}")
+    losses = json.loads(losses_file.read_text())
+    assert isinstance(losses, list)
+    return [float(loss) for loss in losses]
+
+
+_PACKAGE = Path(__file__).parents[2]
+
+
+def example_folder(name: str) -> Path:
+    """Folder of the example ``name``.
+
+    Raises:
+        UsageError: this installation has no such example.
+    """
+    for folder in (_PACKAGE / "_examples" / name, _PACKAGE.parent / "examples" / name):
+        if (folder / "train.py").is_file():
+            return folder
+    raise UsageError(
+        f"the example {name} is not part of this installation; run `pip install '.[demo]'` in a clone of the repository"
+    )
+
+
+def dataset_size(folder: Path, length: int) -> int:
+    """Samples of the example's dataset: windows of ``length`` bytes of its text."""
+    spec = importlib.util.spec_from_file_location("varuna_demo_text", folder / "text.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return len(module.read_standard_library()) // length
+
 
 WORKERS = 4
 MEMORY_BYTES = 40 * 2**20

@@ -1,5 +1,6 @@
 """Hugging Face's Trainer with its training loop over Varuna; what is around the loop is the library's own code."""
 
+import functools
 import math
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import (
     TrainOutput,
@@ -33,7 +35,6 @@ from varuna.integrations.transformers.arguments import (
 )
 from varuna.integrations.transformers.data import Ordered, one_length
 from varuna.integrations.transformers.main_rank import IS_LAUNCHED, OnMainRank
-from varuna.integrations.transformers.model import ReturningLoss, check_optimizer
 from varuna.integrations.transformers.overrides import by_name, check_overrides
 from varuna.job.built import GivenModel, SchedulerLike, fill
 from varuna.job.given_optimizer import OptimizerLike
@@ -42,6 +43,63 @@ from varuna.job.handed_over.watching import LOSS, HandedOver
 from varuna.membership.launched import watch_exceptions
 from varuna.process.console import say_once
 from varuna.results import Step
+
+ComputeLoss = Callable[[nn.Module, dict[str, Any]], Tensor]
+_inside: set[int] = set()
+"""modules whose loss is being computed: the call in there is the model's own"""
+
+
+class ReturningLoss(GivenModel):
+    """Builds copies of a module that return their loss."""
+
+    def __init__(self, module: nn.Module, compute_loss: ComputeLoss) -> None:
+        """Describe the copies.
+
+        Args:
+            module: the model.
+            compute_loss: replaces their ``forward``: gets the copy and its inputs, returns a scalar.
+        """
+        super().__init__(module)
+        self._compute_loss = compute_loss
+
+    def __call__(self) -> nn.Module:
+        """A copy."""
+        return _returning_loss(super().__call__(), self._compute_loss)
+
+
+def _returning_loss(module: nn.Module, compute_loss: ComputeLoss) -> nn.Module:
+    """The module, of a class of the same name whose ``forward`` is ``compute_loss``."""
+    own = type(module)
+
+    @functools.wraps(own.forward)
+    def forward(self: nn.Module, *args: Any, **inputs: Any) -> Any:
+        if id(self) in _inside:
+            return own.forward(self, *args, **inputs)
+        _inside.add(id(self))
+        try:
+            return compute_loss(self, inputs)
+        finally:
+            _inside.discard(id(self))
+
+    module.__class__ = type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})
+    return module
+
+
+def check_optimizer(whole: object) -> torch.optim.Optimizer:
+    """Refuse optimizers that are more than an update of each parameter.
+
+    Raises:
+        UsageError: it is one, or none of torch's kind.
+    """
+    if type(whole).__name__ in ("LayerWiseDummyOptimizer", "DummyOptim") or not isinstance(
+        whole, torch.optim.Optimizer
+    ):
+        raise UsageError(
+            f"the optimizer is a {type(whole).__name__}, which cannot be built again for the parameters of one stage. "
+            "Use one that is built from parameter groups, such as optim='adamw_torch'."
+        )
+    return whole
+
 
 _STORE = "varuna"
 """Folder in ``output_dir`` with the run's own checkpoints, from which it resumes."""

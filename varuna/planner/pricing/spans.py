@@ -6,11 +6,21 @@ from enum import Enum
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from varuna.planner.pricing.pinned import pinned_bytes
+from varuna.core.devices import STAGING_BYTES
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.sharded_optimizer import UNSHARDED, Sharding, sharding_of
 from varuna.planner.pricing.streamed import are_streamed, on_device_bytes
 from varuna.schedule.buffers import ACTIVATIONS_COMING, GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD
+
+
+def pinned_bytes(profile: Profile, span: range, replicas: int) -> int:
+    """Bytes for a checkpoint, for the largest section's sums, and for parts that are on their way to other ranks.
+
+    Of a checkpoint, each of ``replicas`` copies what it writes, and what it writes if another one is lost.
+    """
+    saved_bytes = profile.state_bytes.over(span) * min(1.0, 2 / replicas)
+    summed_bytes = profile.most_gradient_bytes.over(span.start, span.stop) if replicas > 1 else 0
+    return int(saved_bytes + summed_bytes) + STAGING_BYTES
 
 
 class ActivationBudget(NamedTuple):

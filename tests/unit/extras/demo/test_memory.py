@@ -6,8 +6,7 @@ import torch
 
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import equal_workers
-from varuna.extras.demo.example import dataset_size, example_folder
-from varuna.extras.demo.run import GLOBAL_BATCH, LENGTH, MEMORY_BYTES, MODEL_FLAGS
+from varuna.extras.demo.run import GLOBAL_BATCH, LENGTH, MEMORY_BYTES, MODEL_FLAGS, dataset_size, example_folder
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.model import partition
 from varuna.planner.asking.request import PlanRequest

@@ -4,7 +4,7 @@ import pytest
 
 from tests.depth import by_depth
 from tests.unit.extras.replay.test_replay import CHURN, QUIET, replay, trace
-from varuna.extras.replay.copied import CopiedSum, copied_sums
+from varuna.extras.replay.broken_steps import CopiedSum, copied_sums
 from varuna.extras.replay.costs import MorphCosts
 from varuna.extras.replay.lost import Account, LostBy, OutageSpan
 

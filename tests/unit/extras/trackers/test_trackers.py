@@ -12,7 +12,7 @@ import pytest
 import varuna
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from varuna.core.errors import UsageError
-from varuna.extras.trackers.chart import FILE, chart_of
+from varuna.extras.trackers.of_job import FILE, chart_of
 from varuna.extras.trackers.services import FOLDER_VARIABLE
 from varuna.extras.trackers.tracker import REDONE
 from varuna.extras.trackers.trackers import Trackers

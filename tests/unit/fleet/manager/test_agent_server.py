@@ -21,8 +21,7 @@ from tests.waiting import wait_for
 from varuna import __version__
 from varuna.core.messages import Beat, Finish, Hello, Relay
 from varuna.core.node_notices import PreemptionNotice
-from varuna.fleet.manager.agent_link import AgentLink
-from varuna.fleet.manager.agent_server import MOST_MALFORMED, AgentServer
+from varuna.fleet.manager.agent_server import MOST_MALFORMED, AgentLink, AgentServer
 from varuna.fleet.manager.mailbox import Pulses
 from varuna.fleet.manager.reconcile import Reconciliation
 from varuna.fleet.net.protocol import (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from varuna.core.messages import MAX_VALUE_BYTES, Found, FromWorker, Offered, Sought, from_worker, to_worker
 from varuna.fleet.manager.rendezvous import Meeting
-from varuna.membership.rendezvous import Rendezvous
+from varuna.membership.managed import Rendezvous
 
 MEMBERS = ("w0", "w1", "w2")
 

@@ -14,9 +14,8 @@ from tests.unit.observe.recorded_events import recorded
 from varuna.core.errors import FleetError
 from varuna.core.messages import Vote
 from varuna.fleet.run_folder.database import FILE
-from varuna.fleet.run_folder.journal import RESERVE, Journal
+from varuna.fleet.run_folder.journal import RESERVE, RESERVE_BYTES, Journal
 from varuna.fleet.run_folder.past_events import read_events
-from varuna.fleet.run_folder.reserve import RESERVE_BYTES
 from varuna.fleet.run_folder.step_log import StepLog
 from varuna.fleet.state.run_events import Audited, GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
 

@@ -13,9 +13,8 @@ from varuna.extras.doctor.judging.rounds import opponents
 from varuna.extras.doctor.links.pairs import MeetingKeys
 from varuna.extras.doctor.machine import store_probe
 from varuna.extras.doctor.machine.folders import look_at_folders
-from varuna.extras.doctor.machine.gpus import look_at_gpus
 from varuna.extras.doctor.machine.limits import look_at_limits
-from varuna.extras.doctor.machine.look import starts_slowly
+from varuna.extras.doctor.machine.look import look_at_gpus, starts_slowly
 from varuna.extras.doctor.machine.store_probe import put_mark, remove_mark, try_store
 from varuna.extras.doctor.meeting.meeting import MachineMeeting
 from varuna.process.bounded import Bounded

@@ -12,7 +12,7 @@ from varuna.core.errors import FleetError
 from varuna.core.version import __version__
 from varuna.extras.doctor.judging.facts import LinkFacts, ReachFacts
 from varuna.extras.doctor.meeting import guest as guests
-from varuna.extras.doctor.meeting.guest import Guest
+from varuna.extras.doctor.meeting.guest import Guest, ProbePort, try_all
 from varuna.extras.doctor.meeting.manager_seen import find
 from varuna.extras.doctor.meeting.meeting import (
     LINKS_S,
@@ -24,7 +24,6 @@ from varuna.extras.doctor.meeting.meeting import (
     Next,
     Report,
 )
-from varuna.extras.doctor.meeting.reach import ProbePort, try_all
 from varuna.fleet.net.client import ManagerRemote
 
 
