@@ -77,8 +77,8 @@ def page(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict], found_with: str
     for cause, said in _WHY_NOT.items():
         of_cause = [verdict for verdict in unknown if _why_not(verdict["reason"]) == cause]
         if of_cause:
-            parts.append(f"\n### {cause} ({len(of_cause)})\n\n{said}\n")
-            parts += [f"- {verdict['job']}: {_brief(verdict['reason'], 110)}" for verdict in of_cause]
+            names = ", ".join(str(verdict["job"]) for verdict in of_cause)
+            parts.append(f"\n### {cause} ({len(of_cause)})\n\n{said}\n\n{names}")
     return "\n".join(parts) + "\n"
 
 
@@ -95,10 +95,9 @@ def _why_not(reason: str) -> str:
 
 
 def _ages(verdicts: Sequence[Verdict]) -> str:
-    """Count the verdicts of each commit: what was mended since is judged again only where that was asked for."""
-    number = Counter(str(verdict["commit"]) for verdict in verdicts)
-    each = ", ".join(f"{count} of {commit}" for commit, count in number.most_common())
-    return f"A sweep takes hours, so its verdicts are of several commits: {each}."
+    """Count the commits that verdicts are of: what was mended since is judged again only where that was asked for."""
+    commits = len({verdict["commit"] for verdict in verdicts})
+    return f"A sweep takes hours: its verdicts are of {commits} commits, which `tests/field/verdicts.jsonl` names."
 
 
 def _table(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict]) -> str:
@@ -143,14 +142,12 @@ def _brief(text: str, most: int) -> str:
 
 _BEGINNING = """# The field
 
-How does Varuna fare with models that nobody here chose? This page is the answer, written by a program. It takes every
-class in the auto mappings of transformers for heads that are trained, one small variant of every family of timm,
-torchvision's models of images, segmentation and videos, and the denoisers of diffusers. `tests/field` derives a tiny
-configuration of each from the library's own configuration classes, and its samples from the signature of `forward` and
-from a trial of the model: sentences of unequal length with a mask and with labels that are ignored, pictures, patches
-in grids, sound, boxes, outlines. The modules are the libraries' own, unmodified. What their `forward` wants in another
-form than a tensor for each name (a list of dicts for a detector, positions of patches for a denoiser) is made by a
-module around it, in `tests/field/wrapped.py` and `tests/field/placed.py`, as a user would write it.
+A program tries Varuna on models that its authors did not choose, and writes this page: every class in the auto mappings
+of transformers for heads that are trained, one small variant of every family of timm, torchvision's models of images,
+segmentation and videos, and the denoisers of diffusers. `tests/field` derives a tiny configuration of each from the
+library's own configuration classes, and samples from the signature of `forward` and a trial of the model. The modules
+are unmodified. Where `forward` wants another form than a tensor for each name, a module around it makes that, as a user
+would write it (`tests/field/wrapped.py`, `tests/field/placed.py`).
 
 Each job runs three steps of SGD with clipping on 8 samples a step: in plain PyTorch, in a process that has not imported
 Varuna; then with Varuna in 1x1, 3x1 and 2x2 (stages x replicas), each rank a process. A model of two sections is judged
@@ -158,24 +155,23 @@ in 2x1 in place of 3x1. The columns:
 
 - **right**: losses and gradient norms equal those of plain PyTorch in all three plans, to 1e-5 (or to three times what
   plain PyTorch itself makes of first parameters that are off by 3e-6; the first loss to once that), and 3x1 equals 1x1
-  bit for bit. What a refusal asks for is done, as a user would: where it names `micro_batch=`, the model is tried again
-  with `micro_batch=4` (and `per_micro_batch=True`, where the message names it) against plain PyTorch with gradient
-  accumulation over 4, on samples of equal length; where it names `cut=`, with as many as it says.
+  bit for bit. What a refusal asks for is done, as a user would: `micro_batch=4` (and `per_micro_batch=True`) against
+  plain PyTorch with gradient accumulation over 4, on samples of equal length; `cut=` with as many as it says.
 - **refused**: a `VarunaError` before the first step that says where or what, and a way out.
 - **refused poorly**: the same in words that only this project or torch's developers understand.
 - **wrong**, **hang** (a plan not done within 45 seconds of an idle machine; or all of it not within 120 nor, as long as
   it computes, within ten minutes of processor time), **crash**: never to be seen.
-- **no reference**: plain PyTorch was not got to train it, so nothing is judged.
+- **no reference**: the sweep could not train it with plain PyTorch, so nothing is judged.
 
 `make test-field` runs all of it, resumes where it was cut, and takes `FAMILY=` and `SAMPLE=`; `make test` runs a
 sample of it. The order is drawn once for all, so what a cut sweep has done is a sample of the whole. Models in tiny
 configurations show whether a computation is captured, cut and weighed rightly; they do not show speed or memory.
 """
-_NO_REFERENCE = """Nothing is known of these models with Varuna: plain PyTorch was not got to train them here, so there
-is nothing to compare with. They count neither as right nor as refused."""
+_NO_REFERENCE = """The sweep could not train these models with plain PyTorch, so there is nothing to compare with.
+They count neither as right nor as refused. `tests/field/verdicts.jsonl` has what each said."""
 _WHY_NOT = {
     "No loss of their own": "The class takes no targets, or says itself that it cannot be trained.",
-    "Another library is missing": "Named in the message.",
+    "Another library is missing": "It is not part of the sweep's environment.",
     "Not on a CPU": "An operation of the model has no gradient there, and the sweep runs on CPUs.",
     "Too large": "There is no variant small enough for a sweep, or it takes too long.",
     "Gaps of this harness": "Inputs in a form of the family's own, or fields that contradict each other once they are "
