@@ -275,7 +275,7 @@ def reached(run: Path | None) -> "tuple[Path, ManagerRemote]":
 
 
 def _gone(folder: Path, error: Exception) -> tuple[str, int]:
-    """Why a manager does not answer, and the exit code of a check: the run has ended, or something is wrong."""
+    """Reason for which a manager does not answer, and the exit code of a check: the run is over, or it is broken."""
     from varuna.core.errors import VarunaError
     from varuna.fleet.run_folder.past_events import newest_step
     from varuna.observe.health import Health

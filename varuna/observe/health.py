@@ -46,7 +46,7 @@ def health(status: Mapping[str, Any], now_s: float, *, for_s: float, checkpoint_
 
 
 def doing(status: Mapping[str, Any]) -> str:
-    """What a run does, in the words that all say: where there is no step, since when and why."""
+    """Activity of a run, in the words that all commands use: where there is no step, since when and why."""
     if status.get("waits_for"):
         return f"no step for {format_duration(status['still_s'])}: {status['waits_for']}"
     return str(status.get("doing") or status["state"])

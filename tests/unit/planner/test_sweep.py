@@ -241,7 +241,7 @@ def test_the_stage_before_the_last_runs_empty_where_that_makes_the_step_shorter(
     name: str, global_batch: int, *, empties: bool
 ) -> None:
     calibration = read_calibration(CALIBRATIONS / f"{name}.json")
-    asked = PlanRequest(calibration=calibration, workers=4, global_batch=global_batch, memory_apart=True)
+    asked = PlanRequest(calibration=calibration, workers=equal_workers(4), global_batch=global_batch, memory_apart=True)
     ranking = rank_plans(asked)
     plan, costs = ranking.plans[0], ranking.predictions[0].trace.costs
     assert plan.first.empties == empties
