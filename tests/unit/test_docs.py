@@ -1,6 +1,7 @@
 """Docs and docstrings name only what exists, and nothing is left to be filled in."""
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +17,7 @@ SOURCES = sorted(
 
 PLACEHOLDER = re.compile(r"@[A-Z][A-Z0-9_]*@|\b(?:TODO|FIXME|XXX)\b")
 ABSENT = re.compile(r"\bDESIGN\b|\breference/[\w-]+\.(?:md|py)")  # notes that never were part of this repository
+RAISES = re.compile(r"^ +Raises:\n((?: +\S.*\n)+)", re.M)
 QUESTION = re.compile(r"\A(?:What|How|Where|When|Who|Whose|Which|Why)\b", re.I)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 TREE_PATH = re.compile(r"(?<![\w/.{>-])(?:varuna|tests|benchmarks|examples|docs)/(?!s\b)[\w./*-]*\w")
@@ -119,6 +121,21 @@ def test_docstrings_define_or_say_what_is_done_and_begin_with_no_question() -> N
         and QUESTION.search(node.value.value)
     ]
     assert questions == []
+
+
+def test_docstrings_name_errors_that_exist() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in SOURCES if path.is_relative_to(ROOT / "varuna")}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    known = {*dir(builtins), *(node.name for node in nodes if isinstance(node, ast.ClassDef))}
+    known |= {each.name for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names}
+    named = {
+        f"{name(path)}: {error}"
+        for path in trees
+        for section in RAISES.findall(path.read_text())
+        for error in re.findall(r"^ +([A-Z]\w+): ", section, re.M)
+        if error not in known
+    }
+    assert named == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -67,7 +67,7 @@ def offer(
     """Announce a copy, which goes in parts of ``part_bytes`` (None: large ones); None if the keeper does not take it.
 
     Raises:
-        OtherIsGone: the keeper.
+        PeerLost: the keeper.
     """
     words = max(
         1, -(-min(part_bytes or PART_BYTES, body_bytes) // WORD_BYTES)
@@ -95,7 +95,7 @@ def send_parts(
         copies: by which parts are filled.
 
     Raises:
-        OtherIsGone: the keeper.
+        PeerLost: the keeper.
     """
     buffer = copies.room(opening.part_bytes + WORD_BYTES).zero_()
     part, word = buffer[: opening.part_bytes], buffer[opening.part_bytes :].view(torch.int64)
@@ -114,7 +114,7 @@ def next_offer(line: Line) -> tuple[CopyHeader, bytes]:
     """Wait for the next copy that is announced, and its header.
 
     Raises:
-        OtherIsGone: the owner.
+        PeerLost: the owner.
     """
     message = _receive(line, len(CopyHeader._fields) * WORD_BYTES)
     opening = CopyHeader(*message.view(torch.int64).tolist())
@@ -125,7 +125,7 @@ def answer(line: Line, *, yes: bool) -> None:
     """Say whether what was offered is taken, or that it has come.
 
     Raises:
-        OtherIsGone: the owner.
+        PeerLost: the owner.
     """
     _send(line._replace(tag=line.tag + 1), torch.tensor([int(yes)], dtype=torch.int64))
 
@@ -134,7 +134,7 @@ def await_answer(line: Line) -> bool:
     """Wait for the other end's ``answer``.
 
     Raises:
-        OtherIsGone: it is.
+        PeerLost: it is.
     """
     return bool(_receive(line._replace(tag=line.tag + 1), WORD_BYTES).view(torch.int64).item())
 
@@ -143,7 +143,7 @@ def receive_parts(line: Line, opening: CopyHeader, write: Callable[[int, Tensor]
     """Receive the body; False if it was broken off.
 
     Raises:
-        OtherIsGone: the owner.
+        PeerLost: the owner.
     """
     for first in _firsts(opening):
         message = _receive(line, opening.part_bytes + WORD_BYTES)
