@@ -26,18 +26,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 from varuna.engine.base.connection import UNREACHED, Unreachable
 from varuna.engine.base.endpoint import Endpoint, Listener, Place, Way
 from varuna.process.machine_port import WORD_BYTES, Address
+from varuna.process.threads import start
 
 OTHER_WAYS_S = 10.0
 """After its own call has failed, and nothing else is under way, a member waits so long for the other one's."""
 _GREETING = struct.Struct(f"<{WORD_BYTES}sI")
 """the listener's word, the caller's rank"""
 _HERE = b"+"
-_LOOK_S = 1.0
+_LOOK_S, _NAME_S = 1.0, 0.05
 _STRANGERS = 64
 """Callers that have not said anything yet, beyond those that are expected."""
 
@@ -99,6 +101,41 @@ class _Call:
     heard: bytes = b""
 
 
+class _Names:
+    """Addresses of hosts. Names are looked up on other threads: a name server that is silent holds up nobody else."""
+
+    def __init__(self) -> None:
+        self._found: dict[Address, tuple[int, Any] | OSError | None] = {}
+
+    def look_up(self, to: Address) -> tuple[int, Any] | None:
+        """Family and address of a socket; None: not yet.
+
+        Raises:
+            OSError: there is none.
+        """
+        if to not in self._found:
+            try:
+                self._found[to] = _socket_address(to, socket.AI_NUMERICHOST)
+            except socket.gaierror:
+                self._found[to] = None
+                start("look-up", partial(self._ask, to))
+        found = self._found[to]
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    def _ask(self, to: Address) -> None:
+        try:
+            self._found[to] = _socket_address(to)
+        except OSError as error:
+            self._found[to] = error
+
+
+def _socket_address(to: Address, flags: int = 0) -> tuple[int, Any]:
+    family, *_, address = socket.getaddrinfo(to.host, to.port, type=socket.SOCK_STREAM, flags=flags)[0]
+    return family, address
+
+
 class _Meeting:
     """Connections that are being made, all at once: nobody waits behind one who cannot be reached."""
 
@@ -110,6 +147,8 @@ class _Meeting:
         self._met: dict[int, Met] = {}
         self._calls: dict[_Call, None] = {}  # in the order in which they began
         self._problems: dict[int, tuple[int, str, float]] = {}  # by member: why no call got through, and since when
+        self._names = _Names()
+        self._unnamed: list[tuple[Address, int, Way, bytes, bool]] = []  # calls to those
 
     def run(self, deadline_s: float) -> dict[int, Met]:
         """Call, and wait until all are there."""
@@ -121,9 +160,14 @@ class _Meeting:
                 _, way, other = due.pop(0)
                 if other in self._awaited:
                     self._begin(way, other)
-            untried = {other for _, _, other in due}
+            unnamed, self._unnamed = self._unnamed, []
+            for call in unnamed:
+                if call[1] in self._awaited:
+                    self._call(*call)
+            untried = {other for _, _, other in due}.union(call[1] for call in self._unnamed)
             self._despair(untried, deadline_s, now_s)
-            until_s = min([deadline_s, *(each_s for each_s, _, _ in due[:1])])
+            soon_s = [now_s + _NAME_S] if self._unnamed else []
+            until_s = min([deadline_s, *soon_s, *(each_s for each_s, _, _ in due[:1])])
             for key, _ in self._selector.select(min(_LOOK_S, max(0.0, until_s - now_s))):
                 self._go_on(key.data)
         met, self._met = self._met, {}
@@ -156,16 +200,19 @@ class _Meeting:
             calls = late == self._rank
             for relay in self._endpoint.relays:
                 says = relay.word.encode() + greeting + (greeting if calls else b"")
-                self._call(Address(relay.host, relay.port), other, way, says, calls=calls)
+                self._call(Address(relay.host, relay.port), other, way, says, calls)
         elif (way == Way.CALLED) == (self._rank == late):
             greeting = _GREETING.pack(place.word.encode(), self._rank)
             for to in (place.within,) if self._is_within(other) else place.at:
-                self._call(to, other, way, greeting, calls=True)
+                self._call(to, other, way, greeting, True)
 
-    def _call(self, to: Address, other: int, way: Way, says: bytes, *, calls: bool) -> None:
-        """Begin to call; without ``calls``, the other end speaks first once a relay has joined both."""
+    def _call(self, to: Address, other: int, way: Way, says: bytes, calls: bool) -> None:
+        """Begin to call, once it is known where; without ``calls``, the other end speaks first, joined by a relay."""
         try:
-            family, *_, address = socket.getaddrinfo(to.host, to.port, type=socket.SOCK_STREAM)[0]
+            if (found := self._names.look_up(to)) is None:
+                self._unnamed.append((to, other, way, says, calls))
+                return
+            family, address = found
             connected = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             self._note(other, way, to, error.errno or 0, error.strerror or str(error))
@@ -304,6 +351,8 @@ class _Meeting:
             for call in self._calls:
                 if call.to is not None and call.says:
                     self._note(call.other, call.way, call.to, errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+            for to, other, way, *_ in self._unnamed:
+                self._note(other, way, to, errno.ETIMEDOUT, "no name server has answered")
         under_way = {call.other for call in self._calls}.union(untried)
         for other in sorted(self._awaited.intersection(self._problems)):
             number, text, since_s = self._problems[other]

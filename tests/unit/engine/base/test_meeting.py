@@ -161,6 +161,39 @@ def test_nobody_waits_behind_a_member_that_nothing_gets_through_to() -> None:
         )
 
 
+def test_nobody_waits_behind_a_name_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three, rank 0 has a name of which nobody says anything; the name of rank 1 is found."""
+    over, known = threading.Event(), socket.getaddrinfo
+
+    def look_up(host: str, port: int, **named: Any) -> Any:
+        if host == "silent.example" and not named.get("flags"):
+            over.wait(10)
+            raise socket.gaierror("nobody knows it")
+        return known(host, port, **named)
+
+    class Named(Endpoint):
+        def listen(self, word: str, backlog: int) -> Listener:
+            listener = super().listen(word, backlog)
+            listener.place = listener.place._replace(at=(Address("localhost", listener.place.at[0].port),))
+            return listener
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    store = local_store()
+    store.set("0", place("silent.example", 1))
+    found = dict[int, Any]()
+
+    def work(rank: int) -> None:
+        try:
+            meet(store, rank, 3, Named("127.0.0.1", machine=str(rank)), 1.0)
+        except Unreachable as error:
+            found[rank] = error.peer, str(error)
+
+    run_all([partial(work, rank) for rank in (1, 2)])
+    over.set()
+    text = "rank 0 of the group at silent.example:1: no name server has answered"
+    assert found == {1: (0, text), 2: (0, text)}
+
+
 @contextlib.contextmanager
 def relay(tell: Callable[[str], None] = lambda text: None) -> Iterator[PortServer]:
     """The port of a machine."""
