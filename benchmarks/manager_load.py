@@ -42,6 +42,7 @@ from varuna.core.plan import Plan
 from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.net.beats import BeatMemory
 from varuna.fleet.net.ca import SERVER_NAME, client_context, open_authority
+from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.protocol import (
     DownItem,
     Greet,
@@ -102,13 +103,14 @@ def manage(run_dir: Path, pipe: Connection) -> None:
 
 def manage_nothing(run_dir: Path, pipe: Connection) -> None:
     """In place of ``manage``: the same server, behind which nobody listens."""
-    welcome = Welcome(manager="m", run="r", resumed=False).model_dump_json()
+    greeting = Welcome(manager="m", run="r", resumed=False).model_dump_json()
     answer = PulseAnswer(received=0).model_dump_json()
 
     async def serve(websocket: WebSocket) -> None:
+        welcome(websocket)  # strangers may be few, and for ten seconds
         await websocket.accept()
         await websocket.receive_text()
-        await websocket.send_text(welcome)
+        await websocket.send_text(greeting)
         with suppress(WebSocketDisconnect):
             while True:
                 if '"asks":true' in await websocket.receive_text():
