@@ -48,16 +48,15 @@ def note_failed(transition: Transition, name: str, failed: Failed) -> None:
 
     Once it is through with its steps, there is nobody else who could finish its script.
     """
-    fleet, worker = transition.fleet, transition.fleet.workers[name]
-    standing, fault = worker.standing, failed.fault
-    is_hopeless = (
-        fault is not None and fault.of_machine and not _has_begun(fleet) and is_only_machine(fleet, worker.node)
-    )
-    if fault is not None and standing not in (WorkerStatus.LEFT, WorkerStatus.DISMISSED) and not is_hopeless:
-        note_fault(transition, name, fault)
-    elif standing is not WorkerStatus.DISMISSED:
-        text = f"worker {_title(transition.fleet, name)} failed: {failed.summary}"
+    fleet, worker, fault = transition.fleet, transition.fleet.workers[name], failed.fault
+    if worker.standing is WorkerStatus.DISMISSED:
+        return
+    nobody_has_begun = not _has_begun(fleet) and is_only_machine(fleet, worker.node)
+    if fault is None or worker.standing is WorkerStatus.LEFT or (fault.of_machine and nobody_has_begun):
+        text = f"worker {_title(fleet, name)} failed: {failed.summary}"
         _conclude_error(transition, name, text, failed.exit_code, f"\n{failed.traceback}".rstrip(), failed.accused)
+    else:
+        note_fault(transition, name, fault)
 
 
 def note_leaving(transition: Transition, name: str, training: int, step: int = 0) -> None:
@@ -203,11 +202,10 @@ def _is_dispensable(fleet: Fleet, name: str) -> bool:
     worker, main = fleet.workers[name], fleet.workers.get(fleet.members[0]) if fleet.members else None
     if not fleet.config.elastic or worker.standing is not WorkerStatus.LEFT:
         return False
-    if fleet.main_ended or main is None:
+    if fleet.main_ended or main is None or main.node == worker.node:
         return fleet.main_ended
     has_all = fleet.job is not None and fleet.recorded_step + 1 >= fleet.job.steps
-    is_over = has_all or main.standing is WorkerStatus.LEFT  # else the worker has broken its loop off
-    return is_over and main.node != worker.node
+    return has_all or main.standing is WorkerStatus.LEFT  # else the worker has broken its loop off
 
 
 def _is_outsider(fleet: Fleet, name: str) -> bool:

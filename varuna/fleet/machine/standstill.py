@@ -42,7 +42,7 @@ def stillness(fleet: Fleet, now_s: float) -> Stillness | None:
 
 
 def _is_blocked(fleet: Fleet) -> bool:
-    """Whether it is known already that no step can follow as things are."""
+    """Return whether no step can follow as things are."""
     match fleet.phase:
         case Idle(blocked=blocked):
             return blocked is not None
