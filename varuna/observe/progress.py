@@ -73,11 +73,23 @@ def risk_line(replicas: int, copies: Copies, *, checkpoint_dir: str | None, resc
     return f"one copy of each section{_NO_COPIES[copies]}: if a worker is lost, the run goes back to {back}"
 
 
-def closing_line(history: RunHistory, exit_code: int, elapsed_s: float, checkpoint: str | None, spent: str = "") -> str:
-    """One line for a run that is over: steps, loss, step time, workers lost, checkpoint, cost."""
+def closing_line(
+    history: RunHistory, exit_code: int, elapsed_s: float, checkpoint: str | None, spent: str = "", *, before: int = 0
+) -> str:
+    """One line for a run that is over: steps, loss, step time, workers lost, checkpoint, cost.
+
+    Args:
+        history: all of it.
+        exit_code: of the run.
+        elapsed_s: since this manager began.
+        checkpoint: the newest.
+        spent: what it has cost.
+        before: steps that were done then.
+    """
     steps = sorted(history.losses)
     of = f" of {history.trainings + 1} trainings" if history.trainings else ""
-    words = [f"{counted(history.steps, 'step')}{of} in {format_duration(elapsed_s)}"]
+    own = f", {max(0, history.steps - before):,} of them" if before else ""
+    words = [f"{counted(history.steps, 'step')}{of}{own} in {format_duration(elapsed_s)}"]
     if steps:
         first, last = history.losses[steps[0]], history.losses[steps[-1]]
         words.append(f"loss {first:.4f} to {last:.4f}" if len(steps) > 1 else f"loss {first:.4f}")

@@ -60,6 +60,7 @@ class RunView:
         self._fleet: Callable[[], Fleet] | None = None
         self._glance: Callable[[], Mapping[str, Any]] | None = None
         self._phase, self._phase_s = "", self._began_s
+        self._before: int | None = None  # steps that were done when this manager began
         self._pace, self._story = StepPace(), deque[Mark]()
         self._over = threading.Event()
 
@@ -69,6 +70,8 @@ class RunView:
 
     def __call__(self, event: RunEvent) -> None:
         """Take the next event; called on the run's own thread."""
+        if self._before is None:
+            self._before = self.history.steps
         morph = self.history.take(event)
         is_pictured = self._glance is not None and self._progress.is_live
         if is_pictured:
@@ -110,7 +113,8 @@ class RunView:
         while self._story:
             self._push_out()
         if ended is not None and self.history.generations:
-            line = closing_line(self.history, ended.exit_code, self._clock() - self._began_s, checkpoint, spent)
+            elapsed_s = self._clock() - self._began_s
+            line = closing_line(self.history, ended.exit_code, elapsed_s, checkpoint, spent, before=self._before or 0)
             self._progress.tell(line, style="red" if ended.exit_code else "green")
 
     # -- the live view ---------------------------------------------------------------------------------------

@@ -99,3 +99,4 @@ def test_the_closing_line_counts_steps_and_losses_survived() -> None:
     assert closing_line(RunHistory(), 1, 90.0, None) == "ended  0 steps in 1m 30s   no checkpoint"
     history.take(recorded(2600, 2.0))  # as after a manager that read the newest steps of its journal only
     assert closing_line(history, 0, 90.0, None).startswith("done   2,601 steps in 1m 30s   loss 4.0000 to 2.0000")
+    assert closing_line(history, 0, 90.0, None, before=2).startswith("done   2,601 steps, 2,599 of them in 1m 30s   ")
