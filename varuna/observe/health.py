@@ -41,8 +41,9 @@ def health(status: Mapping[str, Any], now_s: float, *, for_s: float, checkpoint_
         if since_s is None or now_s - since_s > checkpoint_age_s:
             age = "" if since_s is None else f" for {format_duration(now_s - since_s)}"
             return Checked(Health.UNSAVED, f"no new checkpoint{age}: {_newest(checkpoint)}")
-    step, steps = status.get("step"), status.get("steps")
-    return Checked(Health.TRAINS, doing(status) if step is None else f"{doing(status)}, step {step + 1} of {steps}")
+    step, is_still = status.get("step"), bool(status.get("waits_for"))
+    where = "" if step is None or is_still else f", step {step + 1} of {status['steps']}"
+    return Checked(Health.TRAINS, f"{doing(status)}{where}")
 
 
 def doing(status: Mapping[str, Any]) -> str:
