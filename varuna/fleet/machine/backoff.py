@@ -8,6 +8,7 @@ ends only after a long time without a step, ``FleetConfig.futile_s``, in which g
 from dataclasses import replace
 
 from varuna.core.units import format_duration
+from varuna.fleet.machine.standstill import because
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, Obstacle
 from varuna.fleet.state.fleet import Fleet
@@ -45,15 +46,12 @@ def waits(transition: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
     if is_new or transition.now_s >= phase.since_s + pause_s:
         return False
     if phase.blocked is None or phase.blocked.by is not Obstacle.BREAKING:
-        text = (
-            f"generation {fleet.generation} broke before its first step, the {_nth(fleet.futile)} in a row, though no "
-            f"worker died ({' and '.join(map(str, fleet.causes))})"
-        )
+        number, left = _nth(fleet.futile), format_duration(max(0.0, _left_s(fleet)))
+        text = f"generation {fleet.generation} broke before its first step, the {number} in a row, though nobody died"
         transition.update(phase=replace(phase, blocked=Blocked(Obstacle.BREAKING, text)))
-        left = format_duration(max(0.0, _left_s(fleet)))
         transition.notice(
-            f"{text}. The same workers try again in {pause_s:.0f} s, or as soon as another joins; without a step "
-            f"the run ends in {left}",
+            f"{text}{because(fleet)}. The same workers try again in {pause_s:.0f} s, or as soon as another joins; "
+            f"without a step the run ends in {left}",
             warning=True,
         )
     return True

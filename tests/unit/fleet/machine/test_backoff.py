@@ -33,7 +33,7 @@ def test_generations_that_break_one_after_another_are_tried_again_after_growing_
     driver = three_that_cannot_form(FUTILE_S)
     pauses_s = [break_again(driver) for _ in range(9)]
     assert pauses_s == pytest.approx([0, 1, 2, 4, 8, 16, 30, 30, 30], abs=0.3)
-    assert said(driver, "the 4th in a row, though no worker died")
+    assert said(driver, "the 4th in a row, though nobody died (")
     assert said(driver, "again in 30 s, or as soon as another joins; without a step the run ends in 29m")
     driver.voted(2)
     assert (driver.end, driver.fleet.futile, driver.told(WorkerLost)[1:]) == (None, 0, [])
