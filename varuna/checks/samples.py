@@ -1,6 +1,7 @@
 """Samples that a job is checked on: of the first ones, those that differ in their masks and labels."""
 
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -73,19 +74,28 @@ def read_twice(source: SampleSource, positions: Sequence[int]) -> MicroBatch:
     one, two = source.micro_batch(list(positions)), source.micro_batch(list(positions))
     for index, first, second in zip(one.indices, one.digests, two.digests, strict=True):
         if first != second:
-            what = (
-                f"the dataset is random: reading dataset[{index}] twice gave two different samples. Workers read "
-                "the same sample again, so it must depend on the index and on"
-                if source.collates_alike(positions)
-                else f"collate= is random: it made something else of the same samples (dataset indices "
-                f"{list(one.indices)}) when it was called again. It must draw only from"
-            )
-            raise DataError(
-                f"{what} Python's, NumPy's and torch's global generators, which Varuna seeds for each sample. Look "
-                "for separate generators (numpy.random.default_rng, torch.Generator, seed= of a collator), the time, "
-                "or state kept between calls."
-            )
+            refuse_random(source, positions, index)
     return one
+
+
+def refuse_random(source: SampleSource, positions: Sequence[int], index: int) -> NoReturn:
+    """Refuse samples of which ``index`` is another one when it is read again.
+
+    Raises:
+        DataError: always.
+    """
+    what = (
+        f"the dataset is random: reading dataset[{index}] twice gave two different samples. Workers read "
+        "the same sample again, so it must depend on the index and on"
+        if source.collates_alike(positions)
+        else f"collate= is random: it made something else of the same samples (dataset indices "
+        f"{list(source.indices(positions))}) when it was called again. It must draw only from"
+    )
+    raise DataError(
+        f"{what} Python's, NumPy's and torch's global generators, which Varuna seeds for each sample. Look "
+        "for separate generators (numpy.random.default_rng, torch.Generator, seed= of a collator), the time, "
+        "or state kept between calls."
+    )
 
 
 def check_mixed_samples(source: SampleSource) -> None:

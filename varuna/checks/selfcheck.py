@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from varuna.checks.mixing import try_mixing
 from varuna.checks.module_state import changed, marks, plain_values
 from varuna.checks.outcome import Draws, Outcome, Part, in_turn, plainly
 from varuna.checks.proportion import check_proportion
+from varuna.checks.reading import Place, check_reading
 from varuna.checks.samples import OutsideModesSource, check_mixed_samples, choose_positions, read_twice
 from varuna.checks.shapes_only import look_over
 from varuna.core.errors import ModelError
@@ -82,6 +83,8 @@ class SelfCheck:
     """the loss may mix the examples of a micro-batch of that size"""
     device: str = "cpu"
     """the kind of device that the job computes on, and that the model's nominal times are of"""
+    numbers: Callable[[], Iterable[Place]] = tuple
+    """that the dataset and ``collate`` may count with"""
 
     def run(self, model: PartitionedModel, initial: Initial | None) -> None:
         """Run all checks before a fresh run, on a whole model that is not needed afterwards; prints the result.
@@ -111,6 +114,7 @@ class SelfCheck:
             DataError: the dataset is random, or a sample is not what was captured.
         """
         begin_s = time.monotonic()
+        check_reading(self.source, self.numbers)
         check_mixed_samples(self.source)
         extent = self._extent(model)
         groups = choose_positions(model, self.source, sum(extent.sizes) or 1)

@@ -18,7 +18,7 @@ from varuna.data.digests import row_digests, tensors_digest
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
 from varuna.data.ramp import Ramp
-from varuna.data.randomness import reseeded, states_kept
+from varuna.data.randomness import Draws, reseeded, states_kept
 from varuna.data.readers import InThread, Readers
 from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, is_listed, lists_in, open_sizes
 from varuna.data.slow import SlowReading
@@ -128,6 +128,24 @@ class SampleSource:
         return index, sample
 
     def _read(self, position: int) -> tuple[int, Any]:
+        with self._turn_of(position) as index:
+            return index, self._dataset[index]
+
+    def draws(self, position: int) -> bool:
+        """Whether reading the sample at ``position`` draws random numbers from the global generators.
+
+        Raises:
+            Exception: whatever ``dataset[i]`` raises, with a note that names the index.
+        """
+        self._wait([position])
+        with states_kept(), self._turn_of(position) as index:
+            draws = Draws()
+            _ = self._dataset[index]
+            return draws.were_made
+
+    @contextmanager
+    def _turn_of(self, position: int) -> Iterator[int]:
+        """In this block the dataset knows where the run is, and draws for this sample: its index."""
         [index], place = self.indices([position]), self._place(position)
         epoch = 0 if self.size is None else place // self.size
         where = f"while reading dataset[{index}], position {position} of the run"
@@ -139,18 +157,21 @@ class SampleSource:
                     each.tell("set_epoch", place // self.order_length)
                 if self._step_at is not None:
                     each.tell("set_step", self._step_at(position))
-            return index, self._dataset[index]
+            yield index
 
     def _place(self, position: int) -> int:
         place = position if self._ramp is None else self._ramp.place(position)
         assert place is not None, f"position {position} has no sample"
         return place
 
-    def _read_all(self, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    def _wait(self, positions: Sequence[int]) -> None:
         if self._wait_for is not None:  # here, since training needs the generators meanwhile
             for index in self.indices(positions):
                 with _noted(f"while waiting for dataset[{index}]"):
                     self._wait_for(index)
+
+    def _read_all(self, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        self._wait(positions)
         with states_kept():
             indices, samples = zip(*map(self._read, positions), strict=True)
         return indices, samples

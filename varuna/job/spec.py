@@ -26,7 +26,7 @@ from varuna.job.arguments import check_function, check_kind, check_number, check
 from varuna.job.built import GivenModel, WithLoss, loss_of
 from varuna.job.charts import Tracker
 from varuna.job.given_optimizer import OptimizerLike
-from varuna.job.handed_over.code_reads import Reads
+from varuna.job.handed_over.code_reads import ReadPlace, Reads
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Publish, Weights
 from varuna.job.shared_capture import captured_once
@@ -222,7 +222,17 @@ class JobSpec:
             self.fixed_micro_batch,
             self.loss.per_micro_batch,
             self.device.type,
+            lambda: self._numbers_of_readers,
         )
+
+    @property
+    def _numbers_of_readers(self) -> list[ReadPlace]:
+        """Places of numbers that the dataset and ``collate`` may count with."""
+        found = Reads()
+        found.follow(self.dataset, "dataset")
+        if self.collate.function is not None:
+            found.follow(self.collate.function, "collate=")
+        return found.numbers()
 
     @cached_property
     def update_check(self) -> UpdateCheck:

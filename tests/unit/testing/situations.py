@@ -1107,6 +1107,49 @@ class Weighted:
         return Points()[int(drawn)]
 
 
+class Augmented(Points):
+    """Adds noise to each sample, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.reads, self.kept = how, 0, dict[int, Tensor]()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample, x = super().__getitem__(index), torch.zeros(10)
+        if self.how == "counts":
+            self.reads += 1
+            x += self.reads // 1000
+        elif self.how == "own generator":
+            x += torch.randn(10, generator=self.generator)
+        elif self.how == "keeps":
+            if index not in self.kept:
+                self.kept[index] = torch.randn(10)
+            x += self.kept[index]
+        else:
+            x += torch.randn(10, generator=torch.Generator().manual_seed(index))
+        return {**sample, "x": sample["x"] + x}
+
+
+def dataset_that_counts(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Augmented("counts"), optimizer, loss=cross_entropy)
+
+
+def dataset_with_a_generator(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Augmented("own generator"), optimizer, loss=cross_entropy)
+
+
+def dataset_that_keeps_draws(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Augmented("keeps"), optimizer, loss=cross_entropy)
+
+
+def dataset_seeded_by_the_index(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Augmented("by index"), optimizer, loss=cross_entropy)
+
+
 WEIGHTS = [1.0 + index % 3 for index in range(SAMPLES)]
 
 
@@ -1505,6 +1548,27 @@ SITUATIONS = [
         r"Pass loader\.dataset",
         tensor_dataset,
         fails_plainly=True,
+    ),
+    Situation(
+        "a count of reads that changes samples",
+        dataset_that_counts,
+        "",
+        r"is another sample when dataset\.reads, which counts",
+        dataset_seeded_by_the_index,
+    ),
+    Situation(
+        "a generator that the dataset keeps",
+        dataset_with_a_generator,
+        "",
+        r"the dataset is random.*separate generators",
+        dataset_seeded_by_the_index,
+    ),
+    Situation(
+        "what the dataset has drawn, kept in a cache",
+        dataset_that_keeps_draws,
+        "",
+        r"keeps what it has drawn.*random\.Random\(index\)",
+        dataset_seeded_by_the_index,
     ),
     Situation(
         "`WeightedRandomSampler`",

@@ -7,6 +7,7 @@ a counter or a cache of its own. What is read by another way, such as ``globals(
 import dis
 import functools
 import inspect
+import sys
 import types
 from collections import deque
 from collections.abc import (
@@ -38,6 +39,7 @@ _BASES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FRO
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _SILENT = ("CACHE", "PUSH_NULL", "PRECALL", "NOP", "EXTENDED_ARG", "RESUME")
 _PLAIN = str | bytes | int | float | complex | None
+_NUMBERS, _DEEPEST = (int, float), 3
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 
 Key = tuple[str, Any]
@@ -64,6 +66,14 @@ class ReadPlace(NamedTuple):
                 break
         return found
 
+    def put(self, value: Any) -> None:
+        """Write there."""
+        owner, (kind, name) = self._replace(keys=self.keys[:-1]).value(), self.keys[-1]
+        if kind == "[":
+            owner[name] = value
+        else:
+            setattr(owner, name, value)
+
     @property
     def last(self) -> str:
         """The name that a statement that writes there has."""
@@ -85,6 +95,8 @@ class Reads:
     modules: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
     """that the functions call"""
     _seen: set[tuple[int, int]] = field(default_factory=set)
+    _owners: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    """objects whose methods are looked into"""
 
     def found(self) -> list[ReadPlace]:
         """All places but those that the functions write, or that lie in something that they write."""
@@ -93,6 +105,15 @@ class Reads:
             for (base, keys), place in self.places.items()
             if not any((base, keys[:stop]) in self.written for stop in range(1, len(keys) + 1))
         ]
+
+    def numbers(self) -> list[ReadPlace]:
+        """Places of numbers around the functions, and in the user's objects that they use, whoever writes them."""
+        found = [place for place in self.places.values() if isinstance(place.base, dict | types.CellType)]
+        found = [place for place in found if type(place.value()) in _NUMBERS and not _is_librarys(place.base)]
+        seen = set[int]()
+        for owner, name in self._owners.values():
+            found.extend(_numbers_in(owner, name, seen, 0))
+        return found
 
     def follow(self, subject: Any, name: str) -> None:
         """Look into a function, a method, or an object that can be called or indexed."""
@@ -123,6 +144,7 @@ class Reads:
         if code is None or (id(code), id(owner)) in self._seen or len(self._seen) >= _MOST_FUNCTIONS:
             return
         self._seen.add((id(code), id(owner)))
+        self._owners.setdefault(id(owner), (owner, name))
         if owner is MISSING and (is_library(code.co_filename) or code.co_filename.startswith(OWN)):
             return
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
@@ -194,6 +216,28 @@ class Reads:
 def is_library(file: str) -> bool:
     """Return whether a file belongs to Python, or to something that was installed."""
     return any(part in file for part in LIBRARIES) or file.startswith("<frozen")
+
+
+def _is_librarys(base: Any) -> bool:
+    """Return whether a namespace or an object belongs to a library."""
+    scope = base if isinstance(base, dict) else vars(sys.modules.get(type(base).__module__, types))
+    return is_library(str(scope.get("__file__", "")))
+
+
+def _numbers_in(owner: Any, name: str, seen: set[int], depth: int) -> Iterator[ReadPlace]:
+    """Yield places of numbers in an object of the user's, and in objects that it holds."""
+    if id(owner) in seen or depth > _DEEPEST or isinstance(owner, _CODE):
+        return
+    seen.add(id(owner))
+    if isinstance(owner, list | tuple):
+        for each in owner[:16]:
+            yield from _numbers_in(each, name, seen, depth + 1)
+    elif hasattr(owner, "__dict__") and (depth == 0 or not _is_librarys(owner)):
+        for key, value in list(vars(owner).items()):
+            if type(value) in _NUMBERS:
+                yield ReadPlace(owner, ((".", key),), f"{name}.{key}")
+            elif not isinstance(value, _PLAIN):
+                yield from _numbers_in(value, f"{name}.{key}", seen, depth + 1)
 
 
 def _is_own(value: Any, key: str) -> bool:
