@@ -39,6 +39,8 @@ from varuna.partition.batch_layout import check_inputs
 from varuna.partition.batch_weight import WeightFunction, numbers_of, weight_of
 from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.graph.costs import CPU_SLOWDOWN
+from varuna.partition.graph.flow import is_random
+from varuna.partition.graph.operations import op_name
 from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
@@ -85,6 +87,8 @@ class SelfCheck:
     """the kind of device that the job computes on, and that the model's nominal times are of"""
     numbers: Callable[[], Iterable[Place]] = tuple
     """that the dataset and ``collate`` may count with"""
+    notes: Callable[[], Iterable[str]] = tuple
+    """lines for people, before step 0"""
 
     def run(self, model: PartitionedModel, initial: Initial | None) -> None:
         """Run all checks before a fresh run, on a whole model that is not needed afterwards; prints the result.
@@ -100,6 +104,10 @@ class SelfCheck:
         for name in self.source.setters:
             unit = "pass over the dataset" if name == "set_epoch" else "step"
             say(f"{name}() of the dataset is called with the {unit} of the sample that is read next")
+        if drawn := _drawn(model):
+            say(f"forward() or loss= draws random numbers ({', '.join(drawn)}), {OTHER_DRAWS}")
+        for note in self.notes():
+            say(note)
         say(str(self.compare(model, initial)))
 
     def compare(self, model: PartitionedModel, initial: Initial | None) -> Checked:
@@ -179,6 +187,14 @@ class SelfCheck:
         return _worst(found) if found else Errors(0.0, 0.0, ""), tuple(dict.fromkeys(left_out))
 
 
+def _drawn(model: PartitionedModel) -> list[str]:
+    """Names of torch's operations that draw."""
+    nodes = (node for section in model.sections for node in section.module.graph.nodes if is_random(node))
+    names = (op_name(node).partition("::") for node in nodes)
+    return sorted({name.removeprefix("native_") for space, _, name in names if space == "aten"})
+
+
+OTHER_DRAWS = "which Varuna seeds for each step: losses are those of another seed than a plain loop's"
 _ONCE = "check it once in a smaller configuration, with varuna inspect --verify"
 _WORTH_THREADS_S = 2.0
 

@@ -7,7 +7,7 @@ other gradients in one section. No forward or backward pass is needed for that, 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -200,6 +200,13 @@ class UpdateCheck:
                 "--stages 1. For gradient clipping, pass clip_grad_norm= to varuna.Trainer."
             )
         return True
+
+    @property
+    def draws(self) -> bool:
+        """Return whether the update draws random numbers: another seed makes something else of the same gradients."""
+        expected = self._expected
+        other = None if expected is None else replace(self, seed=self.seed + 1)._outcome_in([self._names])
+        return expected is not None and other is not None and bool(_differences(other, expected))
 
     # -- what is tried -------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A job: everything that a script says to its Trainer, checked, and what tools learn from it."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from varuna.checks.selfcheck import SelfCheck
+from varuna.checks.selfcheck import OTHER_DRAWS, SelfCheck
 from varuna.checks.update import UpdateCheck
 from varuna.core.errors import ModelError, UsageError
 from varuna.core.model import Memory, Network
@@ -223,7 +223,18 @@ class JobSpec:
             self.loss.per_micro_batch,
             self.device.type,
             lambda: self._numbers_of_readers,
+            self._notes,
         )
+
+    def _notes(self) -> Iterator[str]:
+        """What trains in another way than in some plain loops."""
+        if self.update_check.draws:
+            yield f"before_step= or the optimizer draws random numbers, {OTHER_DRAWS}"
+        if self.ema is not None and self.ema_from == "first step":
+            yield (
+                f"ema={self.ema} begins with the parameters after the first step, as torch's AveragedModel does; with "
+                'ema_from="start", with those before it, as a copy of the model that a script averages into does (timm)'
+            )
 
     @property
     def _numbers_of_readers(self) -> list[ReadPlace]:

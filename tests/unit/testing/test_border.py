@@ -439,3 +439,26 @@ def test_what_after_step_reads_may_not_be_changed_by_the_loop() -> None:
 
     with pytest.raises(VarunaError, match=r"weights.*, which after_step= reads: it was 0.5, and is now 0.1.*state="):
         loop()
+
+
+def test_what_a_plain_loop_would_draw_or_average_otherwise_is_told_before_step_0(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def noisy(named: list[tuple[str, nn.Parameter]]) -> None:
+        for _, parameter in named:
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn_like(parameter.grad))
+
+    def told(**options: Any) -> str:
+        model = options.pop("model", quiet)()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        list(varuna.Trainer(model, Points(), optimizer, BATCH, loss=cross_entropy, device="cpu", **options).steps(1))
+        return " ".join(capsys.readouterr().err.split())
+
+    said = told(model=Net, before_step=noisy, ema=0.9)
+    assert "forward() or loss= draws random numbers (dropout), which Varuna seeds" in said
+    assert "before_step= or the optimizer draws random numbers, which Varuna seeds" in said
+    assert "ema=0.9 begins with the parameters after the first step" in said
+    said = told(before_step=lambda named: None, ema=0.9, ema_from="start")
+    assert "draws random numbers" not in said
+    assert "begins with" not in said
