@@ -1107,6 +1107,22 @@ class Weighted:
         return Points()[int(drawn)]
 
 
+class FeaturesWithoutGradient(Net):
+    """A backbone that is not frozen, and gets no gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            features = self.backbone(x)
+        return self.head(self.middle(features))
+
+
+def backbone_under_no_grad(way: Way) -> None:
+    torch.manual_seed(0)
+    model = FeaturesWithoutGradient()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.5)
+    way.train(model, Points(), optimizer, loss=cross_entropy)
+
+
 class Augmented(Points):
     """Adds noise to each sample, in one of several ways."""
 
@@ -1458,6 +1474,7 @@ SITUATIONS = [
         r"takes examples by their place in the batch at .*situations\.py:\d+.*Mixup and cutmix: let dataset\[i\] draw",
         examples_mixed_in_the_dataset,
     ),
+    Situation("layers under `torch.no_grad()` in forward, with weight decay", backbone_under_no_grad, ""),
     Situation("weights that forward uses twice", weights_shared_in_forward, ""),
     Situation(
         "`nn.LazyLinear`",
