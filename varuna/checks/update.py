@@ -50,7 +50,8 @@ _KEEP_NOTHING = (
     "state[parameter] of an optimizer of your own."
 )
 _STEPS = 4
-_MOVED_AFTER = 1
+_MOVED_STEPS, _MOVED_AFTER = 12, (0, 1)
+"""What is used every few steps only (slow weights) is lost at once, and missed later."""
 _MOST_ELEMENTS = 2**21
 """Larger models are tried with small dimensions."""
 _CLOSE = 1e-4
@@ -167,8 +168,9 @@ class UpdateCheck:
         if self.scheduler is not None:
             check_schedule(self.scheduler, lambda steps: _Stage(self, self._first_values, {}, steps).optimizer)
         expected = self._expected
-        moved = None if expected is None else self._outcome_in([self._names], moves=True)
-        if expected is not None and moved is not None and (odd := _differences(moved, expected)):
+        stayed = None if expected is None else self._outcome_in([self._names], steps=_MOVED_STEPS)
+        moved = None if stayed is None else self._outcome_in([self._names], steps=_MOVED_STEPS, moves=True)
+        if stayed is not None and moved is not None and (odd := _differences(moved, stayed)):
             raise UsageError(
                 f"{self._what} would train otherwise after a change of plan, or when the run resumes: {_named(odd)} "
                 "would become other, since something that it keeps from step to step is not moved with its "
@@ -286,10 +288,12 @@ class UpdateCheck:
             return []
         return _differences(found, expected, but=frozenset(own))
 
-    def _outcome_in(self, stages: Sequence[Sequence[str]], *, moves: bool = False) -> ByName | None:
+    def _outcome_in(
+        self, stages: Sequence[Sequence[str]], *, steps: int = _STEPS, moves: bool = False
+    ) -> ByName | None:
         """Parameters after some steps; None if the user's code fails on drawn values, here or when it moves."""
         try:
-            return self._run(stages, moves=moves)
+            return self._run(stages, steps=steps, moves=moves)
         except VarunaError:
             raise
         except Exception:  # noqa: BLE001 - code that needs a device, other shapes, or the model's own values
@@ -299,18 +303,19 @@ class UpdateCheck:
         self,
         stages: Sequence[Sequence[str]],
         *,
+        steps: int = _STEPS,
         moves: bool = False,
         change: Change = lambda name, value: value,
         exchange: Exchange | None = None,
     ) -> ByName:
         with seeded(0, "update check"):
             made = [_Stage(self, {name: self.drawn(name, 0) for name in names}, {}, 0) for names in stages]
-        for step in range(_STEPS):
+        for step in range(steps):
             for stage in made:
                 gradients = {name: change(name, self.drawn(name, step + 1)) for name, _ in stage.named}
                 with installed(exchange or LocalExchange()):
                     stage.apply(step, gradients)
-            if moves and step == _MOVED_AFTER:
+            if moves and step in _MOVED_AFTER:
                 made = [stage.moved(step + 1) for stage in made]
         return {name: stage.kept(name, value.detach()) for stage in made for name, value in stage.named}
 

@@ -205,9 +205,12 @@ def _check_own(name: str, found: Any, kind: type) -> None:
     is_whole = isinstance(found, kind) and (kind is LRScheduler or "_optimizer_step_pre_hooks" in held)
     inner = next((each for each in held.values() if isinstance(each, kind)), None)
     if inner is not None and not is_whole and not callable(found):
+        given, over = ("named", "[p for _, p in named], lr=0.1") if name == "optimizer" else ("optimizer", "optimizer")
         raise UsageError(
             f"{name}= is {an(found)} around {an(inner)}, as accelerator.prepare() makes it. Varuna distributes the "
-            f"training itself: pass the {type(inner).__name__}, and the model and the dataset, as they were before."
+            f"training itself: pass the {type(inner).__name__}, and the model and the dataset, as they were before. If "
+            f"the {type(found).__name__} does something of its own in step(), as Lookahead does, pass a function that "
+            f"builds both for a stage: {name}=lambda {given}: {type(found).__name__}({type(inner).__name__}({over}))."
         )
 
 

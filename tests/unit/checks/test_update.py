@@ -154,6 +154,22 @@ class Projects(Remembers):
             self.state[p]["projector"] = Projector()
 
 
+class SlowWeights(Remembers):
+    """Goes half the way back to slow weights every so many steps."""
+
+    def __init__(self, parameters: list[Any], every: int) -> None:
+        super().__init__(parameters)
+        self.steps, self.every, self.slow = 0, every, {p: p.detach().clone() for p in parameters}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for p, slow in self.slow.items():
+            p.sub_(p.grad, alpha=0.1)
+            if self.steps % self.every == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
 def hooked(named: Any) -> Optimizer:
     found, steps = SGD(values(named), lr=0.1), [0]
 
@@ -172,6 +188,8 @@ def hooked(named: Any) -> Optimizer:
         (lambda named: Remembers(values(named)), "otherwise after a change of plan"),
         (lambda named: OwnGenerator(values(named)), "otherwise after a change of plan"),
         (hooked, "otherwise after a change of plan"),
+        (lambda named: SlowWeights(values(named), 2), "otherwise after a change of plan"),
+        (lambda named: SlowWeights(values(named), 5), "otherwise after a change of plan"),
         (lambda named: Projects(values(named)), r"a Projector in state\[parameter\]\['projector'\] \(of embed"),
     ],
 )

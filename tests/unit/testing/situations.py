@@ -423,6 +423,40 @@ def optimizer_as_built(way: Way) -> None:
     way.train(model, Points(), optimizer, loss=cross_entropy)
 
 
+class SlowWeights(torch.optim.Optimizer):
+    """Lookahead, as scripts copy it: a wrapper that is never set up as an optimizer itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, every: int = 2) -> None:
+        self.optimizer, self.every = optimizer, every
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.state = optimizer.state
+        for group in self.param_groups:
+            group["counted"] = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for group in self.param_groups:
+            group["counted"] += 1
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.clone())
+                if group["counted"] % self.every == 0:
+                    p.copy_(slow.lerp_(p, 0.5))
+
+
+def optimizer_in_a_wrapper(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Points(), SlowWeights(optimizer), loss=cross_entropy)
+
+
+def function_of_a_wrapper(way: Way) -> None:
+    model, _ = built()
+    way.train(model, Points(), lambda named: SlowWeights(sgd([p for _, p in named])), loss=cross_entropy)
+
+
 def two_optimizers_in_a_list(way: Way) -> None:
     model, _ = built()
     parts = [
@@ -1353,6 +1387,13 @@ SITUATIONS = [
         "",
         r"optimizer= is a Prepared around a SGD, as accelerator\.prepare\(\) makes it.*pass the SGD",
         optimizer_as_built,
+    ),
+    Situation(
+        "an optimizer around another one (Lookahead)",
+        optimizer_in_a_wrapper,
+        "",
+        r"SlowWeights around a SGD.*optimizer=lambda named: SlowWeights\(SGD\(",
+        function_of_a_wrapper,
     ),
     Situation(
         "two optimizers that are built already",
