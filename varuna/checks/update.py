@@ -51,7 +51,7 @@ _KEEP_NOTHING = (
 )
 _STEPS = 4
 _MOVED_STEPS, _MOVED_AFTER = 12, (0, 1)
-"""What is used every few steps only (slow weights) is lost at once, and missed later."""
+"""Steps that are tried, and those after which state moves: slow weights, used every few steps, are missed later."""
 _MOST_ELEMENTS = 2**21
 """Larger models are tried with small dimensions."""
 _CLOSE = 1e-4

@@ -227,7 +227,7 @@ class JobSpec:
         )
 
     def _notes(self) -> Iterator[str]:
-        """What trains in another way than in some plain loops."""
+        """Say what trains in another way than in some plain loops."""
         if self.update_check.draws:
             yield f"before_step= or the optimizer draws random numbers, {OTHER_DRAWS}"
         if self.ema is not None and self.ema_from == "first step":
