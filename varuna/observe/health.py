@@ -41,9 +41,8 @@ def health(status: Mapping[str, Any], now_s: float, *, for_s: float, checkpoint_
         if since_s is None or now_s - since_s > checkpoint_age_s:
             age = "" if since_s is None else f" for {format_duration(now_s - since_s)}"
             return Checked(Health.UNSAVED, f"no new checkpoint{age}: {_newest(checkpoint)}")
-    step, is_still = status.get("step"), bool(status.get("waits_for"))
-    where = "" if step is None or is_still else f", step {step + 1} of {status['steps']}"
-    return Checked(Health.TRAINS, f"{doing(status)}{where}")
+    step = None if status.get("waits_for") else status.get("step")
+    return Checked(Health.TRAINS, doing(status) + ("" if step is None else f", step {step + 1} of {status['steps']}"))
 
 
 def doing(status: Mapping[str, Any]) -> str:
