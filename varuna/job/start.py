@@ -27,6 +27,7 @@ from varuna.engine.device.capacity import device_class
 from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import unit_near
+from varuna.engine.worker.forming import WorkerContext
 from varuna.engine.worker.loop_state import LoopState, LoopStep
 from varuna.engine.worker.publisher import Publisher
 from varuna.engine.worker.session import Session
@@ -185,14 +186,11 @@ def open_session(
     job = engine_job(spec, on_device(model, spec.device), buffers)
     if measures and (calibration := first_calibration(spec, facts, job, first)) is not None:
         membership.offer(calibration.model_dump_json())
-    return Session(
+    context = WorkerContext(
         job,
-        facts,
-        membership,
         spec.training_source,
-        weight=spec.loss.weight,
-        saver=saver,
-        publisher=publisher,
+        spec.loss.weight,
+        facts.steps,
         initial=lambda names, checks: first.parameters(names, partial(spec.checks.run, model) if checks else None),
         connect=lambda assignment: membership.store(assignment.generation),
         endpoint=Endpoint(os.environ.get("VARUNA_INTERFACE", "127.0.0.1"), os.environ.get("VARUNA_MACHINE_PORT", "")),
@@ -201,6 +199,13 @@ def open_session(
             writes=isinstance(spec.optimizer, OptimizerLike) and spec.optimizer.in_loop,
         ),
         left_out=_in_files(model, first),
+    )
+    return Session(
+        context,
+        facts,
+        membership,
+        saver=saver,
+        publisher=publisher,
         patience=_patience(),
         device_class=device_class(spec.device),
         cut_check=spec.update_check.of_stages,

@@ -30,7 +30,8 @@ from varuna.engine.links.traffic import TransferPaths, traffic_of
 from varuna.engine.pipeline.timeline import StepTimes
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import DTYPES, cast
-from varuna.engine.worker.loop_state import Committed
+from varuna.engine.worker.forming import WorkerContext
+from varuna.engine.worker.loop_state import Committed, LoopState
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.partition.capture.capture import Recipe
@@ -190,18 +191,18 @@ class Setup:
     ) -> Session:
         if self.beginning.name == "constructor":
             _ = self._parameters  # made before ranks run: it is not theirs
-        session = Session(
+        context = WorkerContext(
             self.job(),
-            self.facts(steps),
-            membership,
             SampleSource(self.dataset, seed=self.seed, collate=self.collate),
-            weight=self.weight,
-            saver=saver,
-            publisher=publisher,
+            self.weight,
+            steps,
             initial=lambda names, _checks: self.initial(rank, names),
             connect=lambda _assignment: store,
             endpoint=Endpoint("127.0.0.1"),
-            patience=self.patience,
+            loop=LoopState(),
+        )
+        session = Session(
+            context, self.facts(steps), membership, saver=saver, publisher=publisher, patience=self.patience
         )
         _sessions.append((session, saver))
         return session

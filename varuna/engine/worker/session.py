@@ -8,9 +8,6 @@ from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
-from torch import Tensor
-
-from varuna.checkpoint.io.frozen import FrozenParameters
 from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import DamagedCheckpoint, DivergedError, FleetError, LinkError
 from varuna.core.membership import Membership
@@ -18,9 +15,7 @@ from varuna.core.messages import Apply, Assign, Assignment, Finish, TrainingOver
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals
-from varuna.data.samples import SampleSource
 from varuna.engine.base.connection import unreachable_of
-from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.copies.keeping import KeptSums
@@ -29,7 +24,6 @@ from varuna.engine.device.pulse import Pulse
 from varuna.engine.pipeline.apply import layout_of, overflowed
 from varuna.engine.pipeline.divergence import check_finite, check_measured, check_written, is_finite
 from varuna.engine.shown.shown_steps import ShownSteps
-from varuna.engine.stage.job import Job
 from varuna.engine.stage.parameter_groups import Writes
 from varuna.engine.worker.forming import WorkerContext
 from varuna.engine.worker.generation import (
@@ -41,13 +35,12 @@ from varuna.engine.worker.generation import (
     who,
 )
 from varuna.engine.worker.heartbeat import Heartbeat
-from varuna.engine.worker.loop_state import Committed, LoopState, LoopStep, Told
+from varuna.engine.worker.loop_state import Committed, LoopStep, Told
 from varuna.engine.worker.publisher import Publisher
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import run_step
 from varuna.engine.worker.sums_saver import SumsSaver
 from varuna.engine.worker.worker_state import WorkerState
-from varuna.partition.batch_weight import WeightFunction
 from varuna.process.console import say_once
 from varuna.process.threads import join_all
 
@@ -62,18 +55,11 @@ class Session:
 
     def __init__(
         self,
-        job: Job,
+        context: WorkerContext,
         facts: JobFacts,
         membership: Membership,
-        source: SampleSource,
         *,
-        weight: WeightFunction | None,
-        saver: Snapshotter | None,
-        initial: Callable[[Sequence[str], bool], Mapping[str, Tensor]],
-        connect: Callable[[Assignment], Any],
-        endpoint: Endpoint,
-        loop: LoopState | None = None,
-        left_out: FrozenParameters | None = None,
+        saver: Snapshotter | None = None,
         patience: Patience | None = None,
         device_class: str = "",
         cut_check: Callable[[], None] = lambda: None,
@@ -84,17 +70,10 @@ class Session:
         """Prepare; nothing runs before ``steps``.
 
         Args:
-            job: the captured job.
-            facts: the same for planner and manager.
+            context: of the worker.
+            facts: of the job, for planner and manager.
             membership: decides on generations.
-            source: reads samples.
-            weight: the user's weight of a micro-batch, if any.
             saver: writes checkpoints, if there is a directory.
-            initial: first values of named parameters, for a fresh start; checks the loss's weighing if told so.
-            connect: opens the store of an assignment.
-            endpoint: how other ranks reach this process.
-            loop: what the training loop keeps of its own.
-            left_out: parameters that a morph reads from files; the others move between workers.
             patience: of waits for other ranks.
             device_class: of the device that this worker computes on; empty: unknown.
             cut_check: refuses several stages, if the user's update cannot be divided.
@@ -102,10 +81,7 @@ class Session:
             last: step that the loop is to get though nothing is left to train: others have trained.
             is_main: whether rank 0 of this session may be the main rank.
         """
-        self._loop = loop or LoopState()
-        self._context = WorkerContext(
-            job, source, weight, facts.steps, initial, connect, endpoint, self._loop, left_out
-        )
+        self._context, self._loop = context, context.loop
         self.facts, self._membership, self._saver, self._publisher = facts, membership, saver, publisher
         self._last, self._may_be_main = last, is_main
         self.over: TrainingOver | None = None
@@ -114,8 +90,8 @@ class Session:
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
         self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
-        self._shown, self._cut_check = ShownSteps(membership.shown, job.device), cut_check
-        self.heartbeat = Heartbeat(self.standing, job.compiler, self._shown.recent, membership)
+        self._shown, self._cut_check = ShownSteps(membership.shown, context.job.device), cut_check
+        self.heartbeat = Heartbeat(self.standing, context.job.compiler, self._shown.recent, membership)
         self._is_sound, self._patience = True, patience  # the newest step was finite
         self._odd_step = -1  # the newest that was not, and runs again
         self.current: Generation | None = None
