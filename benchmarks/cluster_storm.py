@@ -43,8 +43,8 @@ BOUND_S = 150.0
 """From the end of a fault to 5 new steps."""
 LONGEST_S = 12.0
 _DISK_BYTES = 64 << 20
-_FAULT = re.compile(r'internal error|^ *File ".*/varuna/(?:fleet|cli)/')
-"""Lines in the logs of managers and agents that show an internal error. Tracebacks of workers never match."""
+_FAULT = re.compile(r'internal error(?: \(please|: )|^ *File ".*/varuna/(?:fleet|cli)/')
+"""Lines in the logs of managers and agents that show an internal error. Tracebacks of workers never match, nor answers of the bucket."""
 _VARUNA = (sys.executable, "-m", "varuna.cli.main")
 
 
