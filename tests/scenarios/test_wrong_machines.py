@@ -27,6 +27,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     ("wrong", "said"),
     [
         ("strange:60", "Its machine may be to blame"),
+        ("sums:30", "and no others. Its machine or device may compute wrongly. Its machine may be to blame"),
         pytest.param("disk:60", "lost its machine", marks=pytest.mark.nightly),
     ],
 )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from varuna.core.errors import DivergedError, UsageError
+from varuna.core.errors import DivergedError, LinkError, UsageError
 from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals, VoteLayout
 from varuna.data.samples import SampleSource
@@ -11,6 +11,8 @@ from varuna.engine.stage.parameter_groups import Written
 
 _NAMED = 3
 """Micro-batches whose samples a message lists."""
+_TELLING = 2
+"""Micro-batches of one rank that are not by chance all those whose samples are odd."""
 
 
 def check_finite(
@@ -42,6 +44,34 @@ def check_finite(
         "not applied, so the newest checkpoint is a good one. Look at these samples, lower the learning rate, or pass "
         'clip_grad_norm=. To train on regardless, pass on_nan="continue".'
     )
+
+
+def check_replicas(
+    totals: StepTotals, vector: Sequence[float], *, layout: VoteLayout, plan: Plan, step: int, rank: int
+) -> None:
+    """Blame the rank whose losses, and no others, are not finite, and all of them: not the samples do so.
+
+    Args:
+        totals: of a step that is not finite, though replicas hold the same state.
+        vector: the summed vote.
+        layout: of the vote.
+        plan: of the micro-batches.
+        step: of the samples.
+        rank: this one.
+
+    Raises:
+        DivergedError: it is this one.
+        LinkError: it is another one.
+    """
+    odd = [i for i in range(plan.micro_batches) if not math.isfinite(vector[layout.micro_batch(i)])]
+    for replica in range(plan.replicas):
+        if len(odd) < _TELLING or odd != list(plan.micro_batches_of(replica)) or len(plan.ranks_of(replica)) > 1:
+            continue
+        other = plan.rank_of(replica, 0)
+        text = f"step {step} has loss {totals.loss:.6g} again: all {len(odd)} losses of rank {other}, and no others"
+        if other == rank:
+            raise DivergedError(f"{text}. Its machine or device may compute wrongly.")
+        raise LinkError(f"{text}. It is left out")
 
 
 def check_measured(vector: Sequence[float], mark: float, *, layout: VoteLayout, plan: Plan) -> None:

@@ -22,7 +22,13 @@ from varuna.engine.copies.keeping import KeptSums
 from varuna.engine.device.faults import DeviceFull
 from varuna.engine.device.pulse import Pulse
 from varuna.engine.pipeline.apply import layout_of, overflowed
-from varuna.engine.pipeline.divergence import check_finite, check_measured, check_written, is_finite
+from varuna.engine.pipeline.divergence import (
+    check_finite,
+    check_measured,
+    check_replicas,
+    check_written,
+    is_finite,
+)
 from varuna.engine.shown.shown_steps import ShownSteps
 from varuna.engine.stage.parameter_groups import Writes
 from varuna.engine.worker.forming import WorkerContext
@@ -405,20 +411,25 @@ class Session:
         return self._loop.saved(self.standing.newest())
 
     def _check(self, generation: Generation, step: int, totals: StepTotals, vector: Sequence[float]) -> None:
-        stage, layout = generation.stage, layout_of(generation.stage)
+        stage, layout, rank = generation.stage, layout_of(generation.stage), generation.assignment.rank
         check_measured(vector, self._loop.mark, layout=layout, plan=stage.plan)
-        check_written(vector, self._loop.written, layout=layout, plan=stage.plan, rank=generation.assignment.rank)
-        if stage.job.stops_at_nan and not overflowed(stage.job.dtype, totals):  # the loss scale has an answer to that
-            if not is_finite(totals) and self._membership.survives and self._odd_step != step:
+        check_written(vector, self._loop.written, layout=layout, plan=stage.plan, rank=rank)
+        if is_finite(totals) or not stage.job.stops_at_nan or overflowed(stage.job.dtype, totals):
+            return  # the loss scale has an answer to what overflows
+        survives = self._membership.survives
+        if survives:
+            stage.sums.distrust()
+            if self._odd_step != step:
                 self._odd_step = step
-                stage.sums.distrust()
                 raise LinkError(
                     f"step {step} has loss {totals.loss:.6g} and gradient norm {totals.grad_norm:.6g}. A machine may "
                     "have erred, so nothing of it is applied, and it runs again from the beginning"
                 )
-            if not is_finite(totals) and generation.plan.replicas > 1:
-                generation.comparison.run(step)  # the memory of one may have changed
-            check_finite(totals, vector, layout=layout, source=self._context.source, plan=stage.plan, step=step)
+        if generation.plan.replicas > 1:
+            generation.comparison.run(step)  # the memory of one may have changed
+            if survives:
+                check_replicas(totals, vector, layout=layout, plan=stage.plan, step=step, rank=rank)
+        check_finite(totals, vector, layout=layout, source=self._context.source, plan=stage.plan, step=step)
 
     def _flags(self, generation: Generation, step: int) -> dict[str, float]:
         """Return what this rank says in the vote besides norms and losses."""

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 import varuna
 from varuna.core.errors import DivergedError, VarunaError
+from varuna.core.plan import Pipeline, Plan
+from varuna.core.vote import VoteLayout
+from varuna.engine.pipeline.divergence import check_replicas
 from varuna.job.options import OnNan
 from varuna.testing import FailingStore, run
 
@@ -67,6 +70,35 @@ def test_a_step_that_was_not_finite_once_runs_again_and_is_the_step_of_a_machine
     erring = Rows(times=1)
     assert losses(erring) == pytest.approx(losses(Rows(times=0)), rel=1e-6)
     assert erring.times == 0
+
+
+@pytest.mark.parametrize(
+    ("stages", "odd", "rank", "raised"),
+    [
+        (1, (2, 3), 1, "DivergedError: step 5 has loss nan again: all 2 losses of rank 1, and no others. Its machine"),
+        (1, (2, 3), 0, "LinkError: step 5 has loss nan again: all 2 losses of rank 1, and no others. It is left out"),
+        (1, (2,), 1, ""),  # a sample
+        (1, (1, 2, 3), 1, ""),  # a learning rate
+        (1, (), 1, ""),  # a gradient
+        (2, (2, 3), 1, ""),  # nobody knows which stage
+    ],
+)
+def test_the_rank_whose_losses_alone_are_not_finite_is_to_blame(
+    stages: int, odd: tuple[int, ...], rank: int, raised: str
+) -> None:
+    pipeline = Pipeline(replicas=3, bounds=(0, 2) if stages == 1 else (0, 1, 2), stash_limits=(1,) * stages)
+    plan = Plan(micro_batch=1, global_batch=6, pipelines=(pipeline,))
+    layout = VoteLayout(sections=2, micro_batches=6)
+    vector = [1.0] * layout.size
+    for micro_batch in odd:
+        vector[layout.micro_batch(micro_batch)] = math.nan
+    found = ""
+    try:
+        check_replicas(layout.read(vector), vector, layout=layout, plan=plan, step=5, rank=rank)
+    except VarunaError as error:
+        found = f"{type(error).__name__}: {error}"
+    assert found.startswith(raised)
+    assert bool(found) == bool(raised)
 
 
 @pytest.mark.nightly
