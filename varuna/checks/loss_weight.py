@@ -19,6 +19,7 @@ from varuna.checks.cause import Evidence, refused
 from varuna.checks.draws import NoDraws
 from varuna.checks.outcome import controlled
 from varuna.checks.probes import computing
+from varuna.checks.samples import computes_over_batch
 from varuna.core.errors import ModelError
 from varuna.data.samples import LOOKED_AT, MicroBatch, SampleSource
 from varuna.data.sizes import rows_in
@@ -294,6 +295,8 @@ class _Check:
             )
         if self._model.sizes is not None:
             remedy = f"{_JOINED} {remedy}"
+        elif computes_over_batch(self._source):
+            remedy = _OVER_BATCH
         remedy = without_autocast(what for what, *_ in self._model.operations) + remedy
         return (
             f"the loss of a batch is not the mean of its parts weighted by {counted}: for dataset indices "
@@ -307,6 +310,13 @@ _JOINED = (
     "over a row of several needs position_ids that begin again with each (and a model that reads them), a graph a "
     "batch vector. If samples may meet, pass micro_batch= and loss=varuna.Loss(..., per_micro_batch=True). If they "
     "do not, the loss averages over something else."
+)
+
+
+_OVER_BATCH = (
+    "collate= makes something else of a sample when others are beside it (a norm over the batch, a mix, weights by "
+    "counts). Compute it in dataset[i]; or, if it may be over a micro-batch, pass micro_batch= and "
+    "loss=varuna.Loss(..., per_micro_batch=True)."
 )
 
 

@@ -104,13 +104,23 @@ def check_mixed_samples(source: SampleSource) -> None:
     Raises:
         DataError: it does.
     """
-    if (source.size is None or source.size >= _MIXED) and source.mixes_samples(range(_MIXED)):
+    if _is_enough(source) and source.mixes_samples(range(_MIXED)):
         raise DataError(
             "collate= draws random numbers, and what it makes of a sample also depends on the other samples of the "
             "batch (mixup, cutmix and the like). Which samples share a micro-batch depends on its size, so training "
             "would, too. Mix in the dataset: let dataset[i] draw the other sample's number with Python's, NumPy's or "
             "torch's global generator, which Varuna seeds for each sample."
         )
+
+
+def computes_over_batch(source: SampleSource) -> bool:
+    """Whether ``collate`` computes something over a batch, such as a norm, a mix or weights by counts."""
+    end = LOOKED_AT if source.size is None else min(LOOKED_AT, source.size)
+    return _is_enough(source) and source.mixes_samples(range(end), drawing=False)
+
+
+def _is_enough(source: SampleSource) -> bool:
+    return source.size is None or source.size >= _MIXED
 
 
 _MIXED = 3

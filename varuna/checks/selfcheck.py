@@ -30,7 +30,13 @@ from varuna.checks.module_state import changed, marks, plain_values
 from varuna.checks.outcome import Draws, Outcome, Part, in_turn, plainly
 from varuna.checks.proportion import check_proportion
 from varuna.checks.reading import Place, check_reading
-from varuna.checks.samples import OutsideModesSource, check_mixed_samples, choose_positions, read_twice
+from varuna.checks.samples import (
+    OutsideModesSource,
+    check_mixed_samples,
+    choose_positions,
+    computes_over_batch,
+    read_twice,
+)
 from varuna.checks.shapes_only import look_over
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
@@ -173,7 +179,8 @@ class SelfCheck:
         check_assumptions(model, self.recipe, initial, self.source, self.micro_batch or 1)
         found, left_out = [check.captured(positions) for positions in groups], list[str]()
         may_mix = model.sizes is not None or any(graph.mixing for graph in model.graphs)
-        mixes = self.micro_batch is not None and self.per_micro_batch and may_mix
+        accepted = self.micro_batch is not None and self.per_micro_batch
+        mixes = accepted and (may_mix or computes_over_batch(self.source))
         if not mixes:
             try_mixing(model, self.recipe, initial, self.source, self.micro_batch, accepted=self.per_micro_batch)
             check_weighing(model, self.recipe, initial, OutsideModesSource(self.source), self.weight, fewest)

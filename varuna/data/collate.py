@@ -102,16 +102,21 @@ class Collator:
         alone, drew = zip(*(self._call([sample], [position]) for sample in samples), strict=True)
         if not any(drew) and not self._call(samples, [position])[1]:
             return False
-        if any(SAMPLES in batch for batch in alone):
-            return False  # they have no rows to be joined, which refuses them
-        sizes = [sum(value.numel() for value in batch.values()) for batch in alone]
-        largest = sizes.index(max(sizes))  # others are padded to it
-        others = [sample for number, sample in enumerate(samples) if number != largest][:2]
-        for attempt in range(_ATTEMPTS):  # a permutation of two may be none
-            one, two = (self._call([samples[largest], other], [position, attempt])[0] for other in others)
-            if any(key in two and not _same(value[0], two[key][0]) for key, value in one.items()):
-                return True
-        return False
+        first, *others = _largest_first(samples, alone)
+        pairs = [[[first, other] for other in others[:2]]] * _ATTEMPTS  # a permutation of two may be none
+        return any(self._differ(pair, position, attempt) for attempt, pair in enumerate(pairs))
+
+    def computes_over(self, samples: Sequence[object], position: int) -> bool:
+        """Whether what it makes of one sample changes with the others of the batch, drawn or not; see ``mixes``."""
+        first, *others = _largest_first(samples, [self._call([sample], [position])[0] for sample in samples])
+        return self._differ([[first, others[0]], [first, *others]], position, 0)
+
+    def _differ(self, batches: Sequence[Sequence[object]], position: int, attempt: int) -> bool:
+        """Whether the first rows of two batches do."""
+        one, two = (self._call(batch, [position, attempt])[0] for batch in batches)
+        if SAMPLES in one or SAMPLES in two:
+            return False  # they have no rows to be joined, which is refused
+        return any(key in two and not _same(value[0], two[key][0]) for key, value in one.items())
 
     def _call(self, samples: Sequence[object], keys: Sequence[int]) -> tuple[dict[str, Tensor], bool]:
         """Call the function; return its batch, and whether it drew random numbers."""
@@ -203,6 +208,13 @@ def _shallow_copy(sample: object) -> object:
     if type(sample) is dict:
         return dict(sample)
     return list(sample) if type(sample) is list else sample
+
+
+def _largest_first(samples: Sequence[object], alone: Sequence[dict[str, Tensor]]) -> list[object]:
+    """Samples, with that first to which others are padded."""
+    sizes = [sum(value.numel() for value in batch.values()) for batch in alone]
+    order = sorted(range(len(samples)), key=lambda number: -sizes[number])
+    return [samples[number] for number in order]
 
 
 def _texts(sample: object) -> list[str]:

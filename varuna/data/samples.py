@@ -307,13 +307,19 @@ class SampleSource:
             one, two = (row_digests(self._collator.batch(samples, positions), len(samples)) for _ in range(2))
         return one == two
 
-    def mixes_samples(self, positions: Sequence[int]) -> bool:
-        """Whether ``collate`` draws random numbers, and mixes samples with them; ``positions`` are three or more."""
+    def mixes_samples(self, positions: Sequence[int], *, drawing: bool = True) -> bool:
+        """Whether ``collate`` makes something else of a sample when others are beside it.
+
+        Args:
+            positions: three or more.
+            drawing: because it draws random numbers; False: in any way.
+        """
         if self._collator is None:
             return False
         indices, samples = self._read_all(positions)
         with _collating(indices):
-            return self._collator.mixes(samples, positions[0])
+            look = self._collator.mixes if drawing else self._collator.computes_over
+            return look(samples, positions[0])
 
 
 def _of_sampler(loader: DataLoader[Any]) -> str:

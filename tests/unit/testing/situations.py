@@ -1180,6 +1180,23 @@ class Augmented(Points):
         return {**sample, "x": sample["x"] + x}
 
 
+def centred(samples: list[Any]) -> Any:
+    """A collate that takes the mean of the batch away."""
+    batch = default_collate(samples)
+    return {**batch, "x": batch["x"] - batch["x"].mean(0)}
+
+
+def batch_centred_in_collate(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Points(), optimizer, loss=cross_entropy, collate=centred)
+
+
+def micro_batch_centred_in_collate(way: Way) -> None:
+    model, optimizer = built()
+    loss: Any = cross_entropy if isinstance(way, PlainLoop) else varuna.Loss(cross_entropy, per_micro_batch=True)
+    way.train(model, Points(), optimizer, loss=loss, collate=centred, micro_batch=4)
+
+
 def dataset_that_counts(way: Way) -> None:
     model, optimizer = built()
     way.train(model, Augmented("counts"), optimizer, loss=cross_entropy)
@@ -1606,6 +1623,13 @@ SITUATIONS = [
         r"Pass loader\.dataset",
         tensor_dataset,
         fails_plainly=True,
+    ),
+    Situation(
+        "a `collate=` that computes over the batch",
+        batch_centred_in_collate,
+        "",
+        r"collate= makes something else of a sample when others are beside it.*per_micro_batch=True",
+        micro_batch_centred_in_collate,
     ),
     Situation(
         "a count of reads that changes samples",
