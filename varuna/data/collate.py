@@ -71,7 +71,8 @@ class Collator:
 
     def __init__(self, function: CollateFunction, columns: Columns, seed: int) -> None:
         self.function, self._columns, self._seed = function, columns, seed
-        self._first: list[dict[str, Tensor]] = []
+        self._first: list[dict[str, Tensor]] | None = []
+        """None: they have told"""
         self._reuses = False
 
     def batch(self, samples: Sequence[object], positions: Sequence[int]) -> dict[str, Tensor]:
@@ -146,19 +147,22 @@ class Collator:
 
         The first batches tell, which are kept so that nothing else gets their memory.
         """
-        looks = len(self._first) < _LOOKED_AT and not self._reuses
-        if looks:
-            known = {_memory(value) for each in self._first for value in each.values()}
-            self._reuses = any(_memory(value) in known for value in batch.values() if value.numel())
-            self._first.append(batch)
-        elif self._first[0]:
-            self._first = [{}] * _LOOKED_AT
-        return {key: value.clone() for key, value in batch.items()} if looks or self._reuses else batch
+        if self._first is None:
+            return _copied(batch) if self._reuses else batch
+        known = {_memory(value) for each in self._first for value in each.values()}
+        self._reuses = any(_memory(value) in known for value in batch.values() if value.numel())
+        told = self._reuses or len(self._first) + 1 == _LOOKED_AT
+        self._first = None if told else [*self._first, batch]
+        return _copied(batch)
 
 
 _ATTEMPTS = 8
 _LOOKED_AT = 4
 """First batches that are compared."""
+
+
+def _copied(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in batch.items()}
 
 
 def _memory(value: Tensor) -> int:

@@ -120,7 +120,7 @@ class Aside:
     def _for_evaluation(self) -> _Graphs:
         spec = self._spec
         if self._evaluating is None:
-            batch = spec.captured_batch()
+            batch = spec.captured_batch
             model = captured_once(
                 ("evaluation", spec.partitioned, batch),
                 lambda: for_evaluation(spec.partitioned, spec.recipe, batch),

@@ -268,7 +268,7 @@ class JobSpec:
         Raises:
             ModelError: it cannot be captured, or not be cut where ``cut`` says.
         """
-        batch = self.captured_batch()
+        batch = self.captured_batch
         given = (
             *(self.model, self.loss.function, self.metrics, self.dtype, batch, self.collate.lengths),
             *(self.optimizer, self.ema, self.after_step, self.cut, self.loss.weight is None, self.memory_apart),
@@ -345,6 +345,7 @@ class JobSpec:
         """The first ``examples`` samples of the run, collated."""
         return self.source.micro_batch(range(examples)).tensors
 
+    @cached_property
     def captured_batch(self) -> dict[str, Tensor]:
         """The samples with which the model is captured."""
         sizes = self.recipe.sizes

@@ -177,7 +177,7 @@ def open_session(
     model, first = spec.partitioned, beginning or spec.beginning()
     values = f":{spec.model.digest()}" if isinstance(spec.model, GivenModel | WithLoss) else ""
     facts = job_facts(spec, n, initialisation=first.name + values, saves=saver is not None, rescue=rescue)
-    facts = facts.model_copy(update={"first_samples": f"{tensors_digest(spec.captured_batch()):x}"})
+    facts = facts.model_copy(update={"first_samples": f"{tensors_digest(spec.captured_batch):x}"})
     if global_batch is not None:
         facts = facts.model_copy(update={"global_batch": global_batch})
     if behind is not None:
@@ -291,7 +291,7 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
 
 def _unit(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> float:
     """A power of two near the weight of a global batch: seeds of B are then those of a mean, not of a sum."""
-    batch = spec.captured_batch()
+    batch = spec.captured_batch
     samples = model.samples_in(batch) or CAPTURED_SAMPLES
     counted = weight_of(model, spec.loss.weight, batch, buffers) or samples
     return unit_near(counted * spec.global_batch / samples)
