@@ -44,7 +44,7 @@ BOUND_S = 150.0
 LONGEST_S = 12.0
 _DISK_BYTES = 64 << 20
 _FAULT = re.compile(r'internal error(?: \(please|: )|^ *File ".*/varuna/(?:fleet|cli)/')
-"""Lines in the logs of managers and agents that show an internal error. Tracebacks of workers and answers of the bucket do not."""
+"""Lines of managers and agents that show an internal error; no traceback of a worker, and no answer of the bucket."""
 _VARUNA = (sys.executable, "-m", "varuna.cli.main")
 
 
