@@ -81,7 +81,8 @@ def refused(evidence: Evidence) -> Cause | None:
         return Cause(
             f"the loss depends on a number that forward() itself changes: {_some(evidence.counters)}. "
             f"{_CAPTURED_ONCE}: the number would never change.",
-            "Compute the number from the samples, or anneal in the optimizer or learning rate scheduler instead.",
+            'Compute it from the samples; or from the step, which is batch["step"] in loss= and a parameter named step '
+            "of forward().",
         )
     return None
 

@@ -1,8 +1,9 @@
 """Experiments with the user's module that tell one cause of a difference from another."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from varuna.checks.compare import Noise, Tolerance, differences, noise_of
 from varuna.checks.module_state import attributes, changed, plain_values, replaced, same_attributes, set_value
 from varuna.checks.outcome import Draws, Outcome, Part, loss_again, plainly, same_buffers
+from varuna.checks.reading import Place
 from varuna.core.errors import ModelError, VarunaError
 from varuna.data.samples import SampleSource
 from varuna.engine.stage.precision import cast
@@ -214,6 +216,27 @@ def deciding_counters(losses: LossModule, part: Part, moved: Mapping[str, tuple[
         if any(_differs(each, same) for each in tries):
             found.append(f"{path} (from {moved[path][0]} to {moved[path][1]} in the first samples)")
     return tuple(found)
+
+
+def deciding_places(losses: LossModule, part: Part, before: Iterable[tuple[Place, Any]]) -> tuple[str, ...]:
+    """Numbers around the model and the loss that change with every forward, and that the loss depends on."""
+    moved = [(place, old) for place, old in before if place.value() != old]
+    if not moved:
+        return ()
+    same = loss_again(losses, part)
+    found = []
+    for place, old in moved:
+        newest = place.value()
+        values = (newest, *(type(newest)(each) for each in (1, *_COUNTED)))
+        if any(_differs(partial(_placed, losses, part, place, value), same) for value in values):
+            found.append(f"{place.name} (from {old} to {newest} in the first samples)")
+        place.put(newest)
+    return tuple(found)
+
+
+def _placed(losses: LossModule, part: Part, place: Place, value: Any) -> float:
+    place.put(value)
+    return loss_again(losses, part)
 
 
 def _with_value(losses: LossModule, part: Part, path: str, value: Any) -> float:

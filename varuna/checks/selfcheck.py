@@ -93,6 +93,8 @@ class SelfCheck:
     """the kind of device that the job computes on, and that the model's nominal times are of"""
     numbers: Callable[[], Iterable[Place]] = tuple
     """that the dataset and ``collate`` may count with"""
+    numbers_around: Callable[[], Iterable[Place]] = tuple
+    """beside those of modules, that forward, ``loss=`` and ``metrics=`` may count with"""
     notes: Callable[[], Iterable[str]] = tuple
     """lines for people, before step 0"""
 
@@ -265,6 +267,7 @@ class _Check:
             _refuse(refused(Evidence(hooks=tuple(gradient_hooks(initial.module)))))
             begun = replace(initial, buffers={name: value.clone() for name, value in initial.buffers.items()})
             numbers, unwritten = plain_values(initial.module), marks(initial.module)
+            around = [(place, place.value()) for place in self.job.numbers_around()]
             expected = plainly(losses, parts)
             if self.model.trainable and not expected.gradients and any(part.weight for part in parts):
                 raise ModelError(
@@ -277,7 +280,10 @@ class _Check:
                 hooks=tuple(expected.seen.hooks),
                 written=tuple(written),
                 draws=probes.deciding_draws(losses, parts[0], expected.seen),
-                counters=probes.deciding_counters(losses, parts[0], counted),
+                counters=(
+                    *probes.deciding_counters(losses, parts[0], counted),
+                    *probes.deciding_places(losses, parts[0], around),
+                ),
                 reentrant=tuple(expected.seen.reentrant),
             )
             _refuse(refused(evidence))

@@ -222,7 +222,8 @@ class JobSpec:
             self.fixed_micro_batch,
             self.loss.per_micro_batch,
             self.device.type,
-            lambda: self._numbers_of_readers,
+            lambda: _numbers({"dataset": self.dataset, "collate=": self.collate.function}),
+            lambda: _numbers({"model": self._script_model, "loss=": self.loss.function, "metrics=": self.metrics}),
             self._notes,
         )
 
@@ -237,13 +238,8 @@ class JobSpec:
             )
 
     @property
-    def _numbers_of_readers(self) -> list[ReadPlace]:
-        """Places of numbers that the dataset and ``collate`` may count with."""
-        found = Reads()
-        found.follow(self.dataset, "dataset")
-        if self.collate.function is not None:
-            found.follow(self.collate.function, "collate=")
-        return found.numbers()
+    def _script_model(self) -> nn.Module | None:
+        return self.model.module if isinstance(self.model, GivenModel) else None
 
     @cached_property
     def update_check(self) -> UpdateCheck:
@@ -476,3 +472,12 @@ class JobSpec:
                 f"before_step= cannot be given with offload_optimizer=True and precision={self.precision!r}: "
                 "parameters are then in host memory and their gradients on the device. Leave out one of the three."
             )
+
+
+def _numbers(functions: Mapping[str, Any]) -> list[ReadPlace]:
+    """Places of numbers that functions of the user's may count with."""
+    found = Reads()
+    for name, function in functions.items():
+        if function is not None:
+            found.follow(function, name)
+    return found.numbers()

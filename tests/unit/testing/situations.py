@@ -967,6 +967,41 @@ def model_in_double_precision(way: Way) -> None:
 # -- losses -------------------------------------------------------------------------------------------------------
 
 
+class WarmingUp:
+    """A loss that counts its calls, and grows with them or not."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls, self.warm = 0, calls
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(output, batch["labels"]) * (1 + (self.calls > self.warm > 0))
+
+
+def loss_that_counts(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Points(), optimizer, loss=WarmingUp(2000))
+
+
+def loss_that_counts_for_a_log(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Points(), optimizer, loss=WarmingUp(0))
+
+
+def loss_of_the_step(way: Way) -> None:
+    model, optimizer = built()
+    at = [0]
+
+    def over_step(output: Tensor, batch: Any) -> Any:
+        return (F.cross_entropy(output, batch["labels"], reduction="none") * (1 + (batch["step"] > 1))).mean()
+
+    def in_loop(output: Tensor, batch: Any) -> Any:
+        return F.cross_entropy(output, batch["labels"]) * (1 + (at[0] > 1))
+
+    is_plain = isinstance(way, PlainLoop)
+    way.train(model, Points(), optimizer, loss=in_loop if is_plain else over_step, before=partial(at.__setitem__, 0))
+
+
 def smoothing_of_a_loss_module_changes(way: Way) -> None:
     model, optimizer = built()
     loss = nn.CrossEntropyLoss(label_smoothing=0.2)
@@ -1570,6 +1605,14 @@ SITUATIONS = [
         tensor_dataset,
     ),
     # losses
+    Situation(
+        "a loss that changes with a count of its calls",
+        loss_that_counts,
+        "",
+        r"a number that forward\(\) itself changes: loss=\.calls.*batch\[\"step\"\] in loss=",
+        loss_of_the_step,
+    ),
+    Situation("a loss that counts its calls for a log", loss_that_counts_for_a_log, ""),
     Situation(
         "label smoothing that the loop changes",
         smoothing_of_a_loss_module_changes,
