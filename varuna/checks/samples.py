@@ -115,7 +115,7 @@ def check_mixed_samples(source: SampleSource) -> None:
 
 def computes_over_batch(source: SampleSource) -> bool:
     """Whether ``collate`` computes something over a batch, such as a norm, a mix or weights by counts."""
-    end = LOOKED_AT if source.size is None else min(LOOKED_AT, source.size)
+    end = _MIXED if source.size is None else min(LOOKED_AT, source.size)
     return _is_enough(source) and source.mixes_samples(range(end), drawing=False)
 
 

@@ -131,13 +131,17 @@ class SampleSource:
         with self._turn_of(position) as index:
             return index, self._dataset[index]
 
+    @property
+    def waits(self) -> bool:
+        """Whether samples come while the run trains, and the dataset waits for them."""
+        return self._wait_for is not None
+
     def draws(self, position: int) -> bool:
         """Whether reading the sample at ``position`` draws random numbers from the global generators.
 
         Raises:
             Exception: whatever ``dataset[i]`` raises, with a note that names the index.
         """
-        self._wait([position])
         with states_kept(), self._turn_of(position) as index:
             draws = Draws()
             _ = self._dataset[index]

@@ -171,3 +171,22 @@ def check(dataset: Any, collate: Any = None) -> None:
     if collate is not None:
         found.follow(collate, "collate=")
     check_reading(SampleSource(dataset, seed=0, collate=collate), found.numbers)
+
+
+def test_samples_that_are_not_there_yet_are_not_read() -> None:
+    asked = list[int]()
+
+    class Coming:
+        """A dataset without length."""
+
+        def __getitem__(self, position: int) -> Sample:
+            asked.append(position)
+            return {"x": torch.tensor(float(position))}
+
+    class Waiting(Coming):
+        def wait_for(self, position: int) -> None:
+            raise AssertionError(position)
+
+    check(Waiting())
+    check(Coming())
+    assert set(asked) == {0, 1, 2, 3}
