@@ -89,6 +89,8 @@ def begin(spec: JobSpec, n: int, membership: Membership, *, number: int = 0) -> 
         check_writable(open_store(place))  # a folder needs no threads, unlike a bucket, which comes after processes
     # Now: processes that are forked later keep copies of state, and share files that were opened
     spec.training_source.prepare()
+    if spec.device.type == "cuda":
+        torch.cuda.set_device(spec.device)  # checks compute there; an error is told with its name
     saver = None
     if spec.checkpoints is not None:
         store = open_store(spec.checkpoints.place, upload_bytes_per_s=spec.checkpoints.upload_bytes_per_s)
