@@ -76,7 +76,8 @@ class Coding:
         window = window._replace(bodies=window.bodies + 1, size_bytes=window.size_bytes + size_bytes)
         if before is not None:
             window = window._replace(seconds=window.seconds + look.at_s - before.at_s)
-        if before is not None and unsent_bytes > 0:
+        # What small frames leave there, or what the peer has yet to confirm, does not tell that the line was busy.
+        if before is not None and unsent_bytes >= LARGE_BYTES:
             passed_bytes = look.written_bytes - before.written_bytes - (look.unsent_bytes - before.unsent_bytes)
             window = window._replace(
                 waited_bytes=window.waited_bytes + size_bytes,

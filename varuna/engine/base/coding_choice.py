@@ -1,6 +1,6 @@
 """Whether what a connection sends is encoded: only while that is faster, by measurement. Pure.
 
-The line is looked at whenever a large body is about to be written. If the socket still holds bytes of those before, the
+The line is looked at whenever a large body is about to be written. If the socket still holds many of those before, the
 body *waits for the line*, which has been busy since then; how many bytes have left meanwhile tells how fast it is. Some
 bodies make a window, and after each window there is a choice::
 
