@@ -41,7 +41,7 @@ def as_int8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded(values: Tensor, kind: str) -> Tensor:
-    """What the receiver gets."""
+    """Return the values that the receiver gets."""
     if kind == "int8":
         whole, scale = as_int8(values)
         return whole * scale
@@ -98,7 +98,7 @@ def trained(kinds: tuple[str, str], seed: int, steps: int, samples: TextDataset)
 
 
 def smaller(values: Tensor) -> dict[str, float]:
-    """How many times fewer bytes than bf16, before and after the codec; scales in fp32."""
+    """Return the bytes of bf16 over those of int8, before and after the codec; scales in fp32."""
     whole, scale = as_int8(values)
     flat = {"bf16": values.bfloat16().flatten(), "int8": whole.flatten()}
     found = dict[str, float]()

@@ -1,4 +1,4 @@
-"""When a body waits for the line: as seen by a real socket whose other end reads nothing."""
+"""Bodies that wait for the line, as a real socket shows whose other end reads nothing."""
 
 import socket
 import sys
