@@ -190,7 +190,7 @@ def main() -> None:
 NETWORK_UNIT_S = {"gpt2": 0.02, "slept": 2 * UNIT_S}
 """The unit of the emulated networks: about a stage's forward."""
 MESSAGE_BYTES = {"gpt2": 2 * 128 * 256 * 4, "slept": 2 * WIDTH * 4}
-"""Bytes that cross a cut for a micro-batch of two: the networks' serialisation is of so many."""
+"""Bytes of a message for a micro-batch of two; networks are emulated by the time that these take."""
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ LIMIT_S = 600.0
 
 
 def tensors(steps: int) -> dict[str, Tensor]:
-    """Return the tensors that a training sends after so many steps."""
+    """Return the tensors that a training sends after ``steps`` steps."""
     torch.manual_seed(0)
     args = argparse.Namespace(layers=4, width=192, heads=4, length=128, dropout=0.0)
     model = build_model(args).train()

@@ -42,7 +42,7 @@ PEERS = ROOT / ".peers" / "bin" / "python"
 PER_HOST = 16
 """Examples of a global batch for each host."""
 MEMORY_BYTES = 2 * 10**9
-"""Of a host: enough that nobody has to recompute."""
+"""Memory of a host, enough to train without recomputing."""
 FIRST_STEPS = 3
 TURN_S = 2.0
 _BOUND_S, _END_S = 900.0, 30.0

@@ -26,7 +26,7 @@ _UNCUT_BYTES = 15_000
 """Bytes that TCP hands over at once and that pass the bucket whole; a real network card cuts them. Cut at the bucket, a
 packet has its own timer: at 100 Mb/s that takes a fifth of two processors that compute, at 1 Gb/s two fifths."""
 _USUAL = "cubic"
-"""TCP's way to avoid congestion where nobody has chosen otherwise; this machine may have."""
+"""Linux's default for TCP congestion control; this machine may be set to another."""
 _prctl = ctypes.CDLL(None).prctl  # a child that was forked from threads may not look it up
 
 

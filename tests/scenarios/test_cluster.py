@@ -194,7 +194,7 @@ def test_machines_are_drained_and_return_and_a_person_ends_the_run(
     assert [step for step, _ in log] == list(range(len(log)))
     assert all(loss == pytest.approx(undisturbed[step], rel=1e-5) for step, loss in log if step in undisturbed)
     assert (cluster.folder / "checkpoints").exists()
-    assert "has ended with exit code 0: " in cluster.verb("status").out  # nobody is there any more
+    assert "has ended with exit code 0: " in cluster.verb("status").out  # the manager has ended
     actions = [event.action for event in cluster.events("audited") if event.allowed]
     assert {"morph", "drain a node", "stop the run"} <= set(actions)
 

@@ -113,7 +113,7 @@ def _look_into_a_step(seen: Window) -> None:
 
 
 def _are_waits_told_apart(seen: Window) -> bool:
-    """Whether waits are told apart; if not, look at a step of the plan that measured times may have favoured."""
+    """Return whether the page tells waits apart; if not, open a step of the plan that was chosen after measuring."""
     if "told apart in" in seen.seen("#split-note").inner_text():
         return True
     seen.page.click("#timeline-form button")

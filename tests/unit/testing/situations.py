@@ -1232,24 +1232,18 @@ def micro_batch_centred_in_collate(way: Way) -> None:
     way.train(model, Points(), optimizer, loss=loss, collate=centred, micro_batch=4)
 
 
-def dataset_that_counts(way: Way) -> None:
-    model, optimizer = built()
-    way.train(model, Augmented("counts"), optimizer, loss=cross_entropy)
+def dataset_augmented(kind: str) -> Script:
+    """Return a script whose dataset adds noise in the named way."""
+
+    def script(way: Way) -> None:
+        model, optimizer = built()
+        way.train(model, Augmented(kind), optimizer, loss=cross_entropy)
+
+    script.__name__ = f"dataset_augmented_{kind.replace(' ', '_')}"
+    return script
 
 
-def dataset_with_a_generator(way: Way) -> None:
-    model, optimizer = built()
-    way.train(model, Augmented("own generator"), optimizer, loss=cross_entropy)
-
-
-def dataset_that_keeps_draws(way: Way) -> None:
-    model, optimizer = built()
-    way.train(model, Augmented("keeps"), optimizer, loss=cross_entropy)
-
-
-def dataset_seeded_by_the_index(way: Way) -> None:
-    model, optimizer = built()
-    way.train(model, Augmented("by index"), optimizer, loss=cross_entropy)
+dataset_seeded_by_the_index = dataset_augmented("by index")
 
 
 WEIGHTS = [1.0 + index % 3 for index in range(SAMPLES)]
@@ -1676,21 +1670,21 @@ SITUATIONS = [
     ),
     Situation(
         "a count of reads that changes samples",
-        dataset_that_counts,
+        dataset_augmented("counts"),
         "",
         r"is another sample when dataset\.reads, which counts",
         dataset_seeded_by_the_index,
     ),
     Situation(
         "a generator that the dataset keeps",
-        dataset_with_a_generator,
+        dataset_augmented("own generator"),
         "",
         r"the dataset is random.*separate generators",
         dataset_seeded_by_the_index,
     ),
     Situation(
         "what the dataset has drawn, kept in a cache",
-        dataset_that_keeps_draws,
+        dataset_augmented("keeps"),
         "",
         r"keeps what it has drawn.*random\.Random\(index\)",
         dataset_seeded_by_the_index,
