@@ -168,14 +168,11 @@ class SampleSource:
         assert place is not None, f"position {position} has no sample"
         return place
 
-    def _wait(self, positions: Sequence[int]) -> None:
+    def _read_all(self, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
         if self._wait_for is not None:  # here, since training needs the generators meanwhile
             for index in self.indices(positions):
                 with _noted(f"while waiting for dataset[{index}]"):
                     self._wait_for(index)
-
-    def _read_all(self, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        self._wait(positions)
         with states_kept():
             indices, samples = zip(*map(self._read, positions), strict=True)
         return indices, samples

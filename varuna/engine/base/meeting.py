@@ -108,7 +108,7 @@ class _Names:
         self._found: dict[Address, tuple[int, Any] | OSError | None] = {}
 
     def look_up(self, to: Address) -> tuple[int, Any] | None:
-        """Family and address of a socket; None: not yet.
+        """Return the family and address of a socket; None: not yet.
 
         Raises:
             OSError: there is none.
@@ -132,7 +132,10 @@ class _Names:
 
 
 def _socket_address(to: Address, flags: int = 0) -> tuple[int, Any]:
-    family, *_, address = socket.getaddrinfo(to.host, to.port, type=socket.SOCK_STREAM, flags=flags)[0]
+    try:
+        family, *_, address = socket.getaddrinfo(to.host, to.port, type=socket.SOCK_STREAM, flags=flags)[0]
+    except UnicodeError as error:  # no name server would be asked
+        raise OSError(errno.EINVAL, f"{to.host!r} is no name of a machine: {error}") from error
     return family, address
 
 

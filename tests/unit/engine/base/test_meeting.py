@@ -194,6 +194,13 @@ def test_nobody_waits_behind_a_name_server_that_is_silent(monkeypatch: pytest.Mo
     assert found == {1: (0, text), 2: (0, text)}
 
 
+def test_a_name_that_no_name_server_could_know_is_told_as_the_reason() -> None:
+    store = local_store()
+    store.set("0", place("a" * 64, 1))
+    with pytest.raises(RuntimeError, match=r"rank 0 of the group at a+:1: 'a+' is no name of a machine"):
+        meet(store, 1, 2, Endpoint("127.0.0.1", machine="other"), 0.5)
+
+
 @contextlib.contextmanager
 def relay(tell: Callable[[str], None] = lambda text: None) -> Iterator[PortServer]:
     """The port of a machine."""
