@@ -64,8 +64,9 @@ class PlanRequest(Value):
 
     def with_count(self, name: str, count: int) -> "PlanRequest":
         """The same question, with so many workers of a class: its fastest."""
-        changed = {**by_class(self.workers), name: of_count(by_class(self.workers)[name], count)}
-        return self.model_copy(update={"workers": tuple(chain(*changed.values()))})
+        groups = by_class(self.workers)
+        groups[name] = of_count(groups[name], count)
+        return self.model_copy(update={"workers": tuple(chain(*groups.values()))})
 
     def of_class(self, name: str) -> "PlanRequest":
         """The same question for the workers of one class alone, whose plans are of no class."""
