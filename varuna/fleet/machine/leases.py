@@ -58,7 +58,7 @@ def note_tick(transition: Transition, deaf_s: float) -> None:
                 "are gone. No worker is given up before a machine is heard",
                 warning=True,
             )
-    elif was_alone:
+    elif was_alone:  # nobody is left to be heard
         _begin_anew(transition)
     else:
         transition.update(listened_s=fleet.listened_s + max(0.0, gap_s - deaf_s))
@@ -71,6 +71,7 @@ def _begin_anew(transition: Transition) -> None:
         transition.notice("machines are back in contact")
     now_s = fleet.listened_s
     transition.update(
+        is_alone=False,
         told_alone=False,
         regained_s=now_s,
         nodes=PersistentMap({node: NodeContact(heard_s=now_s, told=sight.told) for node, sight in fleet.nodes.items()}),
@@ -86,6 +87,9 @@ def hear(transition: Transition, node: str) -> None:
     fleet = transition.fleet
     if not fleet.config.elastic:
         return
+    if fleet.is_alone:
+        _begin_anew(transition)
+        fleet = transition.fleet
     sight, now_s = fleet.nodes.get(node), fleet.listened_s
     if sight is not None and sight.heard_s == now_s and sight.parted_after is None:
         transition.update(heard_s=transition.now_s)
@@ -106,6 +110,8 @@ def hear(transition: Transition, node: str) -> None:
 
 def hear_all(transition: Transition, nodes: Iterable[str], workers: Iterable[str]) -> None:
     """Note that machines and workers live which say nothing new: in one change, those that are heard all the time."""
+    if transition.fleet.is_alone:
+        _begin_anew(transition)
     usual = []
     for node in nodes:
         if _is_heard_all_the_time(transition.fleet, node):
