@@ -1,6 +1,7 @@
 """The device of this worker: its name, its class, and how many of its bytes a calibration may use."""
 
 import os
+import zlib
 from pathlib import Path
 
 import torch
@@ -25,6 +26,12 @@ def device_class(device: torch.device) -> str:
     """Return the user's name for this worker's device class, else the GPU's; empty for CPUs, which are all alike."""
     told = os.environ.get(CLASS_VARIABLE, "").strip()
     return told[:_LONGEST_NAME] or (torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+
+
+def rounding_kind(device: torch.device) -> int:
+    """Return a number for what decides on rounding: the GPU, and the host's processor, which draws first values."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return zlib.crc32(f"{gpu}, {_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}".encode())
 
 
 def device_bytes(device: torch.device, workers: int) -> int | None:

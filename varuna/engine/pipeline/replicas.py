@@ -5,7 +5,6 @@ itself, or what memory has changed, would stay unseen: each would train a model 
 """
 
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from varuna.checkpoint.io.section_state import bit_sum
 from varuna.core.errors import WorkerError
+from varuna.engine.device.capacity import rounding_kind
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.stage.stage import Stage
 
@@ -44,11 +44,12 @@ class ReplicaComparison:
         """
         begin_s = time.monotonic()
         model = self._stage.job.model
+        kind = rounding_kind(self._stage.job.device)
         states = {section: _replicated(self._stage, section) for section in self._stage.sections}
         table = torch.zeros(self._plan.replicas, len(model.sections), 2, dtype=torch.int64)
         for section, state in states.items():
             table[self._replica, section, 0] = sum(bit_sum(value) for value in state.values()) % 2**62
-            table[self._replica, section, 1] = self._kind
+            table[self._replica, section, 1] = kind
         self._reducer.sum_over_grid(("compared", step), table, f"the other replicas' checksums (step {step})")
         odd = [section for section in range(len(model.sections)) if not (table[:, section] == table[0, section]).all()]
         if odd:
@@ -56,13 +57,6 @@ class ReplicaComparison:
             self._name(step, odd[0], states.get(odd[0], {}), is_alike=is_alike)
         now_s = time.monotonic()
         self._next_s = now_s + (now_s - begin_s) / _SHARE
-
-    @property
-    def _kind(self) -> int:
-        """A number for the kind of device: another kind may round otherwise."""
-        device = self._stage.job.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-        return zlib.crc32(f"{device.type} {name}".encode())
 
     def _name(self, step: int, section: int, state: Mapping[str, Tensor], *, is_alike: bool) -> None:
         """Find out what differs, and whether that is more than rounding.

@@ -27,6 +27,7 @@ from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.spans import span
 from varuna.engine.base.transport import FORMING_BOUND_S, Store, prefixed
 from varuna.engine.base.wait_bounds import Awaited
+from varuna.engine.device.capacity import rounding_kind
 from varuna.engine.links.gpu_links import connect
 from varuna.engine.links.groups import Groups, form
 from varuna.engine.stage.job import Job
@@ -301,7 +302,8 @@ def _states(context: GenerationContext, groups: Groups) -> dict[int, SectionStat
     if context.others and assignment.fresh:
         context.at(Awaited("the comparison of first values", context.others, checks=True))
         share_refusal(groups.world, rank, assignment.members, refusal)
-        check_agreement(groups.world, job.model, plan, rank, states)
+        if check_agreement(groups.world, job.model, plan, rank, states, rounding_kind(job.device)) and rank == 0:
+            say("processors of several kinds round first values differently: all workers start from the same ones")
     elif refusal is not None:
         raise refusal
     return states

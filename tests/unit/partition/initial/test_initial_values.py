@@ -1,5 +1,6 @@
 """A run starts from the same parameters in any plan, or not at all."""
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from tests.depth import by_depth
+from tests.depth import by_depth, nightly_rows
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw, tiny_gpt2, tiny_llama
 from tests.unit.engine.plain import reference, worst
 from tests.unit.engine.ranks import Setup, connected, single_threaded
@@ -66,12 +67,12 @@ def test_parameters_drawn_one_by_one_train_the_same_in_any_plan() -> None:
 class Disturbed(Setup):
     """One rank begins with another value of one parameter."""
 
-    odd_rank, odd_name = 3, "transformer.h.1.mlp.c_fc.weight"
+    odd_rank, odd_name, odd_by = 3, "transformer.h.1.mlp.c_fc.weight", 1e-6
 
     def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:
         values = dict(super().initial(rank, names))
         if rank == self.odd_rank and self.odd_name in values:
-            values[self.odd_name].view(-1)[5] += 1e-6
+            values[self.odd_name].view(-1)[5] += self.odd_by
         return values
 
 
@@ -86,6 +87,36 @@ def test_different_copies_of_a_tied_parameter_stop_the_run() -> None:
     setup.odd_rank, setup.odd_name = 1, "embed.weight"
     with pytest.raises(ModelError, match=r"tied parameter embed.weight .* rank 0 and rank 1.*per_parameter"):
         setup.run(2, 1)
+
+
+@pytest.fixture
+def unlike_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank computes on a processor of its own kind."""
+    kinds = itertools.count()
+    monkeypatch.setattr("varuna.engine.worker.forming.rounding_kind", lambda device: next(kinds))
+
+
+@pytest.mark.parametrize(
+    ("plan", "odd_rank", "odd_name"),
+    [((1, 3), 1, "layers.0.bias"), ((2, 2), 1, "embed.weight"), *nightly_rows(((3, 1), 2, "embed.weight"))],
+)
+@pytest.mark.usefixtures("unlike_processors")
+def test_what_unlike_processors_round_differently_begins_as_the_first_has_it(
+    plan: tuple[int, int], odd_rank: int, odd_name: str
+) -> None:
+    """Also a tied parameter, of which a replica's second copy is the odd one."""
+    with single_threaded():
+        setup = Disturbed()
+        setup.odd_rank, setup.odd_name = odd_rank, odd_name
+        assert setup.losses(*plan) == Setup().losses(*plan)
+
+
+@pytest.mark.usefixtures("unlike_processors")
+def test_other_values_are_no_rounding_on_any_processor() -> None:
+    setup = Disturbed()
+    setup.odd_rank, setup.odd_name, setup.odd_by = 1, "layers.0.bias", 0.1
+    with pytest.raises(ModelError, match="starts with different parameters on ranks 0, 2 and rank 1"):
+        setup.run(1, 3)
 
 
 class Refusing(Setup):
