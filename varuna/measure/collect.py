@@ -14,6 +14,7 @@ from pathlib import Path
 from varuna.calibration.samples import Measured
 from varuna.core import errors
 from varuna.core.errors import VarunaError, WorkerError
+from varuna.process.worker_environment import DEFAULTS
 
 _BOUND_S = 1800.0
 _POLL_S = 0.05
@@ -63,7 +64,7 @@ def _start(
     arguments: Sequence[str], rank: int, workers: int, store: tuple[str, int], log: Path
 ) -> subprocess.Popen[bytes]:
     environment = {
-        "OMP_NUM_THREADS": "1",
+        **DEFAULTS,
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

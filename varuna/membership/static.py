@@ -4,7 +4,6 @@ Rank 0 chooses the checkpoint to resume and makes the plan, and tells the others
 A lost peer ends the run (torchrun restarts it, and it resumes).
 """
 
-import hashlib
 import itertools
 import os
 import threading
@@ -18,6 +17,7 @@ from varuna.checkpoint.manifest import Manifest
 from varuna.checkpoint.names import checkpoint_place
 from varuna.core.devices import DeviceFacts, DeviceFault, WorkerGroups, equal_workers, worker_bytes
 from varuna.core.errors import CheckpointError, FleetError, NoPlanError, VarunaError
+from varuna.core.job_difference import job_difference
 from varuna.core.membership import Directive
 from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Shown, ShowRequest, StopReport, Vote
 from varuna.core.model import JobFacts
@@ -166,15 +166,15 @@ class StaticMembership:
     ) -> None:
         """Check that all ranks run the same job."""
         self._job = job
-        mine = hashlib.sha256(job.for_comparison().model_dump_json().encode()).hexdigest()
         if self.world.rank == 0:
-            self.world.store.set("job", mine)
-        elif self._told("job", "has captured the model", self._join_bound_s) != mine:
-            raise FleetError(
-                f"rank {self.world.rank} runs a different job than rank 0: model, weights, init, global_batch, "
-                "seed, steps, metrics, precision, reduction, links, compile and checkpoints must be equal on "
-                "all ranks. Start the same script everywhere."
-            )
+            self.world.store.set("job", job.model_dump_json())
+        else:
+            ours = JobFacts.model_validate_json(self._told("job", "has captured the model", self._join_bound_s))
+            if difference := job_difference(job, ours):
+                raise FleetError(
+                    f"rank {self.world.rank} runs a different job than rank 0: {difference}. Start the same script "
+                    "everywhere."
+                )
         self.world.store.set(f"device/{self.world.rank}", "" if device is None else device.model_dump_json())
 
     def next_directive(self) -> Directive:

@@ -221,11 +221,20 @@ def test_rank_0_is_named_by_who_waits_for_it() -> None:
         join(members(2, join_bound_s=0.02)[1], make_job())
 
 
-@pytest.mark.parametrize("other", [make_job(seed=1), make_job(steps=7), make_job(sections=3), make_job(micro_batch=1)])
-def test_ranks_with_different_jobs_are_refused_by_rank(other: JobFacts) -> None:
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (make_job(seed=1), "its job.seed is 1, but the run's is 0"),
+        (make_job(steps=7), "its job.steps is 7"),
+        (make_job(sections=3), "its job.model.sections is"),
+        (make_job(micro_batch=1), "its job.micro_batch is 1"),
+        (make_job().model_copy(update={"first_samples": "7f"}), r"other samples .* goes through a set.*PYTHONHASHSEED"),
+    ],
+)
+def test_ranks_with_different_jobs_are_refused_by_rank_and_field(other: JobFacts, words: str) -> None:
     first, second = members(2)
     join(first, make_job())
-    with pytest.raises(FleetError, match="rank 1 runs a different job than rank 0"):
+    with pytest.raises(FleetError, match=f"rank 1 runs a different job than rank 0: .*{words}"):
         join(second, other)
 
 

@@ -8,9 +8,9 @@ from tests.unit.planner.models import GB, MB, calibrated, model, section
 from varuna.calibration.format import Calibration, Hardware, OptimizerCosts
 from varuna.core.devices import STAGING_BYTES, equal_workers
 from varuna.core.errors import NoPlanError
+from varuna.core.job_difference import first_difference
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
-from varuna.fleet.machine.joins import first_difference
 from varuna.planner.choose import plan_run
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spans import Spans, pinned_bytes

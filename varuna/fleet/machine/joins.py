@@ -1,12 +1,9 @@
 """Newcomers: asked for, and let in if they do the same job as everybody else. Who connects anew is told again."""
 
-from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
-
 from varuna.core.devices import DeviceFacts
+from varuna.core.job_difference import job_difference
 from varuna.core.messages import Apply, Finish, Hello, Hold, RaiseFlag
 from varuna.core.model import JobFacts
-from varuna.core.value import Value
 from varuna.fleet.machine.outcome import outcome
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Objection
@@ -119,48 +116,8 @@ def _difference(hello: Hello, job: JobFacts, version: str) -> Objection | None:
     """Name the first field in which a worker differs from the run, if there is one."""
     if hello.version != version:
         return Objection(f"its version is {hello.version!r}, but the run's is {version!r}")
-    found = first_difference("job", hello.job.for_comparison(), job.for_comparison())
-    if found is None:
-        return None
-    field, theirs, ours = found
-    if field == "job.initialisation":
-        return Objection(
-            f"its model begins with other values than the run's ({field}: {theirs}, {ours}). What the script builds "
-            "itself must be the same on every worker: seed whatever draws, such as with torch.manual_seed(0)"
-        )
-    if field == "job.optimizer":
-        return Objection(
-            f"its optimizer has other options than the run's: {theirs}, {ours}. What follows from results of an "
-            "earlier training of the script must be the same on a worker that comes later: keep those results in "
-            "what state= names, or ask trainer.evaluate after the loop"
-        )
-    if field == "job.first_samples":
-        return Objection("its dataset has other samples than the run's: give all the same data and libraries")
-    if field == "job.torch":
-        return Objection(f"it has torch {theirs}, but the run {ours}: other versions round differently")
-    return Objection(f"its {field} is {theirs!r}, but the run's is {ours!r}")
-
-
-def first_difference(path: str, theirs: object, ours: object) -> tuple[str, object, object] | None:
-    """Deepest differing field of two values, with its path."""
-    if theirs == ours:
-        return None
-    if type(theirs) is type(ours):
-        for name in _names(ours):
-            if found := first_difference(f"{path}.{name}", getattr(theirs, name), getattr(ours, name)):
-                return found
-    if isinstance(theirs, tuple) and isinstance(ours, tuple) and len(theirs) == len(ours):
-        for index, pair in enumerate(zip(theirs, ours, strict=True)):
-            if found := first_difference(f"{path}[{index}]", *pair):
-                return found
-    return path, theirs, ours
-
-
-def _names(value: object) -> Iterable[str]:
-    """The fields of a value of ours; none of anything else."""
-    if isinstance(value, Value):
-        return type(value).model_fields
-    return [field.name for field in fields(value)] if is_dataclass(value) else ()
+    found = job_difference(hello.job, job)
+    return None if found is None else Objection(found)
 
 
 def say_again(transition: Transition, name: str) -> None:

@@ -21,6 +21,7 @@ from varuna.fleet.workers.output_lines import Lines, Tail
 from varuna.process.console import warn
 from varuna.process.host_memory import MemoryKills
 from varuna.process.tethering import tether
+from varuna.process.worker_environment import DEFAULTS
 
 _READ_BYTES = 64 * 2**10
 _PIPE_BYTES = 2**20
@@ -80,7 +81,7 @@ class Launcher:
         self._command = [sys.executable, *command]
         inherited = {name: value for name, value in os.environ.items() if name != JOIN_VARIABLE}
         # A pipe would hold back what a script prints, and a kill would lose it.
-        self._environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited, **environment}
+        self._environment = {**DEFAULTS, "PYTHONUNBUFFERED": "1", **inherited, **environment}
         self._run_dir = run_dir
         self._on_exit = on_exit
         self._write = write

@@ -178,6 +178,14 @@ def test_workers_use_one_thread_unless_told_otherwise(bench: Bench, monkeypatch:
     assert bench.exit().stderr_tail == "4\n"
 
 
+def test_workers_go_through_a_set_in_the_same_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the classic ``enumerate(set(words))`` would give each worker other samples."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    launcher = bench.launcher("import string, sys; print(list(set(string.printable)), file=sys.stderr)")
+    launcher.spawn(), launcher.spawn()
+    assert bench.exit().stderr_tail == bench.exit().stderr_tail
+
+
 def test_workers_end_with_their_launcher_whatever_they_run(tmp_path: Path) -> None:
     """Also before, and without, any code of ours: a script may import for minutes."""
     program = f"""
