@@ -1,25 +1,87 @@
-"""Digests of samples travel with micro-batches: stages that read the same sample must have read the same values."""
+"""Digests of samples, which travel with micro-batches: all stages must have read the same sample."""
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from varuna.core.sample_digest import FIELD, NORM_STEPS, PROJECTION_STEPS
+
+_SIGNS = 2**16
+_CHUNK = 64 * _SIGNS
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> int:
     """Signed 64-bit digest of keys, dtypes, shapes and bytes; the order of the keys does not matter."""
-    digest = hashlib.sha1(usedforsecurity=False)  # four times as fast as blake2b: processors have instructions for it
-    for key in sorted(tensors):
-        tensor = tensors[key].detach().cpu().resolve_conj().resolve_neg().contiguous()
-        digest.update(f"{len(key)}:{key}:{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    # Signed, so that digests can travel in an int64 tensor.
-    return int.from_bytes(digest.digest()[:8], "little", signed=True)
+    return _signed(_hash(tensors, lambda tensor: True).digest()[:8])
 
 
-def row_digests(batch: Mapping[str, Tensor], size: int) -> tuple[int, ...]:
+def sample_digest(sample: Mapping[str, Tensor]) -> int:
+    """Signed 64-bit digest, to be compared by ``is_same_sample``: of bytes alone, if there are no floats."""
+    if not any(map(_has_floats, sample.values())):
+        return tensors_digest(sample)
+    exact = _hash(sample, lambda tensor: not _has_floats(tensor)).digest()[:3]
+    projection = norm = 0
+    for key, tensor in sample.items():
+        if _has_floats(tensor):
+            its_projection, its_norm = _sketch(tensor, _signs(key))
+            projection, norm = projection + its_projection, norm + its_norm
+    sketch = projection % FIELD * FIELD + norm % FIELD
+    return _signed(sketch.to_bytes(5, "little") + exact)
+
+
+def row_digests(
+    batch: Mapping[str, Tensor], size: int, digest: Callable[[Mapping[str, Tensor]], int] = tensors_digest
+) -> tuple[int, ...]:
     """A digest of each of the ``size`` rows of a collated batch, all keys included; else one of all for each sample."""
     if any(value.dim() == 0 or len(value) != size for value in batch.values()):
-        return (tensors_digest(batch),) * size
-    return tuple(tensors_digest({key: value[row] for key, value in batch.items()}) for row in range(size))
+        return (digest(batch),) * size
+    return tuple(digest({key: value[row] for key, value in batch.items()}) for row in range(size))
+
+
+def _hash(tensors: Mapping[str, Tensor], is_exact: Callable[[Tensor], bool]) -> "hashlib._Hash":
+    digest = hashlib.sha1(usedforsecurity=False)  # four times as fast as blake2b: processors have instructions for it
+    for key in sorted(tensors):
+        tensor = tensors[key]
+        digest.update(f"{len(key)}:{key}:{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if is_exact(tensor):
+            flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest
+
+
+def _signed(digest: bytes) -> int:
+    """Signed, so that digests can travel in an int64 tensor."""
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _has_floats(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _sketch(tensor: Tensor, signs: NDArray[np.float64]) -> tuple[int, int]:
+    """Steps of the projection, and of the norm's logarithm."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    projection = square = 0.0
+    for number, chunk in enumerate(torch.split(flat, _CHUNK)):
+        values = np.nan_to_num(chunk.double().numpy(), nan=1.0, posinf=2.0, neginf=-2.0)
+        rows = [float(row @ signs[: len(row)]) for row in np.split(values, range(_SIGNS, len(values), _SIGNS))]
+        first = number * (_CHUNK // _SIGNS)
+        projection += sum(row * float(signs[(first + place) % _SIGNS]) for place, row in enumerate(rows))
+        square += float(values @ values)
+    if not 0.0 < square < math.inf:
+        return 0, int(square > 0)
+    return round(PROJECTION_STEPS * projection / math.sqrt(square)), round(NORM_STEPS * math.log2(square) / 2)
+
+
+@lru_cache(maxsize=16)
+def _signs(key: str) -> NDArray[np.float64]:
+    """Random signs, the same everywhere, and others for each key: two tensors that are swapped must not look alike."""
+    digest = hashlib.shake_128(f"varuna sample {key}".encode()).digest(_SIGNS // 8)
+    return np.where(np.unpackbits(np.frombuffer(digest, np.uint8)), 1.0, -1.0)

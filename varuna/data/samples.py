@@ -12,9 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from varuna.core.errors import DataError, OtherSampleError
+from varuna.core.sample_digest import is_same_sample
 from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
 from varuna.data.columns import STEP, Columns, InputNames
-from varuna.data.digests import row_digests, tensors_digest
+from varuna.data.digests import row_digests, sample_digest
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
 from varuna.data.ramp import Ramp
@@ -210,7 +211,7 @@ class SampleSource:
             given = None if keys is None else self._without_step(keys, named[0])
             tensors = stack_all(named, indices, self._columns) if given is None else stack(named, indices, given)
             tensors = self._with_step(tensors, positions, keys)
-            return MicroBatch(tensors, tuple(map(tensors_digest, named)) if compared else (), indices)
+            return MicroBatch(tensors, tuple(map(sample_digest, named)) if compared else (), indices)
         missing = all(sample is None for sample in samples)
         if missing:
             positions, samples = self._instead(positions)
@@ -219,7 +220,7 @@ class SampleSource:
         if missing:
             batch[SAMPLES] = torch.tensor(0)
         chosen = select(batch, None if keys is None else self._without_step(keys, batch))
-        digests = row_digests(batch, len(indices)) if compared else ()
+        digests = row_digests(batch, len(indices), sample_digest) if compared else ()
         there = [position for position, sample in zip(positions, samples, strict=True) if sample is not None]
         return MicroBatch(self._with_step(chosen, there, keys), digests, indices)
 
@@ -376,7 +377,7 @@ def verify_digests(mine: MicroBatch, theirs: Sequence[int], *, who: str, rank: i
     if len(theirs) != len(mine.digests):
         raise DataError(f"{who} read {len(theirs)} samples for a micro-batch of {len(mine.digests)}")
     for index, own, other in zip(mine.indices, mine.digests, theirs, strict=True):
-        if own != other:
+        if not is_same_sample(own, other):
             raise OtherSampleError(
                 f"dataset[{index}] is not the same here and on {who} (digests {_hex(own)} and {_hex(other)}). All "
                 "stages must read the same sample: dataset[i] must depend on i and on Python, NumPy and torch "

@@ -19,7 +19,7 @@ from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
 from varuna.core.model import JobFacts
 from varuna.core.saved import ALONE_EVERY_S
-from varuna.data.digests import tensors_digest
+from varuna.data.digests import sample_digest
 from varuna.engine.base.compute_process import settle
 from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.wait_bounds import Patience
@@ -179,7 +179,7 @@ def open_session(
     model, first = spec.partitioned, beginning or spec.beginning()
     values = f":{spec.model.digest()}" if isinstance(spec.model, GivenModel | WithLoss) else ""
     facts = job_facts(spec, n, initialisation=first.name + values, saves=saver is not None, rescue=rescue)
-    facts = facts.model_copy(update={"first_samples": f"{tensors_digest(spec.captured_batch):x}"})
+    facts = facts.model_copy(update={"first_samples": f"{sample_digest(spec.captured_batch):x}"})
     if global_batch is not None:
         facts = facts.model_copy(update={"global_batch": global_batch})
     if behind is not None:

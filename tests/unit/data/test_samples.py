@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from varuna.core.errors import DataError
+from varuna.core.sample_digest import is_same_sample
 from varuna.data.collate import Sample
-from varuna.data.digests import tensors_digest
+from varuna.data.digests import sample_digest, tensors_digest
 from varuna.data.order import sample_index
 from varuna.data.randomness import generator_lock
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
@@ -257,6 +258,46 @@ def test_digests_see_keys_dtypes_shapes_and_bytes(other: Sample) -> None:
 def test_digests_do_not_see_layout_in_memory_or_order_of_keys() -> None:
     strided = torch.arange(12, dtype=torch.int32)[::2] // 2
     assert tensors_digest({"y": SAMPLE["y"].requires_grad_(), "x": strided}) == tensors_digest(SAMPLE)
+
+
+FEATURES: Sample = {
+    "x": torch.rand(3, 40_000, generator=torch.Generator().manual_seed(0)) - 0.5,
+    "y": torch.rand(3, 40_000, generator=torch.Generator().manual_seed(1)).to(torch.complex64),
+    "label": torch.tensor(3),
+}
+
+
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [
+        ({}, True),
+        ({"x": FEATURES["x"] * (1 + 1e-5 * torch.rand(3, 40_000))}, True),
+        ({"x": FEATURES["x"].flip(0)}, False),
+        ({"x": FEATURES["x"].roll(1, 1)}, False),
+        ({"x": 1.01 * FEATURES["x"]}, False),
+        ({"x": FEATURES["x"] + 0.01 * torch.randn(3, 40_000)}, False),
+        ({"x": FEATURES["x"].double()}, False),
+        ({"x": FEATURES["x"].view(40_000, 3)}, False),
+        ({"x": FEATURES["y"].real, "y": FEATURES["x"].to(torch.complex64)}, False),
+        ({"y": FEATURES["y"].conj()}, True),
+        ({"y": 1j * FEATURES["y"]}, False),
+        ({"label": torch.tensor(4)}, False),
+        ({"x": torch.full((3, 40_000), float("nan"))}, False),
+    ],
+)
+def test_digests_that_cross_know_a_sample_again_that_another_processor_has_rounded(
+    other: Sample, is_same: bool
+) -> None:
+    mine, theirs = sample_digest(FEATURES), sample_digest({**FEATURES, **other})
+    assert is_same_sample(mine, theirs) is is_same_sample(theirs, mine) is is_same
+    assert torch.tensor([mine, theirs]).dtype == torch.int64
+    assert is_same_sample(mine, theirs % 2**64) is is_same  # as a newcomer says it
+
+
+def test_samples_without_floats_are_compared_by_the_byte() -> None:
+    tokens = {"input_ids": torch.arange(100)}
+    assert sample_digest(tokens) == tensors_digest(tokens)
+    assert not is_same_sample(sample_digest(tokens), sample_digest({"input_ids": torch.arange(1, 101)}))
 
 
 @given(st.lists(st.integers(0, 3), max_size=3), st.sampled_from([torch.bool, torch.bfloat16, torch.complex64]))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.checkpoint.saves import make_plan as make_small_plan
 from tests.unit.checkpoint.saves import save_parts
@@ -24,6 +25,7 @@ from varuna.core.errors import CheckpointError, FleetError, NoPlanError, UsageEr
 from varuna.core.messages import Assign, Assignment, Beat, Finish
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.data.digests import sample_digest
 from varuna.engine.base.transport import local_store
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.membership.detect import solo_from_environment
@@ -236,6 +238,15 @@ def test_ranks_with_different_jobs_are_refused_by_rank_and_field(other: JobFacts
     join(first, make_job())
     with pytest.raises(FleetError, match=f"rank 1 runs a different job than rank 0: .*{words}"):
         join(second, other)
+
+
+def test_ranks_that_round_the_first_samples_differently_run_the_same_job() -> None:
+    first, second = members(2)
+    x = torch.linspace(-1, 1, 99)
+    digests = [sample_digest({"x": x}), sample_digest({"x": x + 3e-4 * x.cos()})]
+    assert digests[0] != digests[1]
+    for rank, digest in zip((first, second), digests, strict=True):
+        join(rank, make_job().model_copy(update={"first_samples": f"{digest:x}"}))
 
 
 # -- resuming ----------------------------------------------------------------------------------------------
