@@ -112,6 +112,7 @@ class Collector:
             seed=self._job.seed,
             global_batch=self._job.global_batch,
             samples=self._job.samples,
+            first_samples=self._job.first_samples,
             plan=self._plans[newest.generation],
             shards=tuple(shards),
         )

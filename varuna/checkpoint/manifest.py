@@ -23,6 +23,7 @@ from varuna.checkpoint.names import (
 from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectExists, ObjectMissing
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.core.sample_digest import is_same_sample
 from varuna.core.saved import Piece, SavedShard
 from varuna.core.value import Value
 from varuna.store.base import Store
@@ -50,6 +51,7 @@ class Manifest(Value):
     samples: int | None = Field(
         default=None, ge=0, description="len(dataset); 0: it has none; None: written before this was noted"
     )
+    first_samples: str = Field(default="", description="digest of the samples that the run began with")
     plan: Plan = Field(description="that wrote it; any other can read it")
     shards: tuple[SavedShard, ...] = Field(description="by section, then part")
 
@@ -294,7 +296,7 @@ def check_compatible(manifest: Manifest, job: JobFacts) -> None:
     """Check that a job continues the run that wrote a checkpoint: same state, same samples. Its script may differ.
 
     Raises:
-        CheckpointError: parameters, sections, seed, global batch or the dataset's length differ.
+        CheckpointError: parameters, sections, seed, global batch, the dataset's length or its samples differ.
     """
     pairs = {
         "sections": (manifest.sections, len(job.model.sections)),
@@ -309,13 +311,24 @@ def check_compatible(manifest: Manifest, job: JobFacts) -> None:
             f"{'; '.join(differences)}. Use the model and settings that wrote it, use another checkpoint "
             f"directory, or start afresh with {START_AFRESH}, which moves the old checkpoints aside."
         )
-    if manifest.samples is not None and manifest.samples != job.samples and not job.takes_other_length:
+    if job.takes_other_data:
+        return
+    if manifest.samples is not None and manifest.samples != job.samples:
         was, now = (f"{size} samples" if size else "no length" for size in (manifest.samples, job.samples))
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} (run {manifest.run_id}) was trained on a dataset with {was}, and "
             f"this one has {now}. The order of samples follows from the length, so from here on it would be another "
             "one: some samples would come twice in this epoch, and others not at all. Resume with the dataset that "
             "wrote it. If samples were added or removed on purpose, pass checkpoints=varuna.Checkpoints(path, "
-            "other_length=True): positions go on in the order of the new length. To begin anew, start afresh with "
+            "other_data=True): positions go on in the order of the new length. To begin anew, start afresh with "
             f"{START_AFRESH}, which moves the old checkpoints aside."
+        )
+    digests = manifest.first_samples, job.first_samples
+    if all(digests) and not is_same_sample(*(int(each, 16) for each in digests)):
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} (run {manifest.run_id}) was trained on other samples: this "
+            "dataset does not begin with those that the run began with. Resume with the dataset that wrote it. If the "
+            "script goes through a set, as in enumerate(set(words)), the order differs in each process: sort it, or "
+            "set PYTHONHASHSEED=0. If the data changed on purpose, pass checkpoints=varuna.Checkpoints(path, "
+            f"other_data=True). To begin anew, start afresh with {START_AFRESH}, which moves the old checkpoints aside."
         )

@@ -168,7 +168,7 @@ class JobFacts(Value):
     samples: int = Field(default=0, ge=0, description="len(dataset), on which the order depends; 0: it has none")
     first_samples: str = Field(default="", description="digest of the run's first samples, as read on this machine")
     torch: str = Field(default="", description="its version, on which rounding depends")
-    takes_other_length: bool = Field(default=False, description="resume though the dataset had another length")
+    takes_other_data: bool = Field(default=False, description="resume though the dataset was another one")
     keep_last: int = Field(default=3, ge=1, description="newest checkpoints to keep")
     keep_every: int | None = Field(default=None, ge=1, description="also keep those of steps divisible by this")
     threads: int = Field(default=1, ge=1, description="intra-op threads of a worker")

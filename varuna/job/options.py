@@ -39,8 +39,8 @@ class Checkpoints:
         keep_last: number of newest checkpoints to keep.
         keep_every: also keep, for good, the checkpoints whose step is a multiple of this.
         frozen: also save parameters that are not trained. False: they are read again from where the run began.
-        other_length: resume though the dataset had another length when the checkpoint was written; the order from
-            there on is that of the new length.
+        other_data: resume though the dataset had another length, or other samples, when the checkpoint was written;
+            the order from there on is that of the new length.
         upload_bytes_per_s: limit on what a worker sends to a bucket, to leave some of the network to training.
 
     Raises:
@@ -53,7 +53,7 @@ class Checkpoints:
     keep_last: int = 3
     keep_every: int | None = None
     frozen: bool = True
-    other_length: bool = False
+    other_data: bool = False
     upload_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:

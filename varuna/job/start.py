@@ -235,7 +235,7 @@ def job_facts(
             "checkpoint_dir": checkpoints.place,
             "keep_last": checkpoints.keep_last,
             "keep_every": checkpoints.keep_every,
-            "takes_other_length": checkpoints.other_length,
+            "takes_other_data": checkpoints.other_data,
         }
     return JobFacts(
         model=model.facts,

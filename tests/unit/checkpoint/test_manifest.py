@@ -275,19 +275,23 @@ def test_the_same_state_and_samples_continue_whatever_the_graph(store: Store) ->
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "said"),
-    [(40, 52, "a dataset with 40 samples, and this one has 52 samples"), (40, 0, "this one has no length")],
+    ("fact", "was", "now", "said", "unknown"),
+    [
+        ("samples", 40, 52, "a dataset with 40 samples, and this one has 52 samples", None),
+        ("samples", 40, 0, "this one has no length", None),
+        ("first_samples", "7f", "-2a", "does not begin with those that the run began with.*goes through a set", ""),
+    ],
 )
-def test_a_dataset_of_another_length_is_refused_unless_it_is_accepted(
-    store: Store, was: int, now: int, said: str
+def test_another_dataset_is_refused_unless_it_is_accepted(
+    store: Store, fact: str, was: object, now: object, said: str, unknown: object
 ) -> None:
-    written = save(store, 5).model_copy(update={"samples": was})
-    job = make_job().model_copy(update={"samples": now})
-    with pytest.raises(CheckpointError, match=rf"{said}.*other_length=True"):
+    written = save(store, 5).model_copy(update={fact: was})
+    job = make_job().model_copy(update={fact: now})
+    with pytest.raises(CheckpointError, match=rf"{said}.*other_data=True"):
         check_compatible(written, job)
-    check_compatible(written, job.model_copy(update={"takes_other_length": True}))
-    check_compatible(written, job.model_copy(update={"samples": was}))
-    check_compatible(written.model_copy(update={"samples": None}), job)
+    check_compatible(written, job.model_copy(update={"takes_other_data": True}))
+    check_compatible(written, job.model_copy(update={fact: was}))
+    check_compatible(written.model_copy(update={fact: unknown}), job)
 
 
 @pytest.mark.parametrize(
