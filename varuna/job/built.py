@@ -219,7 +219,7 @@ class SchedulerLike:
 
     def __init__(self, whole: LRScheduler) -> None:
         """Take it as it is now."""
-        self._whole = whole
+        self.whole = whole
         self._first = copy.deepcopy(
             whole, {id(whole.optimizer): whole.optimizer}
         )  # the script's will refuse to be used
@@ -227,7 +227,7 @@ class SchedulerLike:
 
     def begin(self) -> None:
         """Take the options of groups as they are now: what its constructor has set, and the script since."""
-        self._options = [copy.deepcopy(options_of(group)) for group in self._whole.optimizer.param_groups]
+        self._options = [copy.deepcopy(options_of(group)) for group in self.whole.optimizer.param_groups]
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
         """A scheduler of ``optimizer``."""

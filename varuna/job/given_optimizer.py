@@ -54,14 +54,14 @@ class OptimizerLike:
                 "resumes with its own state."
             )
         _refuse_closures(whole, frozenset(names))
-        self._whole, self._named, self._is_scheduled, self.in_loop = whole, list(named), is_scheduled, in_loop
+        self.whole, self._named, self._is_scheduled, self.in_loop = whole, list(named), is_scheduled, in_loop
         self._stand_ins = {name: _stand_in(parameter) for name, parameter in named}
         self.begin()
 
     def begin(self) -> None:
         """Take options and attributes as they are now: step 0 uses what the script has written before its loop."""
         exchanged = {id(parameter): self._stand_ins[name] for name, parameter in self._named}
-        self._first: torch.optim.Optimizer = ObjectCopier(exchanged).of(self._whole)
+        self._first: torch.optim.Optimizer = ObjectCopier(exchanged).of(self.whole)
         if self._is_scheduled:
             for group in self._first.param_groups:
                 if "initial_lr" in group:

@@ -23,10 +23,11 @@ from varuna.engine.stage.optimizer import BeforeStep, OptimizerFactory, Schedule
 from varuna.engine.stage.precision import DTYPES, cast
 from varuna.engine.worker.loop_state import Kept, Stateful
 from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device, described
-from varuna.job.built import GivenModel, WithLoss, loss_of
+from varuna.job.built import GivenModel, SchedulerLike, WithLoss, loss_of
 from varuna.job.charts import Tracker
 from varuna.job.given_optimizer import OptimizerLike
 from varuna.job.handed_over.code_reads import ReadPlace, Reads
+from varuna.job.handed_over.schedules import schedules_of_loop
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Publish, Weights
 from varuna.job.shared_capture import captured_once
@@ -240,6 +241,15 @@ class JobSpec:
     @property
     def _script_model(self) -> nn.Module | None:
         return self.model.module if isinstance(self.model, GivenModel) else None
+
+    @cached_property
+    def kept(self) -> Mapping[str, Kept]:
+        """Objects of the script that hold state of the run: those of ``state=``, and schedulers of its loop."""
+        named = dict(self.state or {})
+        if not (isinstance(self.optimizer, OptimizerLike) and self.optimizer.in_loop):
+            return named
+        passed = [self.lr_scheduler.whole] if isinstance(self.lr_scheduler, SchedulerLike) else []
+        return {**schedules_of_loop(self.optimizer.whole, [*named.values(), *passed]), **named}
 
     @cached_property
     def update_check(self) -> UpdateCheck:

@@ -197,7 +197,7 @@ def open_session(
         connect=lambda assignment: membership.store(assignment.generation),
         endpoint=Endpoint(os.environ.get("VARUNA_INTERFACE", "127.0.0.1"), os.environ.get("VARUNA_MACHINE_PORT", "")),
         loop=LoopState(
-            spec.state if behind is None or behind.has_loop else None,
+            spec.kept if behind is None or behind.has_loop else None,
             writes=isinstance(spec.optimizer, OptimizerLike) and spec.optimizer.in_loop,
         ),
         left_out=_in_files(model, first),

@@ -217,7 +217,7 @@ def plateau_scheduler_in_the_loop(way: Way) -> None:
     def told(step: int, loss: float) -> None:
         plateau.step(loss)
 
-    way.train(model, Points(), optimizer, loss=cross_entropy, told=told, state={"plateau": plateau})
+    way.train(model, Points(), optimizer, loss=cross_entropy, told=told)
 
 
 def momentum_warms_up(way: Way) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
 
 import varuna
 from tests.unit.engine.ranks import single_threaded
@@ -178,16 +178,51 @@ def test_workers_that_write_different_options_are_refused_with_the_rank(captures
         run(script_of_one, workers=3, stages=3, captures=captures)
 
 
-def test_a_scheduler_of_the_loops_own_is_taken_over_as_it_steps(captures: list[Any]) -> None:
-    made: dict[int, LRScheduler] = {}
+LOOPS: dict[str, Schedule] = {
+    "counts steps": lambda optimizer: StepLR(optimizer, 5, 0.5),
+    "counts what did not help, and has not reduced yet": lambda optimizer: ReduceLROnPlateau(optimizer, patience=4),
+    "two over the same groups, one after the other": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=3), StepLR(optimizer, 2, 0.5)], [3]
+    ),
+    "with what no checkpoint holds": lambda optimizer: LambdaLR(optimizer, Halving()),
+}
+
+
+class Halving:
+    """A rate that cannot be saved, which follows from the number of steps."""
+
+    def __init__(self) -> None:
+        self.rate: Callable[[int], float] = lambda step: 0.5 ** (step // 3)
+
+    def __call__(self, step: int) -> float:
+        return self.rate(step)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_scheduler_that_the_loop_steps_goes_on_over_a_resume_and_a_loss(kind: str, captures: list[Any]) -> None:
+    made: dict[int, Any] = {}
 
     def steps_it(optimizer: torch.optim.Optimizer, step: int) -> None:
-        if not step:
-            made[id(optimizer)] = StepLR(optimizer, 2, 0.5)
+        schedule = made.get(id(optimizer))
+        if schedule is None:
+            made[id(optimizer)] = LOOPS[kind](optimizer)
+        elif isinstance(schedule, ReduceLROnPlateau):
+            schedule.step(1.0)
         else:
-            made[id(optimizer)].step()
+            schedule.step()
 
     with single_threaded():
         expected = plain(steps_it)
-    [curve] = run(lambda: script(steps_it), captures=captures).returned.values()
-    assert close(curve, expected)
+    assert len({rate for _, rate in expected}) > 1
+    place = varuna.Checkpoints(FailingStore().url, every=1)
+    run(partial(script, steps_it, steps=5, checkpoints=place), captures=captures)
+    again = run(
+        partial(script, steps_it, checkpoints=place),
+        workers=2,
+        stages={2: 2, 1: 1},
+        faults=[fail_at(rank=1, step=6, phase="apply")],
+        captures=captures,
+    )
+    for curve in again.returned.values():
+        assert min(curve) == 4
+        assert close(curve, expected)

@@ -5,15 +5,13 @@ The script's groups always show what the next step will use, also what a schedul
 """
 
 import copy
-import gc
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.core.errors import UsageError
 from varuna.engine.stage.parameter_groups import Writes
@@ -29,11 +27,9 @@ _NEAR = 1e-4
 class ScriptOptions:
     """The groups of an optimizer that the script has built."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kept: Iterable[Any] = ()) -> None:
-        """Begin to watch them; ``kept`` are the objects that ``state=`` names."""
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin to watch them."""
         self._optimizer = optimizer
-        self._rates, self._anew = _rates_of(optimizer.param_groups), list[LRScheduler]()
-        self._keeps_schedule = any(isinstance(each, LRScheduler) for each in kept)
         self._shown: list[dict[str, Any]] = []
         self._listed: list[list[Any]] = []
         self._tensors: list[tuple[Tensor, int]] = []
@@ -67,11 +63,8 @@ class ScriptOptions:
 
         Raises:
             UsageError: it has changed something else in them; or the run has gone back and repeats the step, and the
-                script writes something else than the first time; or it was resumed, and a schedule begins anew.
+                script writes something else than the first time.
         """
-        if self._next == 0 < step and not self._keeps_schedule and _rates_of(self._shown) != self._rates:
-            self._anew = [each for each in _schedulers(self._optimizer) if each.last_epoch <= 1]
-        self._check_schedules(step)
         found = self.written()
         if step < self._next:
             self._check_repeated(step, found)
@@ -81,15 +74,6 @@ class ScriptOptions:
             while len(self._turns) > _REMEMBERED:
                 self._turns.pop(next(iter(self._turns)))
         return found
-
-    def _check_schedules(self, step: int) -> None:
-        for each in self._anew:
-            if each.last_epoch == 1:
-                raise UsageError(
-                    f"the run was resumed, and after step {step} the loop's {type(each).__name__} made its first step: "
-                    "it begins anew, while the run has other rates already. Pass it as lr_scheduler= and leave its "
-                    'step() out of the loop, or name it in state=, from step 0 on: state={"scheduler": scheduler}.'
-                )
 
     def _check_repeated(self, step: int, found: Writes) -> None:
         if len(self._turns) == _REMEMBERED and step < min(self._turns):
@@ -101,8 +85,8 @@ class ScriptOptions:
                 raise UsageError(
                     f"the run has gone back to an earlier step, and repeats it. After step {step} the loop has "
                     f"now written {key}={shown(now)} into param_groups[{number}], and {shown(first)} the first time. "
-                    "What it follows from (a scheduler, a best loss) has not gone back. Name it in state=, which the "
-                    'run keeps: Trainer(..., state={"scheduler": scheduler}).'
+                    "What it follows from (a count, a best loss) has not gone back. Keep it in a dict that state= "
+                    'names: Trainer(..., state={"best": best}), with best["loss"] = ... in the loop.'
                 )
 
     def written(self) -> Writes:
@@ -156,18 +140,6 @@ class ScriptOptions:
 
     def _is_touched(self, value: Any) -> bool:
         return any(each is value and each._version != version for each, version in self._tensors)
-
-
-def _rates_of(groups: Iterable[Mapping[str, Any]]) -> list[float]:
-    return [float(group.get("lr", 0.0)) for group in groups]
-
-
-def _schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
-    """Schedulers that write into the groups of an optimizer, wherever the script has them."""
-    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        return []
-    found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
-    return [each for each in found if getattr(each, "optimizer", None) is optimizer]
 
 
 def _equal(one: Any, two: Any) -> bool:

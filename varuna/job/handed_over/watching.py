@@ -212,7 +212,7 @@ class HandedOver:
         """
         self._functions, self._kept = list(functions), {id(each) for each in (kept or {}).values()}
         self._optimizer, self._model = optimizer, model
-        self.options = None if optimizer is None else ScriptOptions(optimizer, (kept or {}).values())
+        self.options = None if optimizer is None else ScriptOptions(optimizer)
         self.watch = None if model is None else ModuleWatch(model, _refuse_touch, self._names_of_forward)
         self._watched: list[_Watched] = []
         self._modules: list[tuple[Role, ModuleWatch]] = []

@@ -385,35 +385,6 @@ def test_a_run_that_has_gone_back_must_be_written_the_same_and_state_is_the_way_
     handed.end()
 
 
-@pytest.mark.parametrize(
-    "way", ["forgotten", "forgotten, once a pass", "kept", "set to the step", "of a run from step 0"]
-)
-def test_a_schedule_that_begins_anew_when_a_run_is_resumed_is_refused(way: str) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    optimizer.step()  # or torch warns of a schedule that steps first
-    handed = HandedOver([], optimizer=optimizer, kept={"schedule": schedule} if way == "kept" else {})
-    handed.begin()
-    begun = 0 if way == "of a run from step 0" else 4
-
-    def turn(step: int) -> None:
-        with handed.script([{"lr": 0.1 * 0.5 ** (step // 2)}]):
-            if way == "set to the step":
-                schedule.last_epoch = step
-            if way != "forgotten, once a pass" or step % 2:
-                schedule.step()
-        handed.written(step)
-
-    if way != "forgotten":
-        turn(begun)
-    if way.startswith("forgotten"):
-        with pytest.raises(UsageError, match=r"after step \d the loop's StepLR made its first step.*state=\{"):
-            turn(5)
-    else:
-        turn(begun + 1)
-    handed.end()
-
-
 def test_the_scripts_groups_show_what_the_next_step_uses() -> None:
     script = Script()
     handed = script.handed()
