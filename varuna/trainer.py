@@ -34,6 +34,7 @@ from varuna.job.aside import Aside
 from varuna.job.built import GivenModel, as_functions
 from varuna.job.charts import Tracker, charts_of
 from varuna.job.handed_functions import functions_of
+from varuna.job.handed_over.loop_variables import say_begun_anew
 from varuna.job.handed_over.watching import HandedOver
 from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Publish, Weights
 from varuna.job.script_calls import calls_of
@@ -232,8 +233,10 @@ class Trainer:
         committed, handed = training.steps(), self._handed
         handed.begin()
         try:
-            for step in committed:
+            for turn, step in enumerate(committed):
                 done = self._told(step)
+                if done.is_main and done.index and not turn:
+                    say_begun_anew(done.index, sys._getframe(1), self._spec.kept.values())
                 if speed is not None and done.is_main:
                     speed.take(done.index, done.loss)
                 self._charts.take(done.index, values_of(done), is_main=done.is_main)

@@ -89,6 +89,20 @@ def test_a_run_resumes_with_the_state_of_its_checkpoint(undisturbed: dict[str, A
         assert notes == {**undisturbed, "best": pytest.approx(undisturbed["best"])}
 
 
+def test_a_resumed_run_names_what_its_loop_counts_and_nobody_saves(capsys: pytest.CaptureFixture[str]) -> None:
+    def counts(steps: int) -> None:
+        best = float("inf")
+        trainer = varuna.Trainer(SmallLanguage, Tokens(), adamw, 8, micro_batch=2, checkpoints=place)
+        for step in trainer.steps(steps):
+            best = min(best, step.loss)
+
+    place = varuna.Checkpoints(FailingStore().url, every=2)
+    run(lambda: counts(2), captures=CAPTURES)
+    assert "its own best" not in capsys.readouterr().err
+    run(lambda: counts(3), workers=2, stages=2, captures=CAPTURES)
+    assert capsys.readouterr().err.count("the loop begins with its own best as the script has made it") == 1
+
+
 def plateau(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.005)
 
