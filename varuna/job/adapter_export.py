@@ -1,17 +1,18 @@
 """Adapters of PEFT, as ``PeftModel.from_pretrained`` reads them back: only them, and their configuration."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from varuna.core.errors import CheckpointError, UsageError
 from varuna.engine.worker.export import gather_model, write_tensors
 from varuna.engine.worker.generation import Generation
+from varuna.job.built import GivenModel
 from varuna.job.spec import JobSpec
 from varuna.partition.capture.building import build_without_data
 from varuna.partition.watching.fake_mode import FakeMode
@@ -36,10 +37,9 @@ def export_adapter(generation: Generation | None, spec: JobSpec, folder: Path, *
     """
     if folder.suffix == ".safetensors":
         raise UsageError(f"trainer.export({str(folder)!r}): an adapter needs its configuration. Name a folder.")
-    trained = {f"parameters/{name}" for name in spec.partitioned.trainable}
-    own = gather_model(generation, spec.partitioned, wanted=trained.__contains__, average=average)
+    adapter = AdapterFolder(spec)
+    own = gather_model(generation, spec.partitioned, wanted=adapter.wants, average=average)
     if own is not None:
-        adapter = AdapterFolder(spec.built, None if spec.weights is None else Path(spec.weights.path))
         write_tensors(adapter.tensors(own), folder / ADAPTER, {"format": "pt"})
         adapter.write_config(folder)
 
@@ -53,13 +53,9 @@ class AdapterForm:
         Args:
             spec: the job, whose model is one of PEFT's.
         """
-        self._trained = {f"parameters/{name}" for name in spec.partitioned.trainable}
-        self._folder = AdapterFolder(spec.built, None if spec.weights is None else Path(spec.weights.path))
+        self._folder = AdapterFolder(spec)
+        self.wants = self._folder.wants
         self.metadata: Mapping[str, str] = {}
-
-    def wants(self, path: str) -> bool:
-        """Whether an entry was trained."""
-        return path in self._trained
 
     def file_of(self, part: int, parts: int) -> str:
         """A name that PEFT does not look at."""
@@ -82,40 +78,63 @@ class AdapterForm:
 class AdapterFolder:
     """The contents of a folder with one adapter: tensors by PEFT's names, and ``adapter_config.json``."""
 
-    def __init__(self, build: Callable[[], nn.Module], base: Path | None) -> None:
+    def __init__(self, spec: JobSpec) -> None:
         """Build the model without data.
 
         Args:
-            build: returns a model of PEFT's.
-            base: folder that the base's weights came from, unless the adapter's configuration names one.
+            spec: the job, whose model is one of PEFT's.
+
+        Raises:
+            CheckpointError: PEFT cannot save this kind of adapter from the model's parameters and buffers.
         """
         mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        model: Any = build_without_data(build, mode).module
+        built = build_without_data(spec.built, mode)
+        model: Any = built.module
         self._model, self._adapter = model, str(model.active_adapter)
-        self._base = base
+        self._base = None if spec.weights is None else Path(spec.weights.path)
+        every = model.state_dict(keep_vars=True)
+        saved = {id(value) for value in self._found(every).values()}
+        self._same = {name: id(value) for name, value in every.items() if id(value) in saved}
+        """by name, a number that other names of the same tensor have, too"""
+        self._names = self._same.keys() | spec.partitioned.trainable
+        given = dict(spec.model.module.named_parameters()) if isinstance(spec.model, GivenModel) else {}
+        first = {**built.buffers, **given}
+        self._unused = {name: value.detach() for name, value in first.items() if name in self._names}
+        """entries of no section, which stay as the script has built them"""
+
+    def wants(self, path: str) -> bool:
+        """Whether an entry of a section's state belongs to the adapter; some of its layers may be frozen."""
+        kind, _, name = path.partition("/")
+        return kind in ("parameters", "buffers") and name in self._names
 
     def tensors(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The adapter's tensors.
 
         Args:
-            own: what was trained, by the model's own names.
+            own: what it wants, by the model's own names.
 
         Raises:
-            CheckpointError: this kind of adapter needs more than what was trained.
+            CheckpointError: PEFT needs more than that.
         """
+        every = {**self._unused, **own}
+        tensors = {self._same[name]: value for name, value in every.items() if name in self._same}
+        every |= {name: tensors[same] for name, same in self._same.items() if same in tensors}
+        return {name: value.contiguous() for name, value in self._found(every).items()}
+
+    def _found(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict
 
         try:
-            found = get_peft_model_state_dict(
+            found: dict[str, Tensor] = get_peft_model_state_dict(
                 self._model, state_dict=dict(own), adapter_name=self._adapter, save_embedding_layers=False
             )
-        except KeyError as error:
+        except (KeyError, ValueError) as error:
             kind = self._model.peft_config[self._adapter].peft_type
             raise CheckpointError(
-                f"an adapter of the kind {kind} cannot be exported: PEFT wants {error} beside what was trained. "
-                "Use LoRA."
+                f"an adapter of the kind {kind} cannot be exported: PEFT says {error}. Use "
+                "LoRA, or an option of this kind that asks for less."
             ) from error
-        return {name: value.contiguous() for name, value in found.items()}
+        return found
 
     def write_config(self, folder: Path) -> None:
         """Write ``adapter_config.json``, which names the base."""
