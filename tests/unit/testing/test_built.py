@@ -89,6 +89,49 @@ def test_stages_replicas_and_a_lost_worker_train_as_the_plain_loop_does() -> Non
         torch.testing.assert_close(output, trained(torch.ones(1, 8)).detach(), rtol=1e-4, atol=1e-5)
 
 
+class CopiedByItsState(nn.Sequential):
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        made = CopiedByItsState(*(nn.Linear(4, 4) for _ in self))
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+class PickledByItsState(nn.Sequential):
+    def __getstate__(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise RuntimeError(f"{len(state)} values of an older version")
+
+
+class RefusesCopies(nn.Sequential):
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        raise RuntimeError("there shall be one of these")
+
+
+@pytest.mark.parametrize("kind", [CopiedByItsState, PickledByItsState, RefusesCopies])
+@pytest.mark.parametrize("wrap", [lambda module: module, lambda module: nn.Sequential(nn.Linear(4, 4), module)])
+def test_a_class_that_copies_its_modules_in_its_own_way_trains_as_any_other(kind: Any, wrap: Any) -> None:
+    def trained(kind: Any) -> float:
+        with generator_lock:
+            torch.manual_seed(3)
+            model = wrap(kind(nn.Linear(4, 4), nn.Linear(4, 4)))
+        given = varuna.Trainer(
+            model,
+            [{"input": row} for row in torch.randn(8, 4, generator=torch.Generator().manual_seed(1))],
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            8,
+            loss=lambda output, batch: (output - batch["input"]).pow(2).mean(),
+            micro_batch=8,
+            device="cpu",
+        )
+        for step in given.steps(2):
+            loss = step.loss
+        return loss
+
+    assert trained(kind) == trained(nn.Sequential)
+
+
 def test_using_what_was_handed_over_is_an_error_while_it_trains() -> None:
     made, model, optimizer = trainer()
     schedule = made._given.schedule

@@ -8,12 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from varuna.partition.watching.own_code import TORCH
+
 _MOST_SHARED = 64
+_OWN_WAYS = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _COPIES = (Tensor.__deepcopy__, nn.Parameter.__deepcopy__)
 
 
 def copied_whole(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
     """A copy of a module and of all that it holds; what cannot be copied, such as a lock or a file, is shared.
+
+    A module whose class copies it in a way that fails is copied attribute by attribute: ``__deepcopy__`` may build
+    another one, and load values that there are none of now.
 
     Args:
         module: the original.
@@ -23,15 +29,41 @@ def copied_whole(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
         Exception: of something that can neither be copied nor be found.
     """
     shared: dict[int, Any] = {}
+    plainly: list[nn.Module] = []
     while True:
         try:
             with _ByValue(module):
-                return copy.deepcopy(module, {**memo, **shared})
-        except TypeError as error:  # cannot pickle '_thread.lock' object
-            found = _refused(error)
+                return _copied(module, {**memo, **shared}, plainly)
+        except Exception as error:
+            own = _own_way(error)
+            if own is not None and not any(own is each for each in plainly):
+                plainly.append(own)
+                continue
+            found = _refused(error) if isinstance(error, TypeError) else None  # cannot pickle '_thread.lock' object
             if found is None or id(found) in shared or len(shared) == _MOST_SHARED:
                 raise
             shared[id(found)] = found
+
+
+def _copied(module: nn.Module, memo: dict[int, Any], plainly: Iterable[nn.Module]) -> nn.Module:
+    made = [(each, object.__new__(type(each))) for each in plainly]
+    memo.update((id(each), new) for each, new in made)
+    for each, new in made:
+        vars(new).update(copy.deepcopy(vars(each), memo))
+    return copy.deepcopy(module, memo)
+
+
+def _own_way(error: BaseException) -> nn.Module | None:
+    """The innermost module in whose class's own way to be copied something failed."""
+    found, copied, trace = None, None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code is copy.deepcopy.__code__:
+            copied = trace.tb_frame.f_locals["x"]
+        elif code.co_name in _OWN_WAYS and isinstance(copied, nn.Module) and not code.co_filename.startswith(TORCH):
+            found = copied
+        trace = trace.tb_next
+    return found
 
 
 def _refused(error: BaseException) -> Any:
