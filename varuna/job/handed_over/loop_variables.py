@@ -1,7 +1,8 @@
 """Variables that the script's loop takes from one turn into the next: a count, a best loss. Nobody saves them.
 
-They are found in its bytecode. A turn that writes a variable before it reads it takes nothing from the one before.
-Lists and dicts, to which most loops add what they show, are left out.
+They are found in its bytecode, in functions that it calls, and in methods of objects that it uses. A turn that writes a
+variable before it reads it takes nothing from the one before. Lists and dicts, to which most loops add what they show,
+are left out.
 """
 
 import dis
@@ -45,15 +46,44 @@ def carried(frame: FrameType | None, but: Iterable[Any]) -> list[str]:
     if frame is None or not _is_users(frame.f_code):
         return []
     body = _around(frame.f_code, frame.f_lasti)
-    scope, uses = {**frame.f_globals, **frame.f_locals}, [each for step in body for each in _uses(step)]
-    read, stored = ([name for kind, name in dict.fromkeys(uses) if kind == one] for one in ("LOAD", "STORE"))
-    plain = [name for name in read if name in stored and isinstance(scope.get(name), (*PLAIN, Tensor))]
+    scope = {**frame.f_globals, **frame.f_locals}
+    read, plain = _read_and_carried(body, scope)
     found = [name for name in plain if _is_read_first(name, body)]
-    others = {id(each) for each in but}
-    for name in read:
-        if id(scope.get(name)) not in others:
-            found += [f"{name}.{key}" for key in _kept_by(scope.get(name), body)]
-    return found
+    return [*found, *_inside(read, scope, body, {id(each) for each in but})]
+
+
+def _read_and_carried(body: list[dis.Instruction], scope: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Variables of a scope that are read, and those of them with plain values that are written, too."""
+    uses = dict.fromkeys(each for step in body for each in _uses(step))
+    read = [name for kind, name in uses if kind == "LOAD" and name in scope]
+    return read, [name for name in read if ("STORE", name) in uses and isinstance(scope[name], (*PLAIN, Tensor))]
+
+
+def _inside(
+    names: Iterable[str], scope: Mapping[str, Any], body: list[dis.Instruction], seen: set[int]
+) -> Iterator[str]:
+    """Yield what is carried by objects of these names, and around functions of these names."""
+    for name in names:
+        value = scope[name].__self__ if isinstance(scope[name], types.MethodType) else scope[name]
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            if _is_users(value.__code__):
+                steps, around = list(dis.get_instructions(value)), _around_function(value)
+                read, plain = _read_and_carried(steps, around)
+                yield from plain
+                yield from _inside(read, around, steps, seen)
+        else:
+            yield from (f"{name}.{key}" for key in _kept_by(value, body))
+
+
+def _around_function(function: types.FunctionType) -> dict[str, Any]:
+    """Variables that a function has from outside."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    free = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+    own = {*function.__code__.co_varnames, *function.__code__.co_cellvars}
+    return {name: each for name, each in {**function.__globals__, **free}.items() if name not in own}
 
 
 def _is_users(code: types.CodeType) -> bool:

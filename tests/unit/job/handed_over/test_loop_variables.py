@@ -74,6 +74,31 @@ class Experiment:
                 print(epoch, self.rate)
 
 
+worst = 0.0
+
+
+def calls_functions(found: list[str]) -> None:
+    best, stop, table = float("inf"), Stopper(), list[float]()
+
+    def better(loss: float) -> bool:
+        nonlocal best
+        best = min(best, loss)
+        return best == loss
+
+    def note(loss: float, size: float = 0.0) -> None:
+        global worst
+        worst = max(worst, loss)
+        size += loss
+        table.append(size)
+
+    def told(loss: float) -> None:
+        print(better(loss), stop(loss))
+
+    for loss in steps(found):
+        told(loss)
+        note(loss)
+
+
 def shows(found: list[str]) -> None:
     table: dict[int, float] = {}
     for loss in steps(found):
@@ -94,6 +119,7 @@ def is_a_librarys(found: list[str]) -> None:
         (asks_an_object_that_is_kept, []),
         (counts_by_hand, ["number"]),
         (Experiment().train, ["self.best"]),
+        (calls_functions, ["best", "stop.best", "stop.waited", "worst"]),
         (shows, []),
         (is_a_librarys, []),
     ],
