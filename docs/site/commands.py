@@ -29,7 +29,7 @@ def help_page(root: Path) -> str:
     lines = [
         "# All help texts",
         "",
-        "Made from the program itself. [Commands](../cli.md) says why each flag exists.",
+        "Made from the program itself. [Commands](../cli.md) says what each is for.",
         "",
     ]
     for name, command in commands():

@@ -4,7 +4,7 @@
 
 writes ``mesh/vm0.conf`` and so on, for ``wg-quick up``. The first host gets 10.77.0.1, the next 10.77.0.2. Hosts
 without an address (``vm3=``) may be behind NAT: they call the others, which must have addresses. See
-docs/encryption.md.
+docs/cluster.md, section Encrypt the tensors.
 """
 
 import base64
@@ -75,7 +75,7 @@ def mesh(named: dict[str, str], network: ipaddress.IPv4Network, port: int) -> di
     if len(silent) > 1:
         raise ValueError(
             f"{', '.join(silent)} have no address, so they cannot reach each other. Give all hosts but one an address, "
-            "or use a coordinated network (docs/encryption.md)."
+            "or use a coordinated network (docs/cluster.md, section Encrypt the tensors)."
         )
     addresses = network.hosts()
     hosts = [make_host(name, endpoint, next(addresses)) for name, endpoint in named.items()]

@@ -13,7 +13,9 @@ from tests.field.judge import BAD, COLUMNS, CRASH, HANG, NOTHING, POOR, REFUSED,
 
 Verdict = Mapping[str, Any]
 _SHOWN = 320
+_QUOTED = 160
 _ALIKE = 60
+_NOT_RUN = "not run"
 _WORST_FIRST = (WRONG, HANG, CRASH, POOR, REFUSED)
 
 
@@ -72,14 +74,10 @@ def page(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict], found_with: str
     ]
     for column in _WORST_FIRST:
         parts += _listed(column, [verdict for verdict in swept if verdict["column"] == column])
-    unknown = sorted((each for each in swept if each["column"] == NOTHING), key=lambda each: str(each["job"]))
-    parts.append(f"\n## No reference ({found[NOTHING]})\n\n{_NO_REFERENCE}")
-    for cause, said in _WHY_NOT.items():
-        of_cause = [verdict for verdict in unknown if _why_not(verdict["reason"]) == cause]
-        if of_cause:
-            names = ", ".join(str(verdict["job"]) for verdict in of_cause)
-            parts.append(f"\n### {cause} ({len(of_cause)})\n\n{said}\n\n{names}")
-    return "\n".join(parts) + "\n"
+    unknown = Counter(_why_not(each["reason"]) for each in swept if each["column"] == NOTHING)
+    rows = [f"| {cause} | {unknown[cause]} | {said} |" for cause, said in _WHY_NOT.items() if unknown[cause]]
+    parts.append(f"\n## No reference ({found[NOTHING]})\n\n{_NO_REFERENCE}\n\n| cause | jobs | |\n|---|---:|---|")
+    return "\n".join([*parts, *rows]) + "\n"
 
 
 def _why_not(reason: str) -> str:
@@ -101,17 +99,19 @@ def _ages(verdicts: Sequence[Verdict]) -> str:
 
 
 def _table(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict]) -> str:
-    rows = [f"| library: task | {' | '.join(COLUMNS)} | not run |", f"|---|{'---:|' * (len(COLUMNS) + 1)}"]
+    """The columns that some job is in, and the names of the others."""
     groups: dict[str, list[Job]] = {}
-    for job in sorted(jobs, key=lambda job: (job.library, job.kind)):
-        groups.setdefault(f"{job.library}: {job.kind}", []).append(job)
+    for job in sorted(jobs, key=lambda job: job.library):
+        groups.setdefault(job.library, []).append(job)
     groups["**all**"] = list(jobs)
+    every = counts({"column": _NOT_RUN} | dict(verdicts.get(job.name, {})) for job in jobs)
+    shown = [column for column in (*COLUMNS, _NOT_RUN) if every[column]]
+    rows = [f"| library | {' | '.join(shown)} |", f"|---|{'---:|' * len(shown)}"]
     for name, members in groups.items():
-        found = counts(verdicts[job.name] for job in members if job.name in verdicts)
-        missing = sum(job.name not in verdicts for job in members)
-        numbers = [str(found[column] or "") for column in COLUMNS]
-        rows.append(f"| {name} | {' | '.join(numbers)} | {missing or ''} |")
-    return "\n".join(rows)
+        found = counts({"column": _NOT_RUN} | dict(verdicts.get(job.name, {})) for job in members)
+        rows.append(f"| {name} | {' | '.join(str(found[column] or '') for column in shown)} |")
+    none = [column for column in COLUMNS if column not in shown]
+    return "\n".join([*rows, *([f"\nNo job is in {', '.join(none)}."] if none else [])])
 
 
 def _listed(column: str, verdicts: Sequence[Verdict]) -> list[str]:
@@ -125,7 +125,7 @@ def _listed(column: str, verdicts: Sequence[Verdict]) -> list[str]:
     for members in sorted(groups.values(), key=len, reverse=True):
         jobs = ", ".join(str(verdict["job"]) for verdict in members)
         several = f"{len(members)} models, " if len(members) > 1 else ""
-        lines.append(f"- {several}{jobs}: {_brief(members[0]['reason'], _SHOWN)}")
+        lines.append(f"- {several}{jobs}: {_brief(members[0]['reason'], _QUOTED)}")
     return lines
 
 
@@ -144,31 +144,23 @@ _BEGINNING = """# The field
 
 A program tries Varuna on models that its authors did not choose, and writes this page: every class in the auto mappings
 of transformers for heads that are trained, one small variant of every family of timm, torchvision's models of images,
-segmentation and videos, and the denoisers of diffusers. `tests/field` derives a tiny configuration of each from the
-library's own configuration classes, and samples from the signature of `forward` and a trial of the model. The modules
-are unmodified. Where `forward` wants another form than a tensor for each name, a module around it makes that, as a user
-would write it (`tests/field/wrapped.py`, `tests/field/placed.py`).
+segmentation and videos, and the denoisers of diffusers. Each is unmodified, in a tiny configuration, with made-up
+samples, which says nothing of speed or memory.
 
-Each job runs three steps of SGD with clipping on 8 samples a step: in plain PyTorch, in a process that has not imported
-Varuna; then with Varuna in 1x1, 3x1 and 2x2 (stages x replicas), each rank a process. A model of two sections is judged
-in 2x1 in place of 3x1. The columns:
+Each job runs three steps of SGD with clipping in plain PyTorch, then with Varuna in 1x1, 3x1 and 2x2 (stages x
+replicas; with two sections 2x1 in place of 3x1), each rank a process:
 
 - **right**: losses and gradient norms equal those of plain PyTorch in all three plans, to 1e-5 (or to three times what
-  plain PyTorch itself makes of first parameters that are off by 3e-6; the first loss to once that), and 3x1 equals 1x1
-  bit for bit. What a refusal asks for is done, as a user would: `micro_batch=4` (and `per_micro_batch=True`) against
-  plain PyTorch with gradient accumulation over 4, on samples of equal length; `cut=` with as many as it says.
-- **refused**: a `VarunaError` before the first step that says where or what, and a way out.
-- **refused poorly**: the same in words that only this project or torch's developers understand.
-- **wrong**, **hang** (a plan not done within 45 seconds of an idle machine; or all of it not within 120 nor, as long as
-  it computes, within ten minutes of processor time), **crash**: never to be seen.
-- **no reference**: the sweep could not train it with plain PyTorch, so nothing is judged.
+  plain PyTorch itself makes of first parameters that are off by 3e-6), and 3x1 equals 1x1 bit for bit. What a refusal
+  asks for is done, as a user would: `micro_batch=4` against plain PyTorch with gradient accumulation over 4, or `cut=`.
+- **refused**: an error before the first step that says where or what, and a way out. **Refused poorly**: in words that
+  only this project or torch's developers understand.
+- **wrong**, **hang**, **crash**: never to be seen.
+- **no reference**: the sweep could not train it with plain PyTorch.
 
-`make test-field` runs all of it, resumes where it was cut, and takes `FAMILY=` and `SAMPLE=`; `make test` runs a
-sample of it. The order is drawn once for all, so what a cut sweep has done is a sample of the whole. Models in tiny
-configurations show whether a computation is captured, cut and weighed rightly; they do not show speed or memory.
+`make test-field` runs all of it and resumes where it was cut; `make test` runs a sample.
 """
-_NO_REFERENCE = """The sweep could not train these models with plain PyTorch, so there is nothing to compare with.
-They count neither as right nor as refused. `tests/field/verdicts.jsonl` has what each said."""
+_NO_REFERENCE = "These count neither as right nor as refused. `tests/field/verdicts.jsonl` has what each said."
 _WHY_NOT = {
     "No loss of their own": "The class takes no targets, or says itself that it cannot be trained.",
     "Another library is missing": "It is not part of the sweep's environment.",

@@ -171,6 +171,13 @@ def test_every_page_is_in_the_index() -> None:
     assert pages - set(LINK.findall(index)) == {"README.md"}
 
 
+def test_pages_are_few_enough_words_to_be_read() -> None:
+    """Whoever adds some takes others out: each fact has one home."""
+    words = {page: len(page.read_text().split()) for page in (*PAGES, ROOT / "CHANGELOG.md")}
+    assert sum(words.values()) <= 50_000
+    assert words[ROOT / "README.md"] <= 800
+
+
 def test_agents_get_a_page_that_they_read_at_once_and_that_leads_to_the_rules() -> None:
     page = (ROOT / "AGENTS.md").read_text()
     assert len(page.splitlines()) <= 60

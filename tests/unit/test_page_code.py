@@ -71,14 +71,13 @@ def of_fine_tuning() -> dict[str, Any]:
 RUN_ELSEWHERE = {"data.md": "tests/unit/data/test_how_to.py"}
 FRAGMENTS = {
     "checkpoints.md": "a loop around a model of the reader's, and a checkpoint on disk",
-    "compile.md": "one argument",
+    "dashboard.md": "charts, which need a service",
     "hidden-dependencies.md": "optimizers without a model around them",
     "losses.md": "functions for a model of the reader's; examples/ has whole scripts that tests run",
     "partitioning.md": "the operator is run by tests/unit/partition/test_refusals.py",
     "precision.md": "one argument",
     "publish.md": "one argument, and a watcher that never ends",
     "testing.md": "a test of the reader's own script; tests/unit/testing runs such ones",
-    "trackers.md": "charts, which need a service",
     "trainer.md": "arguments, one at a time",
 }
 """Reasons why blocks of these pages are only compiled: what they leave out."""
