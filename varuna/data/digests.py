@@ -13,7 +13,8 @@ from torch import Tensor
 from varuna.core.sample_digest import FIELD, NORM_STEPS, PROJECTION_STEPS
 
 _SIGNS = 2**16
-_CHUNK = 64 * _SIGNS
+_LARGEST = 1e100
+"""Of a number in a sketch: its square must be finite."""
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> int:
@@ -69,15 +70,22 @@ def _sketch(tensor: Tensor, signs: NDArray[np.float64]) -> tuple[int, int]:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     projection = square = 0.0
-    for number, chunk in enumerate(torch.split(flat, _CHUNK)):
-        values = np.nan_to_num(chunk.double().numpy(), nan=1.0, posinf=2.0, neginf=-2.0)
-        rows = [float(row @ signs[: len(row)]) for row in np.split(values, range(_SIGNS, len(values), _SIGNS))]
-        first = number * (_CHUNK // _SIGNS)
-        projection += sum(row * float(signs[(first + place) % _SIGNS]) for place, row in enumerate(rows))
-        square += float(values @ values)
-    if not 0.0 < square < math.inf:
-        return 0, int(square > 0)
+    for number, part in enumerate(torch.split(flat, _SIGNS)):
+        known = part if part.dtype in (torch.float32, torch.float64) else part.float()
+        values = known.numpy().astype(np.float64)  # by one thread, as einsum: many cost more than they gain here
+        its_square = _dot(values, values)
+        if not math.isfinite(its_square):
+            values = np.nan_to_num(values, nan=1.0, posinf=2.0, neginf=-2.0).clip(-_LARGEST, _LARGEST)
+            its_square = _dot(values, values)
+        projection += _dot(values, signs[: len(values)]) * float(signs[number % _SIGNS])
+        square += its_square
+    if not square:
+        return 0, 0
     return round(PROJECTION_STEPS * projection / math.sqrt(square)), round(NORM_STEPS * math.log2(square) / 2)
+
+
+def _dot(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    return float(np.einsum("i,i", one, other))
 
 
 @lru_cache(maxsize=16)
