@@ -31,7 +31,7 @@ def main() -> None:
         counts = range(chosen.workers[0], chosen.workers[1] + 1)
         for workers in counts:
             asked = PlanRequest(
-                calibration=calibration, workers=equal_workers(workers), global_batch=batch, memory_apart=True
+                calibrations=calibration, workers=equal_workers(workers), global_batch=batch, memory_apart=True
             )
             equal = rank_plans(asked.model_copy(update={"mixes": False})).plans[0]
             best = rank_plans(asked).plans[0]

@@ -34,7 +34,9 @@ from typing import Any, NamedTuple
 from benchmarks.emulated.hosts import Hosts
 from tests.scenarios.network import why_not
 from tests.scenarios.warm import Process
+from varuna.calibration.file import write_calibration
 from varuna.calibration.fit import assemble
+from varuna.calibration.format import Calibrations
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = ROOT / "benchmarks" / "instead_ranks.py"
@@ -168,7 +170,7 @@ def _our_own(hosts: Hosts, count: int, arguments: Sequence[str], folder: Path) -
     known = assemble(hosts.collect(RANKS, ["--contender", OURS, "--untold", *arguments], count), name="gpt")
     hardware = known.hardware.model_copy(update={"memory_bytes": MEMORY_BYTES})
     file = folder / "calibration.json"
-    file.write_text(known.model_copy(update={"hardware": hardware}).model_dump_json())
+    write_calibration(Calibrations.of_one(known.model_copy(update={"hardware": hardware})), file)
     return Contender(OURS, hosts, count, arguments, VARUNA_CALIBRATION=str(file))
 
 

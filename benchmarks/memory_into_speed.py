@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from varuna.calibration.format import Calibrations
 from varuna.core.devices import equal_workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -72,7 +73,7 @@ class Planning:
         from varuna.planner.choose import best_plan
 
         request = PlanRequest(
-            calibration=self.calibration,
+            calibrations=Calibrations.of_one(self.calibration),
             workers=equal_workers(self.stages),
             stages=self.stages,
             global_batch=self.micro_batches * MICRO_BATCH,

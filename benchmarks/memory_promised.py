@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.emulated.late import be_late
 from benchmarks.forked import run_ranks
+from varuna.calibration.format import Calibrations
 from varuna.core.devices import equal_workers
 from varuna.core.precision import Precision
 
@@ -251,7 +252,7 @@ def plan_of(facts: Any, case: Case) -> Any:
     from varuna.planner.pricing.profile import profile
 
     request = PlanRequest(
-        calibration=nominal_calibration(facts),
+        calibrations=Calibrations.of_one(nominal_calibration(facts)),
         workers=equal_workers(case.stages * case.replicas),
         stages=case.stages,
         global_batch=case.micro_batches * MICRO_BATCH,

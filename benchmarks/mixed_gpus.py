@@ -15,7 +15,7 @@ import time
 
 from benchmarks.paper.calibrations import GPT2, calibrate
 from benchmarks.paper.machines import A100, H100, T4, V100, Machine
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.core.devices import WorkerGroup
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.sweep import rank_plans
@@ -33,15 +33,9 @@ MANY = ((H100, 128), (V100, 128), (T4, 256))
 
 def asked(model: str, fleet: tuple[tuple[Machine, int], ...], global_batch: int) -> PlanRequest:
     """The request for a fleet of some kinds."""
-    known: Calibration | None = None
-    for machine, _ in fleet:
-        each = calibrate(GPT2[model], machine)
-        named = each.hardware.model_copy(update={"device_class": _name(machine)})
-        each = each.model_copy(update={"hardware": named})
-        known = each if known is None else known.with_class(each)
-    assert known is not None
+    known = Calibrations(classes={_name(machine): calibrate(GPT2[model], machine) for machine, _ in fleet})
     workers = tuple(WorkerGroup.of_class(_name(machine), count) for machine, count in fleet)
-    return PlanRequest(calibration=known, workers=workers, global_batch=global_batch, memory_apart=True)
+    return PlanRequest(calibrations=known, workers=workers, global_batch=global_batch, memory_apart=True)
 
 
 def _name(machine: Machine) -> str:

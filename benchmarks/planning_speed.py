@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from benchmarks.paper.calibrations import GPT2, calibrate
 from benchmarks.paper.machines import V100
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibration, Calibrations
 from varuna.core.devices import equal_workers
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.sweep import rank_plans
@@ -33,7 +33,11 @@ def seconds(work: Callable[[], object]) -> float:
 
 def sweep(calibration: Calibration, workers: int, global_batch: int) -> None:
     """All P, all m, with kept sections and drain splits."""
-    rank_plans(PlanRequest(calibration=calibration, workers=equal_workers(workers), global_batch=global_batch))
+    rank_plans(
+        PlanRequest(
+            calibrations=Calibrations.of_one(calibration), workers=equal_workers(workers), global_batch=global_batch
+        )
+    )
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ def planned(name: str, gpus: int) -> dict[str, Any]:
     begin_s = time.process_time()
     calibration = read_calibration(FOLDER / f"{name}.json")
     request = PlanRequest(
-        calibration=calibration, workers=equal_workers(gpus), global_batch=BATCHES[name], memory_apart=True
+        calibrations=calibration, workers=equal_workers(gpus), global_batch=BATCHES[name], memory_apart=True
     )
     ranking = rank_plans(request)
     found: dict[str, Any] = {"model": name, "gpus": gpus, "cpu_s": round(time.process_time() - begin_s, 2)}

@@ -12,7 +12,7 @@ import json
 import random
 import time
 
-from varuna.calibration.format import Calibration, Jitter, Link, NetworkCosts, Ring
+from varuna.calibration.format import Calibration, Calibrations, Jitter, Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import equal_workers
 from varuna.core.model import ModelFacts, SectionFacts
@@ -69,7 +69,7 @@ def against_all(models: int, seed: int) -> dict[str, object]:
     for number in range(models):
         chance = random.Random(f"{seed} {number}")
         request = PlanRequest(
-            calibration=calibration(chance, chance.randint(8, 30)),
+            calibrations=Calibrations.of_one(calibration(chance, chance.randint(8, 30))),
             workers=equal_workers(chance.randint(4, 64)),
             global_batch=chance.randint(32, 2048),
             micro_batch=chance.randint(1, 4),
@@ -94,7 +94,7 @@ def more_of_anything(models: int, seed: int) -> dict[str, object]:
         chance = random.Random(f"{seed} small {number}")
         known = calibration(chance, chance.randint(1, 12))
         request = PlanRequest(
-            calibration=known,
+            calibrations=Calibrations.of_one(known),
             workers=equal_workers(chance.randint(1, 16)),
             global_batch=chance.randint(4, 96),
             micro_batch=chance.randint(1, 4),
@@ -107,8 +107,8 @@ def more_of_anything(models: int, seed: int) -> dict[str, object]:
             "GPUs x 2": {"workers": equal_workers(request.count * 2)},
             "memory x 1.15": {"memory_bytes": int(memory_bytes * 1.15)},
             "memory x 2": {"memory_bytes": memory_bytes * 2},
-            "bandwidth x 1.2": {"calibration": next(faster)},
-            "bandwidth x 5": {"calibration": next(faster)},
+            "bandwidth x 1.2": {"calibrations": Calibrations.of_one(next(faster))},
+            "bandwidth x 5": {"calibrations": Calibrations.of_one(next(faster))},
         }
         before_s = best_s(request)
         for name, changes in richer.items():

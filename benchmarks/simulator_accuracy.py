@@ -39,7 +39,7 @@ from benchmarks.accuracy_job import SLOWER, half  # noqa: E402
 from benchmarks.emulated.hosts import Hosts  # noqa: E402
 from tests.scenarios.network import why_not  # noqa: E402
 from varuna.calibration.fit import assemble  # noqa: E402
-from varuna.calibration.format import Calibration  # noqa: E402
+from varuna.calibration.format import Calibrations  # noqa: E402
 from varuna.calibration.nominal import ETHERNET  # noqa: E402
 from varuna.calibration.statistics import spread  # noqa: E402
 from varuna.core.devices import WorkerGroup, equal_workers  # noqa: E402
@@ -63,7 +63,7 @@ WARM_STEPS = 2
 SEEDS = 20
 
 
-def calibrated(setting: Setting, cases: list[Case], hosts: Hosts | None = None) -> Calibration:
+def calibrated(setting: Setting, cases: list[Case], hosts: Hosts | None = None) -> Calibrations:
     """Calibrate a setting as `varuna calibrate` does, at the sizes of its cases."""
     measured = []
     for micro_batch in sorted({case.micro_batch for case in cases}):
@@ -74,16 +74,16 @@ def calibrated(setting: Setting, cases: list[Case], hosts: Hosts | None = None) 
             store = StoreHost()
             measured += collect(JOB, arguments, workers=setting.workers, store=store.address())
     found = assemble(measured, name=setting.model)
-    return found.rounded() if setting.reduction == "bf16" else found
+    return Calibrations.of_one(found.rounded() if setting.reduction == "bf16" else found)
 
 
-def plan_of(case: Case, calibration: Calibration) -> Plan:
+def plan_of(case: Case, calibrations: Calibrations) -> Plan:
     """Balanced by the calibration, with the policy's default depths."""
     if case.fast:
-        return _by_class(case, calibration)
+        return _by_class(case, calibrations)
     if case.depths:
-        return _mixed(case, calibration)
-    times = profile(calibration, case.micro_batch)
+        return _mixed(case, calibrations)
+    times = profile(calibrations.first, case.micro_batch)
     last = [r + b for r, b in zip(times.recompute_s.values, times.backward_s.values, strict=True)]
     inner = [f + rest for f, rest in zip(times.forward_s.values, last, strict=True)]
     micro_batches = -(-case.global_batch // case.micro_batch // case.replicas)
@@ -102,24 +102,24 @@ def plan_of(case: Case, calibration: Calibration) -> Plan:
     )
 
 
-def _mixed(case: Case, calibration: Calibration) -> Plan:
+def _mixed(case: Case, calibrations: Calibrations) -> Plan:
     def equal(stages: int, replicas: int, micro_batch: int) -> Plan:
         alike = replace(case, stages=stages, replicas=replicas, micro_batch=micro_batch, depths=())
-        return plan_of(alike, calibration)
+        return plan_of(alike, calibrations)
 
     request = PlanRequest(
-        calibration=calibration, workers=equal_workers(case.ranks), global_batch=case.global_batch, gpus_per_vm=1
+        calibrations=calibrations, workers=equal_workers(case.ranks), global_batch=case.global_batch, gpus_per_vm=1
     )
     found = of_depths(case.depths, case.micro_batch, request, equal)
     assert found is not None
     return found.plan
 
 
-def _by_class(case: Case, calibration: Calibration) -> Plan:
+def _by_class(case: Case, calibrations: Calibrations) -> Plan:
     """The best plan for all ranks, whose pipelines are each on one class, or on both."""
     workers = tuple(WorkerGroup.of_class(name, count) for name, count in (("fast", case.fast), ("slow", case.slow)))
     request = PlanRequest(
-        calibration=calibration,
+        calibrations=calibrations,
         workers=workers,
         global_batch=case.global_batch,
         micro_batch=case.micro_batch,
@@ -133,11 +133,11 @@ def _by_class(case: Case, calibration: Calibration) -> Plan:
     return next(plan for plan in rank_plans(request).plans if plan.is_by_class and plan.workers == case.ranks)
 
 
-def predicted_s(plan: Plan, calibration: Calibration) -> float:
+def predicted_s(plan: Plan, calibrations: Calibrations) -> float:
     """Of the pipelines that end last: the median over the weather of the links."""
-    found, vm_size = [], calibration.hardware.gpus_per_vm
+    found, vm_size = [], calibrations.first.hardware.gpus_per_vm
     for replicas, cut in plan.kinds:
-        costs = spanning_costs(plan.as_if_all(cut), calibration.of, gpus_per_vm=vm_size)
+        costs = spanning_costs(plan.as_if_all(cut), calibrations.of, gpus_per_vm=vm_size)
         steps = [
             simulate(
                 costs,
@@ -196,9 +196,9 @@ def run(case: Case, plan: Plan, steps: int, hosts: Hosts | None = None) -> list[
     return sorted(told, key=lambda each: each["rank"])
 
 
-def refined(case: Case, plan: Plan, calibration: Calibration, told: list[dict[str, Any]]) -> Calibration:
+def refined(case: Case, plan: Plan, calibrations: Calibrations, told: list[dict[str, Any]]) -> Calibrations:
     """Return what a run of the plan would know after the first half of its steps, if it began knowing no network."""
-    begun = calibration.model_copy(update={"across_vms": ETHERNET})
+    begun = calibrations.each(lambda known: known.model_copy(update={"across_vms": ETHERNET}))
     reported = [RankTimes.model_validate(each["reported"]) for each in told]
     return refine(begun, plan, [of_stage(reported[stage :: case.stages]) for stage in range(case.stages)])
 
@@ -253,12 +253,12 @@ def _measure(setting: Setting, cases: list[Case], options: argparse.Namespace) -
         plans = {case: plan_of(case, first) for case in cases}
         seen: dict[Case, list[Seen]] = {case: [] for case in cases}
         for number in range(options.rounds):
-            calibration = _on_hosts(setting, cases, apart) if number else first
+            calibrations = _on_hosts(setting, cases, apart) if number else first
             for case in cases:
                 told = run(case, plans[case], options.steps + WARM_STEPS, hosts)
-                seen[case].append(Seen(calibration, told))
+                seen[case].append(Seen(calibrations, told))
                 if options.verbose:
-                    _compare(case, plans[case], calibration, told)
+                    _compare(case, plans[case], calibrations, told)
     rows = [_row(case, plans, seen) for case in cases]
     for row in rows if not options.json else ():
         more = [f"{name.removesuffix('_error')} {row[name]:+.1%}" for name in _ERRORS if name in row]
@@ -273,7 +273,7 @@ def _measure(setting: Setting, cases: list[Case], options: argparse.Namespace) -
 class Seen(NamedTuple):
     """A calibration, and what the ranks of a run told afterwards."""
 
-    calibration: Calibration
+    calibrations: Calibrations
     told: list[dict[str, Any]]
 
     @property
@@ -289,30 +289,24 @@ class Seen(NamedTuple):
         return median(times[half(len(times)) :])
 
 
-def _on_hosts(setting: Setting, cases: list[Case], hosts: Hosts | None) -> Calibration:
+def _on_hosts(setting: Setting, cases: list[Case], hosts: Hosts | None) -> Calibrations:
     """Calibrated with each rank on a host of its own; what ranks of one host have between them is the loopback."""
     if setting.is_mixed:
-        fast, slow = (
-            _named(name, calibrated(replace(setting, slower=factor), cases))
-            for name, factor in (("fast", 1.0), ("slow", SLOWER))
+        factors = {"fast": 1.0, "slow": SLOWER}
+        return Calibrations(
+            classes={name: calibrated(replace(setting, slower=factor), cases).first for name, factor in factors.items()}
         )
-        return fast.with_class(slow)
     across = calibrated(setting, cases, hosts)
     if setting.per_host == 1:
         return across
-    within = calibrated(replace(setting, mbits_per_s=0), cases).across_vms
-    hardware = across.hardware.model_copy(update={"gpus_per_vm": setting.per_host})
-    return across.model_copy(update={"within_vm": within, "hardware": hardware})
-
-
-def _named(name: str, calibration: Calibration) -> Calibration:
-    hardware = calibration.hardware.model_copy(update={"device_class": name})
-    return calibration.model_copy(update={"hardware": hardware})
+    within = calibrated(replace(setting, mbits_per_s=0), cases).first.across_vms
+    hardware = across.first.hardware.model_copy(update={"gpus_per_vm": setting.per_host})
+    return across.each(lambda known: known.model_copy(update={"within_vm": within, "hardware": hardware}))
 
 
 def _row(case: Case, plans: dict[Case, Plan], seen: dict[Case, list[Seen]]) -> dict[str, Any]:
     plan, rounds = plans[case], seen[case]
-    guesses = [predicted_s(plan, each.calibration) for each in rounds]
+    guesses = [predicted_s(plan, each.calibrations) for each in rounds]
     steps_s = [step_s for each in rounds for step_s in each.steps_s]
     row = {
         "case": case.name,
@@ -326,7 +320,7 @@ def _row(case: Case, plans: dict[Case, Plan], seen: dict[Case, list[Seen]]) -> d
     if case.setting.mbits_per_s:
         for name, others in {"own_error": [case], "others_error": [other for other in plans if other != case]}.items():
             found = [
-                predicted_s(plan, refined(other, plans[other], theirs.calibration, theirs.told)) / here.later_s
+                predicted_s(plan, refined(other, plans[other], theirs.calibrations, theirs.told)) / here.later_s
                 for other in others
                 for theirs, here in zip(seen[other], rounds, strict=True)
             ]
@@ -334,17 +328,17 @@ def _row(case: Case, plans: dict[Case, Plan], seen: dict[Case, list[Seen]]) -> d
     return row
 
 
-def _compare(case: Case, plan: Plan, calibration: Calibration, told: list[dict[str, Any]]) -> None:
+def _compare(case: Case, plan: Plan, calibrations: Calibrations, told: list[dict[str, Any]]) -> None:
     """Actions as predicted and as they were, by stage of the first replica, in ms."""
-    costs = spanning_costs(plan.as_if_all(plan.first), calibration.of, gpus_per_vm=1)
+    costs = spanning_costs(plan.as_if_all(plan.first), calibrations.of, gpus_per_vm=1)
     for stage, each in zip(costs.stages, told, strict=False):
         guess = {"F": stage.forward_s, "R": stage.recompute_s, "B": stage.backward_s, "keep": stage.record_s}
         guess |= {"I": stage.input_s, "W": stage.weight_s}
         shown = " ".join(f"{k} {1000 * guess[k]:.2f}/{1000 * v:.2f}" for k, v in each["actions"].items())
         print(f"    rank {each['rank']}: predicted/measured {shown}; keeping F {1000 * stage.record_s:.2f}", flush=True)
     rest = "/".join(f"{1000 * value:.2f}" for value in (costs.optimizer_s, min(each["rest"] for each in told)))
-    around = f"action {1000 * calibration.action_s:.2f}, hand-over {1000 * calibration.hand_over_s:.2f}"
-    around += f", samples {1000 * calibration.samples_s:.2f}"
+    around = f"action {1000 * calibrations.first.action_s:.2f}, hand-over {1000 * calibrations.first.hand_over_s:.2f}"
+    around += f", samples {1000 * calibrations.first.samples_s:.2f}"
     print(f"    optimizer and vote {rest}, {around}", flush=True)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.paper.machines import H100, RTX_4090, V100, Machine
 from varuna.calibration.file import write_calibration
-from varuna.calibration.format import Calibration, ModelIdentity, OptimizerCosts, SectionKind, SectionRun
+from varuna.calibration.format import Calibration, Calibrations, ModelIdentity, OptimizerCosts, SectionKind, SectionRun
 from varuna.core.model import TiedParameter
 
 FOLDER = Path(__file__).parents[2] / "examples" / "calibrations"
@@ -289,7 +289,7 @@ def shipped() -> dict[str, Calibration]:
 def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, calibration in shipped().items():
-        write_calibration(calibration, FOLDER / f"{name}.json")
+        write_calibration(Calibrations.of_one(calibration), FOLDER / f"{name}.json")
         print(FOLDER / f"{name}.json")
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.paper.calibrations import BERT_72, BERT_LARGE, GPT2, LLAMA3_405B, ON_HOST, Transformer
 from benchmarks.paper.configurations import calibration_of, configured, intra_layer_s, tflops_per_gpu
 from benchmarks.paper.machines import DGX2, H100, V100, V100_4, Machine
-from varuna.calibration.format import NetworkCosts
+from varuna.calibration.format import Calibrations, NetworkCosts
 from varuna.core.devices import equal_workers
 from varuna.core.errors import NoPlanError
 from varuna.core.plan import Plan
@@ -56,7 +56,11 @@ def compare(title: str, unit: str, rows: Sequence[Row], *notes: str) -> None:
 def ours(model: Transformer, machine: Machine, gpus: int, *, global_batch: int = 8192) -> Plan:
     """Return our planner's choice: half-layers, its own m, depth, kept activations and schedule."""
     calibration = calibration_of(model, machine, whole_layers=False)
-    return best_plan(PlanRequest(calibration=calibration, workers=equal_workers(gpus), global_batch=global_batch))
+    return best_plan(
+        PlanRequest(
+            calibrations=Calibrations.of_one(calibration), workers=equal_workers(gpus), global_batch=global_batch
+        )
+    )
 
 
 def chosen(plan: Plan) -> str:
@@ -341,7 +345,7 @@ def memory_rows() -> None:
             ("Llama-3 405B on H100-80GB, state in host memory", LLAMA3_405B, H100, ON_HOST, 2048),
         ):
             request = PlanRequest(
-                calibration=calibration_of(model, machine, whole_layers=False, optimizer=host),
+                calibrations=Calibrations.of_one(calibration_of(model, machine, whole_layers=False, optimizer=host)),
                 workers=equal_workers(gpus),
                 global_batch=batch,
             )

@@ -26,7 +26,7 @@ def test_a_script_is_measured_by_two_workers_and_can_be_planned_for_many(tmp_pat
     done = varuna("calibrate", "--workers", "2", "--output", str(output), str(TRAIN), *SMALL)
     assert done.returncode == 0, done.stderr
     assert "an all-reduce over 2" in done.stdout
-    calibration = read_calibration(output)
+    calibration = read_calibration(output).first
     assert calibration.notes == ("measured by 2 workers at once, in place",), "nothing had to be assumed"
     assert 1 < len(calibration.kinds) < calibration.section_count, "sections with the same graph are one kind"
     for kind in calibration.kinds.values():
@@ -49,7 +49,7 @@ def test_a_run_leaves_what_its_steps_took_for_the_next_plan(tmp_path: Path) -> N
     folder, flags = str(tmp_path / "run"), ("--workers", "2", "--stages", "2")
     done = varuna("run", *flags, "--run-dir", folder, str(script), "--steps", "25", "--slow", "0.15")
     assert done.returncode == 0, done.stderr
-    calibration = read_calibration(Path(folder) / "calibration.json")
+    calibration = read_calibration(Path(folder) / "calibration.json").first
     assert calibration.notes[-1].startswith("refined by a run: 2x1, m = 2")
     planned = varuna("plan", "--run", folder, "--gpus", "4", "--global-batch", "12", "--json")
     assert planned.returncode == 0, planned.stderr

@@ -11,7 +11,7 @@ from tests.scenarios.play import Play
 from tests.scenarios.test_planned import checked
 from tests.waiting import wait_for
 from varuna.calibration.file import RUN_FILE, read_calibration
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.core.devices import WorkerGroups
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -110,11 +110,11 @@ def test_one_pipeline_runs_on_several_classes_and_loses_and_gets_workers(tmp_pat
     job = ("--steps", "60", "--dropout", "0.1", "--global-batch", "12", "--micro-batch", "1", "--layers", "4")
     slow = ("--compute", "0.005", "--slow-class", "w1,w2")
 
-    def over_both(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibration | None) -> Plan:
-        request = run_request(job, workers=workers, micro_batch=micro_batch, calibration=known)
+    def over_both(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibrations | None) -> Plan:
+        request = run_request(job, workers=workers, micro_batch=micro_batch, calibrations=known)
         if len(request.classes) > 1 and (found := spanning(request, [1])):
             return found[0].plan
-        return plan_run(job, workers=workers, micro_batch=micro_batch, calibration=known)
+        return plan_run(job, workers=workers, micro_batch=micro_batch, calibrations=known)
 
     calibrator = Calibrator(over_both, run_dir=tmp_path / "run", cache=None)
     config = FleetConfig(workers=3, slow_ratio=1.5)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from varuna.calibration.file import check_matches, read_calibration, write_calibration
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 
@@ -23,23 +23,23 @@ def cache_file(job: JobFacts, device_class: str = "") -> Path:
     return home / "varuna" / "calibrations" / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.json"
 
 
-def remembered(job: JobFacts, path: Path, device_class: str = "") -> Calibration | None:
+def remembered(job: JobFacts, path: Path, device_class: str = "") -> Calibrations | None:
     """The calibration of a class of devices that an earlier run stored; None if there is none that can be used."""
     try:
-        calibration = read_calibration(path)
-        check_matches(calibration, job.model)
+        known = read_calibration(path)
+        check_matches(known, job.model)
     except UsageError:
         return None
-    found = next((name for name in (device_class, "") if name in calibration.classes), None)
-    return None if found is None else calibration.of(found)
+    found = next((name for name in (device_class, "") if name in known.classes), None)
+    return None if found is None else known.only(found)
 
 
-def remember(calibration: Calibration, path: Path) -> None:
+def remember(calibrations: Calibrations, path: Path) -> None:
     """Replace the file as a whole; if the folder cannot be written, do nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}.tmp")
-        write_calibration(calibration, fresh)
+        write_calibration(calibrations, fresh)
         fresh.replace(path)
     except OSError:
         return

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from varuna.calibration.format import VERSION, Calibration
+from varuna.calibration.format import VERSION, Calibrations
 from varuna.core.errors import UsageError
 from varuna.core.model import ModelFacts
 
@@ -16,7 +16,7 @@ _SHOWN = 6  # problems named at once
 _LARGEST_BYTES = 64 * 2**20  # no calibration is larger; do not read a checkpoint by mistake
 
 
-def read_calibration(path: Path) -> Calibration:
+def read_calibration(path: Path) -> Calibrations:
     """Read and check a calibration file.
 
     Raises:
@@ -45,35 +45,36 @@ def read_calibration(path: Path) -> Calibration:
             "Calibrate again, or use the Varuna that wrote it."
         )
     try:
-        return Calibration.model_validate(content)
+        return Calibrations.model_validate(content)
     except ValidationError as error:
         raise UsageError(
             f"{path} is not a valid calibration:\n{_problems(error)}\nSee docs/calibration-file.md."
         ) from error
 
 
-def write_calibration(calibration: Calibration, path: Path) -> None:
+def write_calibration(calibrations: Calibrations, path: Path) -> None:
     """Write a file that ``read_calibration`` reads back as the same value; fields at their defaults are left out."""
-    content = calibration.model_dump(mode="json", exclude_defaults=True)
-    content = {"format": calibration.format, "version": calibration.version, **content}
+    content = calibrations.model_dump(mode="json", exclude_defaults=True)
+    content = {"format": calibrations.format, "version": calibrations.version, **content}
     path.write_text(_compact(content) + "\n", encoding="utf-8")
 
 
-def check_matches(calibration: Calibration, facts: ModelFacts) -> None:
-    """Refuse a calibration of another model than the one that was captured.
+def check_matches(calibrations: Calibrations, facts: ModelFacts) -> None:
+    """Refuse calibrations of another model than the one that was captured.
 
     Raises:
         UsageError: says what differs.
     """
-    found, needed = calibration.model, facts.digest
+    known, needed = calibrations.first, facts.digest
+    found = known.model
     if found.digest is not None and found.digest != needed:
         raise UsageError(
             f"the calibration is of model {found.name!r} with digest {found.digest[:12]}, but this job's model has "
             f"{needed[:12]}: its graph, sections or parameters differ. Calibrate again: varuna calibrate SCRIPT"
         )
-    if calibration.section_count != len(facts.sections):
+    if known.section_count != len(facts.sections):
         raise UsageError(
-            f"the calibration has {calibration.section_count} sections, but this job's model has "
+            f"the calibration has {known.section_count} sections, but this job's model has "
             f"{len(facts.sections)}. Calibrate again: varuna calibrate SCRIPT"
         )
 

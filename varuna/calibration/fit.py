@@ -80,7 +80,6 @@ def _hardware(measured: Measured) -> Hardware:
     own = measured.device_bytes
     return Hardware(
         name=measured.hardware,
-        device_class=measured.device_class,
         memory_bytes=own,
         reserved_bytes=0 if own is None else reserved_bytes(own),
     )

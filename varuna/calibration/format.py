@@ -19,7 +19,7 @@ Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 Dollars = Annotated[float, Field(ge=0)]
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 _MOST_SECTIONS = 100_000  # far beyond any model; a slip of the pen must not fill the memory
 
 
@@ -33,9 +33,6 @@ class Hardware(Finite):
     """One GPU and the VM that contains it."""
 
     name: str = Field(min_length=1, description="such as 'V100-16GB, 10 Gb/s'; another name is other hardware")
-    device_class: str = Field(
-        default="", description="of the GPU, as workers tell it; empty: of all that are not known"
-    )
     memory_bytes: Annotated[int, Field(gt=0)] | None = Field(default=None, description="of one GPU; None: unlimited")
     reserved_bytes: Bytes = Field(default=0, description="of it, what the job never gets: context, allocator, links")
     host_memory_bytes: Annotated[int, Field(gt=0)] | None = Field(
@@ -205,10 +202,8 @@ _PCIE_BYTES_PER_S = 12e9
 
 
 class Calibration(Finite):
-    """Primitive parameters of one model on one kind of hardware: all that the planner knows."""
+    """Primitive parameters of one model on one class of devices."""
 
-    format: Literal["varuna-calibration"] = "varuna-calibration"
-    version: Literal[1] = VERSION
     created: str = Field(default="", description="when, for people")
     notes: tuple[str, ...] = Field(default=(), description="where the numbers come from")
     hardware: Hardware
@@ -219,7 +214,6 @@ class Calibration(Finite):
     tied: tuple[TiedParameter, ...] = ()
     within_vm: NetworkCosts | None = Field(default=None, description="between GPUs of a VM; None: as across_vms")
     across_vms: NetworkCosts
-    across_regions: NetworkCosts | None = Field(default=None, description="between regions; None: nominal")
     action_s: Seconds = Field(default=0.0, description="fixed cost of each action beyond its sections' times")
     hand_over_s: Seconds = Field(
         default=0.0,
@@ -233,7 +227,6 @@ class Calibration(Finite):
     to_device_bytes_per_s: Rate | None = Field(
         default=None, description="copying parameters that rest in host memory to the device; left out: nominal"
     )
-    others: tuple["Calibration", ...] = Field(default=(), description="of the same model on other classes of devices")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Calibration":
@@ -255,15 +248,6 @@ class Calibration(Finite):
                     f"tied parameter {tied.name!r} names sections {list(tied.sections)}; they must ascend and be "
                     f"within 0 to {self.section_count - 1}"
                 )
-        classes = [each.hardware.device_class for each in (self, *self.others)]
-        if len(set(classes)) < len(classes) or any(each.others for each in self.others):
-            raise ValueError(f"others must be of classes of their own, without others; these are {classes}")
-        for other in self.others:
-            if other.section_count != self.section_count:
-                raise ValueError(
-                    f"device class {other.hardware.device_class!r} was calibrated with {other.section_count} sections "
-                    f"where {self.hardware.device_class!r} has {self.section_count}: they are of different models"
-                )
         return self
 
     @property
@@ -281,26 +265,6 @@ class Calibration(Finite):
         """Micro-batch sizes m at which some section was measured, ascending."""
         return tuple(sorted({m for kind in self.kinds.values() for m in kind.micro_batches}))
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Classes of devices that were calibrated."""
-        return tuple(each.hardware.device_class for each in (self, *self.others))
-
-    def of(self, device_class: str) -> "Calibration":
-        """Return the costs of a class of devices: if need be those of that device elsewhere, or of the slowest one."""
-        if not self.others:
-            return self
-        every = [self.model_copy(update={"others": ()}), *self.others]
-        known = {each.hardware.device_class: each for each in every}
-        device = device_of(device_class)
-        elsewhere = (each for name, each in known.items() if device_of(name) == device)
-        return (
-            known.get(device_class)
-            or known.get(device)
-            or next(elsewhere, None)
-            or max(every, key=lambda each: each.compute_s(1))
-        )
-
     def compute_s(self, micro_batch: int) -> float:
         """Seconds of F and B of all sections, which is all that choosing m, and comparing devices, needs."""
         by_kind = {
@@ -315,30 +279,6 @@ class Calibration(Finite):
             forward_s += by_kind[name][0]
             backward_s += by_kind[name][1]
         return forward_s + backward_s
-
-    def named(self) -> "Calibration":
-        """This calibration, whose class of devices is called as its hardware if it has no name of its own."""
-        name = self.hardware.device_class or self.hardware.name
-        return self.model_copy(update={"hardware": self.hardware.model_copy(update={"device_class": name})})
-
-    def with_class(self, known: "Calibration") -> "Calibration":
-        """This calibration, with what is known of another class of devices, or newly known of one."""
-        if known.hardware.device_class == self.hardware.device_class:
-            return known.model_copy(update={"others": self.others, "across_regions": self.across_regions})
-        kept = tuple(each for each in self.others if each.hardware.device_class != known.hardware.device_class)
-        alone = known.model_copy(update={"others": (), "across_regions": None})
-        return self.model_copy(update={"others": (*kept, alone)})
-
-    def without_any(self) -> "Calibration":
-        """This calibration without figures that are for any class of devices, if it has others."""
-        if self.hardware.device_class or not self.others:
-            return self
-        first, *rest = self.others
-        return first.model_copy(update={"others": tuple(rest), "across_regions": self.across_regions})
-
-    def each(self, change: Callable[["Calibration"], "Calibration"]) -> "Calibration":
-        """This calibration, changed for every class of devices."""
-        return change(self).model_copy(update={"others": tuple(map(change, self.others))})
 
     def rounded(self) -> "Calibration":
         """This calibration for a job whose fp32 gradients are all-reduced as bf16."""
@@ -376,6 +316,76 @@ class Calibration(Finite):
         streamed = self.optimizer.model_copy(update={"host_bytes_per_s": rate, "streamed_bytes": streamed_bytes})
         kinds = {name: kind.model_copy(update={"update_bytes": 0}) for name, kind in self.kinds.items()}
         return self.model_copy(update={"optimizer": streamed, "kinds": kinds})
+
+
+class Calibrations(Finite):
+    """Calibrations of one model by class of devices: all that the planner knows, and what a file holds."""
+
+    format: Literal["varuna-calibration"] = "varuna-calibration"
+    version: Literal[2] = VERSION
+    across_regions: NetworkCosts | None = Field(default=None, description="between regions; None: nominal")
+    classes: dict[str, Calibration] = Field(
+        min_length=1, description="by class of the GPU, as workers tell it; of all that are not known under no name"
+    )
+
+    @model_validator(mode="after")
+    def _of_one_model(self) -> "Calibrations":
+        for name, each in self.classes.items():
+            if each.section_count != self.first.section_count:
+                raise ValueError(
+                    f"device class {name!r} was calibrated with {each.section_count} sections "
+                    f"where {self.names[0]!r} has {self.first.section_count}: they are of different models"
+                )
+        return self
+
+    @classmethod
+    def of_one(cls, calibration: Calibration, name: str = "") -> "Calibrations":
+        """Make the calibrations of a run on one class of devices; without a name, of any."""
+        return cls(classes={name: calibration})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Classes that were calibrated."""
+        return tuple(self.classes)
+
+    @property
+    def first(self) -> Calibration:
+        """The first class's: for what is the same for all, such as the model."""
+        return next(iter(self.classes.values()))
+
+    def nearest(self, name: str) -> str:
+        """Return the class whose costs a class has: if need be of that device elsewhere, or the slowest one."""
+        device = device_of(name)
+        elsewhere = (each for each in self.classes if device_of(each) == device)
+        known = (each for each in (name, device, *elsewhere) if each in self.classes)
+        return next(known, None) or max(self.classes, key=lambda each: self.classes[each].compute_s(1))
+
+    def of(self, name: str) -> Calibration:
+        """Return the costs of a class of devices, or those that come nearest."""
+        return self.classes[self.nearest(name)]
+
+    def only(self, name: str) -> "Calibrations":
+        """These without those of other classes than one that was calibrated."""
+        return self.model_copy(update={"classes": {name: self.classes[name]}})
+
+    def joined(self, newer: "Calibrations") -> "Calibrations":
+        """These, with what is newly known of some classes of devices."""
+        across = newer.across_regions or self.across_regions
+        return Calibrations(across_regions=across, classes=self.classes | newer.classes)
+
+    def named(self) -> "Calibrations":
+        """These, with the name of the hardware for a class of no name."""
+        known = {name or each.hardware.name: each for name, each in self.classes.items()}
+        return self.model_copy(update={"classes": known})
+
+    def without_any(self) -> "Calibrations":
+        """These without figures that are for any class of devices, if there are others."""
+        known = {name: each for name, each in self.classes.items() if name} or self.classes
+        return self.model_copy(update={"classes": known})
+
+    def each(self, change: Callable[[Calibration], Calibration]) -> "Calibrations":
+        """These, changed for every class of devices."""
+        return self.model_copy(update={"classes": {name: change(each) for name, each in self.classes.items()}})
 
 
 def _streamed_bytes(kind: SectionKind, *, apart: bool) -> int:

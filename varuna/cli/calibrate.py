@@ -10,7 +10,7 @@ from rich.table import Table
 from varuna.calibration.cache import remember
 from varuna.calibration.file import write_calibration
 from varuna.calibration.fit import assemble
-from varuna.calibration.format import Calibration, NetworkCosts
+from varuna.calibration.format import Calibration, Calibrations, NetworkCosts
 from varuna.cli.shared import options
 from varuna.core.errors import UsageError
 from varuna.core.units import format_bytes
@@ -62,8 +62,9 @@ def calibrate(
         on_phase=lambda phase: say(f"{time.monotonic() - begin_s:.0f} s: {phase}"),
     )
     calibration = assemble(measured, name=script.stem, created=time.strftime("%Y-%m-%d %H:%M:%S%z"))
-    write_calibration(calibration, output)
-    remember(calibration, Path(measured[0].cache))
+    known = Calibrations.of_one(calibration, measured[0].device_class)
+    write_calibration(known, output)
+    remember(known, Path(measured[0].cache))
     show(PlainConsole(), calibration)
     print(f"{output}: written after {time.monotonic() - begin_s:.0f} s; runs of this job on this machine use it")
 

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from varuna.calibration.file import RUN_FILE, check_matches, read_calibration
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibration, Calibrations
 from varuna.calibration.nominal import nominal_calibration
 from varuna.cli.shared import options
 from varuna.core.devices import WorkerGroup, WorkerGroups, equal_workers, reserved_bytes
@@ -117,7 +118,7 @@ def plan(
         raise UsageError(f"--price {price} is not a price. Give dollars per GPU and hour, such as 0.61")
     files = (calibration or []) if run is None else [calibration_of_run(run)]
     first = asked(script, args or [], _together(files) if files else None)
-    known = first.calibration
+    known = first.calibrations
     if slower and len(gpus) > 1:
         raise UsageError("--slower is for GPUs of one kind. Give each kind its own --calibration and --gpus.")
     if shard_optimizer:
@@ -126,7 +127,7 @@ def plan(
         known = known.each(Calibration.offloaded)
     request = first.model_copy(
         update={
-            "calibration": known,
+            "calibrations": known,
             "workers": slowed(gpus[0], slower) if slower else groups_of(known, gpus),
             "global_batch": global_batch or first.global_batch,
             "micro_batch": micro_batch or first.micro_batch,
@@ -172,7 +173,7 @@ def slowed(gpus: int, slower: str) -> WorkerGroups:
     return (*equal_workers(left), *found)
 
 
-def groups_of(known: Calibration, gpus: Sequence[int]) -> WorkerGroups:
+def groups_of(known: Calibrations, gpus: Sequence[int]) -> WorkerGroups:
     """Return the number of GPUs of each class that was calibrated; () where there is one.
 
     Raises:
@@ -189,21 +190,22 @@ def groups_of(known: Calibration, gpus: Sequence[int]) -> WorkerGroups:
     return tuple(WorkerGroup.of_class(name, count) for name, count in zip(known.classes, gpus, strict=True))
 
 
-def _together(files: Sequence[Path]) -> Calibration:
+def _together(files: Sequence[Path]) -> Calibrations:
     """Join the calibrations of several files, each of one kind of GPU, named as its file says.
 
     Raises:
         UsageError: a file cannot be read, two are of GPUs of one name, or of different models.
     """
-    first, *others = [read_calibration(file) for file in files]
-    if not others:
-        return first
+    read = [read_calibration(file) for file in files]
+    if len(read) == 1:
+        return read[0]
+    names = [name for each in read for name in each.named().names]
+    if len(set(names)) < len(names):
+        raise UsageError(f"two calibrations are of one class: {'; '.join(names)}. Give it another name in one file.")
     try:
-        named = [each.named() for each in others]
-        found = Calibration.model_validate({**dict(first.named()), "others": named})
+        return reduce(Calibrations.joined, (each.named() for each in read))
     except ValidationError as error:
         raise UsageError(f"the calibrations do not go together: {error.errors()[0]['msg']}") from error
-    return found
 
 
 def calibration_of_run(run_dir: Path) -> Path:
@@ -221,13 +223,13 @@ def calibration_of_run(run_dir: Path) -> Path:
     return path
 
 
-def asked(script: Path | None, args: Sequence[str], given: Calibration | None) -> PlanRequest:
+def asked(script: Path | None, args: Sequence[str], given: Calibrations | None) -> PlanRequest:
     """The request of the script's job, or of a calibration alone, for one GPU."""
     if script is None:
         if given is None:
             raise UsageError("say what to plan for: varuna plan train.py --gpus N, or --calibration FILE --gpus N")
         return PlanRequest(
-            calibration=given,
+            calibrations=given,
             workers=equal_workers(1),
             global_batch=DEFAULT_GLOBAL_BATCH,
             memory_apart=True,
@@ -239,7 +241,7 @@ def asked(script: Path | None, args: Sequence[str], given: Calibration | None) -
         return request_of(take_job(script, args).spec, given)
 
 
-def request_of(spec: "JobSpec", given: Calibration | None = None) -> PlanRequest:
+def request_of(spec: "JobSpec", given: Calibrations | None = None) -> PlanRequest:
     """Make the planner's request for a job on one GPU; without ``given``, nominal figures and this machine's memory."""
     from varuna.job.start import job_facts
 
@@ -247,7 +249,7 @@ def request_of(spec: "JobSpec", given: Calibration | None = None) -> PlanRequest
     if given is not None:
         check_matches(given, job.model)
     return PlanRequest(
-        calibration=with_options(given or _on_this(spec.device, nominal_calibration(job.model)), job),
+        calibrations=with_options(given or _on_this(spec.device, nominal_calibration(job.model)), job),
         workers=equal_workers(1),
         global_batch=job.global_batch,
         micro_batch=job.micro_batch,
@@ -258,16 +260,17 @@ def request_of(spec: "JobSpec", given: Calibration | None = None) -> PlanRequest
     )
 
 
-def _on_this(device: "torch.device", nominal: Calibration) -> Calibration:
+def _on_this(device: "torch.device", nominal: Calibration) -> Calibrations:
     """The nominal calibration with the memory of the script's GPU, which stands for all GPUs; a CPU's is not used."""
     from varuna.engine.device.streams import streams_of
 
     streams = streams_of(device)
     found = None if streams is None else streams.memory()
     if found is None:
-        return nominal
+        return Calibrations.of_one(nominal)
     own = {"memory_bytes": found.memory_bytes, "reserved_bytes": reserved_bytes(found.memory_bytes)}
-    return nominal.model_copy(update={"hardware": nominal.hardware.model_copy(update=own)})
+    hardware = nominal.hardware.model_copy(update=own)
+    return Calibrations.of_one(nominal.model_copy(update={"hardware": hardware}))
 
 
 def show(console: PlainConsole, found: RankingReport) -> None:

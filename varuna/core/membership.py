@@ -38,8 +38,8 @@ class Membership(Protocol):
         """Whether plans want to know what this worker's sections take, before it joins."""
         ...
 
-    def offer(self, calibration: str) -> None:
-        """Offer a calibration to plan with (JSON of a ``calibration.format.Calibration``); before ``join``."""
+    def offer(self, calibrations: str) -> None:
+        """Offer calibrations to plan with (JSON of a ``calibration.format.Calibrations``); before ``join``."""
         ...
 
     def join(

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from varuna.calibration.cache import cache_file, remember, remembered
 from varuna.calibration.file import check_matches, read_calibration
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.core.errors import UsageError, VarunaError
 from varuna.core.model import JobFacts
 from varuna.engine.device.capacity import device_class
@@ -31,7 +31,7 @@ _TURN_BOUND_S = 10 * LIMIT_S
 """For the worker of a host that measures; one that waits longer measures for itself."""
 
 
-def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: InitialParameters) -> Calibration | None:
+def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: InitialParameters) -> Calibrations | None:
     """The calibration to begin with; None: operation counts have to do.
 
     The workers of a host take turns, so that one of them measures and the others find what it has remembered.
@@ -49,9 +49,9 @@ def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: Initi
     if given == _NONE:
         return None
     if given:
-        calibration = read_calibration(Path(given))
-        check_matches(calibration, facts.model)
-        return calibration
+        read = read_calibration(Path(given))
+        check_matches(read, facts.model)
+        return read
     own = device_class(spec.device)
     file = cache_file(facts, own)
     if spec.fixed_micro_batch is not None or facts.global_batch == 1 or spec.recipe.sizes is not None:
@@ -59,13 +59,14 @@ def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: Initi
     key = sha256(f"times of {facts.model.digest}".encode()).hexdigest()
     with turn(key, _TURN_BOUND_S, "measuring micro-batch sizes"):
         known = remembered(facts, file, own)
-        if known is None or not knows_sizes(known, facts.global_batch):
+        if known is None or not knows_sizes(known.first, facts.global_batch):
             limit_s = LIMIT_S if known is None else _AGAIN * LIMIT_S
             work = f"times of {_subject(facts, own or file.stem)} for {facts.global_batch} within {limit_s}"
             measured = _of_run(work, facts, lambda: _measured(spec, job, beginning, facts, limit_s))
             if measured is not None:  # the second time is the last, whatever it found
-                final = measured if known is None else measured.model_copy(update={"sized_for": facts.global_batch})
-                remember(known := final, file)
+                sized = {"sized_for": facts.global_batch}
+                known = measured if known is None else measured.each(lambda each: each.model_copy(update=sized))
+                remember(known, file)
         return known
 
 
@@ -75,14 +76,14 @@ def _subject(facts: JobFacts, device: str) -> str:
     return sha256(told.encode()).hexdigest()
 
 
-def _of_run(work: str, facts: JobFacts, measure: Callable[[], Calibration | None]) -> Calibration | None:
+def _of_run(work: str, facts: JobFacts, measure: Callable[[], Calibrations | None]) -> Calibrations | None:
     """Ask another worker of the run for its times on such a device, or measure now: the first of each class counts."""
     run = manager()
     if run is None:
         return measure()
     with suppress(ValidationError, UsageError):
         if data := run.seek_work(work, "times of its kind of device"):
-            found = Calibration.model_validate_json(data)
+            found = Calibrations.model_validate_json(data)
             check_matches(found, facts.model)
             return found
     measured = None
@@ -95,7 +96,7 @@ def _of_run(work: str, facts: JobFacts, measure: Callable[[], Calibration | None
 
 def _measured(
     spec: JobSpec, job: Job, beginning: InitialParameters, facts: JobFacts, limit_s: float
-) -> Calibration | None:
+) -> Calibrations | None:
     """Measure; a job that cannot be measured can be trained all the same, or says itself what is wrong with it."""
     say("measuring micro-batch sizes for some seconds: this job is new on this machine")
     try:

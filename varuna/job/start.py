@@ -186,8 +186,8 @@ def open_session(
         facts = facts.model_copy(update={"checkpoint_dir": behind.place})
     buffers = first.buffers(needed) if (needed := needed_buffers(model)) else {}
     job = engine_job(spec, on_device(model, spec.device), buffers)
-    if measures and (calibration := first_calibration(spec, facts, job, first)) is not None:
-        membership.offer(calibration.model_dump_json())
+    if measures and (known := first_calibration(spec, facts, job, first)) is not None:
+        membership.offer(known.model_dump_json())
     context = WorkerContext(
         job,
         spec.training_source,

@@ -29,7 +29,7 @@ def solo_from_environment() -> StaticMembership:
     return StaticMembership(
         world_from_environment(),
         lambda job, workers, micro_batch: plan(job, workers, micro_batch, None),
-        plans_from=lambda calibration: lambda job, workers, micro_batch: plan(job, workers, micro_batch, calibration),
+        plans_from=lambda known: lambda job, workers, micro_batch: plan(job, workers, micro_batch, known),
         new=bool(new),
         overwrite=new == "overwrite",
     )

@@ -188,7 +188,7 @@ class ManagedMembership:
             dial: opens the connection. Default: a WebSocket to ``url``.
             measures: whether the manager plans from what its workers measure.
         """
-        self.measures, self._calibration = measures, ""
+        self.measures, self._calibrations = measures, ""
         self._dial = dial or self._web_socket
         self._url, self._token, self._worker = url, token, worker
         self._outbox: queue.SimpleQueue[tuple[FromWorker, threading.Event] | None] = queue.SimpleQueue()
@@ -221,9 +221,9 @@ class ManagedMembership:
         """Number of trainings that this process has begun: the number of the next one."""
         return self._training + 1
 
-    def offer(self, calibration: str) -> None:
+    def offer(self, calibrations: str) -> None:
         """Keep it for the Hello."""
-        self._calibration = calibration
+        self._calibrations = calibrations
 
     def join(
         self,
@@ -262,11 +262,11 @@ class ManagedMembership:
                 job=job,
                 device=device,
                 device_class=device_class,
-                measured=self._calibration,
+                measured=self._calibrations,
                 training=self._training,
             )
         )
-        self._calibration = ""
+        self._calibrations = ""
         if is_first:
             start("beat", self._beat)
 

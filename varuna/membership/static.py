@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.checkpoint.committer import CheckpointCommitter
 from varuna.checkpoint.manifest import Manifest
 from varuna.checkpoint.names import checkpoint_place
@@ -107,7 +107,7 @@ class StaticMembership:
         world: World,
         plan_run: PlanRun,
         *,
-        plans_from: Callable[[Calibration], PlanRun] | None = None,
+        plans_from: Callable[[Calibrations], PlanRun] | None = None,
         new: bool = False,
         overwrite: bool = False,
         join_bound_s: float = 1800.0,
@@ -132,7 +132,7 @@ class StaticMembership:
         self.worker = f"rank{world.rank}"
         self.recorded_step = -1
         self._plan_run, self._plans_from = plan_run, plans_from
-        self._calibration: Calibration | None = None  # on rank 0
+        self._known: Calibrations | None = None  # on rank 0
         self._new, self._overwrite = new, overwrite
         self._found = found
         self._job: JobFacts | None = None
@@ -147,11 +147,11 @@ class StaticMembership:
         """Rank 0 plans for all."""
         return self.world.rank == 0 and self._plans_from is not None
 
-    def offer(self, calibration: str) -> None:
+    def offer(self, calibrations: str) -> None:
         """Plan from it."""
         if self._plans_from is not None:
-            self._calibration = Calibration.model_validate_json(calibration)
-            self._plan_run = self._plans_from(self._calibration)
+            self._known = Calibrations.model_validate_json(calibrations)
+            self._plan_run = self._plans_from(self._known)
 
     def join(
         self,
@@ -272,8 +272,8 @@ class StaticMembership:
             return plan
         parts = f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch}"
         say(f"plan {plan.shape} (stages x replicas) on {counted(self.world.size, 'worker')}: {parts}")
-        if micro_batch is None and self._calibration is not None and len(self._calibration.sizes) > 1:
-            say(describe_sizes(self._calibration, plan.micro_batch))
+        if micro_batch is None and self._known is not None and len(self._known.first.sizes) > 1:
+            say(describe_sizes(self._known.first, plan.micro_batch))
         return plan
 
     def _told(self, key: str, what: str, bound_s: float) -> str:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibration, Calibrations
 from varuna.calibration.nominal import ETHERNET, nominal_calibration
 from varuna.core.devices import WorkerGroups, class_names
 from varuna.core.errors import NoPlanError
@@ -58,7 +58,7 @@ def plan_run(
     memory_bytes: int | None = None,
     stages: int | None = None,
     micro_batch: int | None = None,
-    calibration: Calibration | None = None,
+    calibrations: Calibrations | None = None,
     policy: str = "adaptive",
     flags: Flags = NO_FLAGS,
     copies: bool = False,
@@ -71,7 +71,7 @@ def plan_run(
         memory_bytes: of one worker; if None the calibration's, else what the workers' devices have.
         stages: P if the user fixed it.
         micro_batch: m of the generation before, halved where nothing fits; None on the first one.
-        calibration: of the hardware; nominal if None. Compiled sections run B whole, whatever it says of halves.
+        calibrations: of the hardware; nominal if None. Compiled sections run B whole, whatever they say of halves.
         policy: schedule policy.
         flags: for advice.
         copies: the run outlives the loss of a worker, so that copies of its state and sums may be worth their price.
@@ -87,10 +87,10 @@ def plan_run(
         memory_bytes=memory_bytes,
         stages=stages,
         micro_batch=micro_batch,
-        calibration=calibration,
+        calibrations=calibrations,
         policy=policy,
     )
-    measured = calibration is not None
+    measured = calibrations is not None
     if request.losses_per_hour and measured:
         ranking = rank_plans(request.model_copy(update={"wanted": WEIGHED}))
         if not ranking.plans:
@@ -110,15 +110,15 @@ def run_request(
     memory_bytes: int | None = None,
     stages: int | None = None,
     micro_batch: int | None = None,
-    calibration: Calibration | None = None,
+    calibrations: Calibrations | None = None,
     policy: str = "adaptive",
 ) -> PlanRequest:
     """Return the request that ``plan_run`` makes."""
-    known = with_options(calibration or nominal_calibration(job.model), job)
+    known = with_options(calibrations or Calibrations.of_one(nominal_calibration(job.model)), job)
     # Nominal figures are no reason to send workers away.
-    is_seen = known.across_vms != ETHERNET and (known.across_regions is not None or not are_apart(class_names(workers)))
+    is_seen = known.across_regions is not None or not are_apart(class_names(workers))
     return PlanRequest(
-        calibration=known,
+        calibrations=known,
         workers=workers,
         global_batch=job.global_batch,
         micro_batch=job.micro_batch if micro_batch is None else micro_batch,
@@ -127,7 +127,7 @@ def run_request(
         stages=stages,
         tentative=job.combines,
         memory_apart=job.memory_apart,
-        leaves_idle=is_seen,
+        leaves_idle=is_seen and known.first.across_vms != ETHERNET,
         streams_frozen=job.memory.stream_frozen,
         policy=policy,
         losses_per_hour=job.losses_per_hour,
@@ -197,8 +197,8 @@ def _safer(best: Plan, request: PlanRequest) -> Plan:
     return next((each for each in _double(best, request) if each.step_s <= best.step_s * (1 + INSURANCE)), best)
 
 
-def with_options(known: Calibration, job: JobFacts) -> Calibration:
-    """A calibration, with what a job's options change in it."""
+def with_options(known: Calibrations, job: JobFacts) -> Calibrations:
+    """These calibrations, with what a job's options change in them."""
 
     def changed(known: Calibration) -> Calibration:
         if job.memory.shard_optimizer:
@@ -249,7 +249,7 @@ class RunPlanner:
         self._memory_bytes, self._stages, self._flags, self._copies = memory_bytes, stages, flags, copies
 
     def __call__(
-        self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None
+        self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibrations: Calibrations | None
     ) -> Plan:
         """The plan of a generation."""
         return plan_run(
@@ -258,7 +258,7 @@ class RunPlanner:
             memory_bytes=self._memory_bytes,
             stages=self._stages,
             micro_batch=micro_batch,
-            calibration=calibration,
+            calibrations=calibrations,
             flags=self._flags,
             copies=self._copies,
         )
@@ -268,7 +268,7 @@ class RunPlanner:
         job: JobFacts,
         workers: WorkerGroups,
         micro_batch: int | None,
-        calibration: Calibration | None,
+        calibrations: Calibrations | None,
         wanted: int,
     ) -> PlanRequest:
         """The same question, for as many runners-up as are ``wanted``."""
@@ -278,7 +278,7 @@ class RunPlanner:
             memory_bytes=self._memory_bytes,
             stages=self._stages,
             micro_batch=micro_batch,
-            calibration=calibration,
+            calibrations=calibrations,
         )
         return made.model_copy(update={"wanted": wanted})
 
@@ -286,5 +286,5 @@ class RunPlanner:
 def planner(
     *, memory_bytes: int | None, stages: int | None, flags: Flags = _OF_COMMANDS, copies: bool = True
 ) -> RunPlanner:
-    """Plans from (job, workers, micro-batch, calibration)."""
+    """Plans from (job, workers, micro-batch, calibrations)."""
     return RunPlanner(memory_bytes=memory_bytes, stages=stages, flags=flags, copies=copies)

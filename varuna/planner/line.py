@@ -59,12 +59,12 @@ def line_of(plan: Plan, request: PlanRequest) -> Line | None:
 
     @lru_cache(None)
     def step_s(factor: float) -> float:
-        calibration = request.calibration.each(
+        calibrations = request.calibrations.each(
             lambda known: known.model_copy(update={"across_vms": _times(known.across_vms, factor)})
         )
-        return max(each.step_s for each in predictions(plan, calibration, gpus_per_vm=request.vm_size))
+        return max(each.step_s for each in predictions(plan, calibrations, gpus_per_vm=request.vm_size))
 
-    link = request.calibration.of(next(iter(plan.classes), "")).across_vms.link
+    link = request.calibrations.of(next(iter(plan.classes), "")).across_vms.link
     found, fastest = 8 * (link.line_bytes_per_s or link.bytes_per_s), step_s(2.0**_DOUBLINGS)
     low, high = -float(_DOUBLINGS), float(_DOUBLINGS)
     if step_s(2.0**low) <= HARDLY * fastest:

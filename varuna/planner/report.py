@@ -126,7 +126,7 @@ def _hardware(request: PlanRequest) -> str:
     """The GPUs, with how many there are of each class."""
     if not request.classes:
         return request.calibration.hardware.name
-    named = {name: request.calibration.of(name).hardware.name for name in request.classes}
+    named = {name: request.calibrations.of(name).hardware.name for name in request.classes}
     return " + ".join(f"{request.count_of(name)} x {named[name]}" for name in request.classes)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from varuna.calibration.fit import assemble
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.calibration.nominal import with_nominal_halves
 from varuna.calibration.samples import Measured, SectionSamples
 from varuna.calibration.windows import choose_windows, sizes_to_measure
@@ -36,7 +36,7 @@ def quick_calibration(
     *,
     global_batch: int,
     limit_s: float = LIMIT_S,
-) -> Calibration:
+) -> Calibrations:
     """Time F, R and B of all sections at several micro-batch sizes, on stand-ins: nothing of the job changes.
 
     If the time ends before the best size is known, its ``sized_for`` is 0.
@@ -96,8 +96,9 @@ def quick_calibration(
         sections=tuple(sections),
         sized_for=0 if is_cut_short else global_batch,
     )
-    calibration = assemble([measured], name="captured", created=time.strftime("%Y-%m-%d %H:%M:%S%z"))
-    return calibration if job.compiler is not None else with_nominal_halves(calibration)
+    assembled = assemble([measured], name="captured", created=time.strftime("%Y-%m-%d %H:%M:%S%z"))
+    known = assembled if job.compiler is not None else with_nominal_halves(assembled)
+    return Calibrations.of_one(known, measured.device_class)
 
 
 def _no_optimizer(named: NamedParameters) -> torch.optim.Optimizer:

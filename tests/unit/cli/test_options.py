@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.fleet.support import make_job
+from varuna.calibration.format import Calibrations
 from varuna.calibration.nominal import nominal_calibration
 from varuna.cli import main as cli
 from varuna.cli.shared.options import budget_of, price_of
@@ -66,8 +67,9 @@ def test_the_command_answers_a_shell_that_completes() -> None:
 def test_a_price_is_the_users_or_else_the_calibrations() -> None:
     assert price_of(None, None, None) is None
     assert price_of(0.5, 2.0, None) == Priced(per_hour=0.5, on_demand_per_hour=2.0)
-    given = nominal_calibration(make_job().model)
-    priced = given.model_copy(update={"hardware": given.hardware.model_copy(update={"price_per_hour": 0.25})})
+    given = Calibrations.of_one(nominal_calibration(make_job().model))
+    hardware = given.first.hardware.model_copy(update={"price_per_hour": 0.25})
+    priced = given.each(lambda known: known.model_copy(update={"hardware": hardware}))
     assert price_of(None, None, given) is None
     assert price_of(None, None, priced) == Priced(per_hour=0.25)
     assert price_of(0.0, None, priced) == Priced(per_hour=0.0)

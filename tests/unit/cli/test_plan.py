@@ -140,7 +140,7 @@ def test_slow_gpus_get_fewer_micro_batches(run: Any) -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_the_terminal(width: int) -> None:
     calibration = read_calibration(Path(SMALL))
-    request = PlanRequest(calibration=calibration, workers=equal_workers(36), global_batch=8192, wanted=3)
+    request = PlanRequest(calibrations=calibration, workers=equal_workers(36), global_batch=8192, wanted=3)
     console = PlainConsole(width=width, record=True, file=io.StringIO())
     found = report(request, rank_plans(request), price_per_hour=0.5)
     show(console, found)
@@ -229,7 +229,7 @@ def test_whatever_is_asked_there_is_a_plan_that_keeps_its_word_or_a_reason(
     gpus: int, global_batch: int, micro_batch: int | None, stages: int | None, memory_gb: int | None, per_vm: int
 ) -> None:
     request = PlanRequest(
-        calibration=read_calibration(Path(SMALL)),
+        calibrations=read_calibration(Path(SMALL)),
         workers=equal_workers(gpus),
         global_batch=global_batch,
         micro_batch=None if micro_batch is None else min(micro_batch, global_batch),
@@ -295,7 +295,10 @@ def test_gpus_of_two_kinds_share_a_step(run: Any) -> None:
     ("args", "words"),
     [
         (("--calibration", SMALL, "--gpus", "8", "--gpus", "4"), "--gpus was given 2 times"),
-        (("--calibration", SMALL, "--gpus", "8", "--calibration", SMALL, "--gpus", "4"), "classes of their own"),
+        (
+            ("--calibration", SMALL, "--gpus", "8", "--calibration", SMALL, "--gpus", "4"),
+            "two calibrations are of one class",
+        ),
         (
             ("--calibration", SMALL, "--calibration", str(FOLDER / "gpt2-2.5b-h100.json"), "--gpus", "8"),
             "given 1 times",
@@ -315,7 +318,7 @@ def test_gpus_of_two_kinds_share_a_step(run: Any) -> None:
         ),
         (
             (*("--calibration", SMALL, "--gpus", "8") * 2, "--slower", "1x0.5"),
-            "classes of their own",
+            "two calibrations are of one class",
         ),
     ],
 )

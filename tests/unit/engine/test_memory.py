@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.depth import by_depth, nightly, nightly_rows
 from tests.unit.engine.ranks import Setup
+from varuna.calibration.format import Calibrations
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import equal_workers
 from varuna.core.plan import Pipeline, Plan
@@ -126,7 +127,7 @@ def planned(setup: Setup, stages: int, memory_bytes: int | None = None) -> Plan:
     calibration = nominal_calibration(setup.model.facts)
     return best_plan(
         PlanRequest(
-            calibration=calibration.offloaded(apart=False) if setup.offload else calibration,
+            calibrations=Calibrations.of_one(calibration.offloaded(apart=False) if setup.offload else calibration),
             workers=equal_workers(stages),
             stages=stages,
             global_batch=setup.global_batch,
@@ -189,7 +190,9 @@ def test_offloaded_state_and_what_is_streamed_of_it_are_promised(stages: int, pr
 def test_host_memory_holds_the_state_that_was_promised(precision: Precision) -> None:
     setup = setup_of(2, build=Heavy, micro_batch=1, precision=precision, offload=True)
     apart = nominal_calibration(setup.model.facts).offloaded()
-    plan = best_plan(PlanRequest(calibration=apart, workers=equal_workers(1), global_batch=2, micro_batch=1))
+    plan = best_plan(
+        PlanRequest(calibrations=Calibrations.of_one(apart), workers=equal_workers(1), global_batch=2, micro_batch=1)
+    )
     setup.run(1, 1, steps=1)
     assert setup.finished[0].current is not None
     stage = setup.finished[0].current.stage
@@ -220,7 +223,11 @@ def test_frozen_parameters_in_host_memory_take_the_places_of_two_sections(stages
     setup = setup_of(4, build=Based, micro_batch=1, precision=precision)
     calibration = nominal_calibration(setup.model.facts)
     request = PlanRequest(
-        calibration=calibration, workers=equal_workers(stages), stages=stages, global_batch=4, micro_batch=1
+        calibrations=Calibrations.of_one(calibration),
+        workers=equal_workers(stages),
+        stages=stages,
+        global_batch=4,
+        micro_batch=1,
     )
     here, streamed = (
         best_plan(request.model_copy(update={"streams_frozen": streams})).each(split_last=0)
@@ -365,7 +372,7 @@ def test_statistics_for_buffers_are_promised_for_every_micro_batch(stages: int, 
     setup = setup_of(micro_batches, build=Standardised, micro_batch=2)
     plan = best_plan(
         PlanRequest(
-            calibration=nominal_calibration(setup.model.facts),
+            calibrations=Calibrations.of_one(nominal_calibration(setup.model.facts)),
             workers=equal_workers(stages * replicas),
             stages=stages,
             global_batch=setup.global_batch,
@@ -402,7 +409,7 @@ def test_the_stash_never_holds_more_than_the_plan_allows() -> None:
 def test_state_that_is_shared_out_is_promised_for_the_fullest_replica(precision: Precision) -> None:
     setup = setup_of(8, build=Heavy, micro_batch=1, precision=precision, share=True)
     request = PlanRequest(
-        calibration=nominal_calibration(setup.model.facts).with_sharded_optimizer(),
+        calibrations=Calibrations.of_one(nominal_calibration(setup.model.facts).with_sharded_optimizer()),
         workers=equal_workers(4),
         stages=1,
         global_batch=8,
@@ -412,5 +419,7 @@ def test_state_that_is_shared_out_is_promised_for_the_fullest_replica(precision:
     plan = best_plan(request)
     assert plan.replicas == 4
     assert max(peaks(setup, plan)) == pytest.approx(plan.first.memory_bytes[0], rel=0.1)
-    without = best_plan(request.model_copy(update={"calibration": nominal_calibration(setup.model.facts)}))
+    without = best_plan(
+        request.model_copy(update={"calibrations": Calibrations.of_one(nominal_calibration(setup.model.facts))})
+    )
     assert plan.first.memory_bytes[0] < 0.9 * without.first.memory_bytes[0]

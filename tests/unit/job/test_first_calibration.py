@@ -9,7 +9,7 @@ from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.engine.ranks import single_threaded
 from varuna.calibration.cache import cache_file, remember
 from varuna.calibration.file import write_calibration
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.errors import UsageError
 from varuna.job.first_calibration import first_calibration
@@ -22,10 +22,15 @@ def job_of(micro_batch: int | None = None) -> JobSpec:
     return JobSpec(SmallLanguage, Tokens(), adamw, 8, micro_batch=micro_batch)
 
 
-def first(spec: JobSpec) -> Calibration | None:
+def first(spec: JobSpec) -> Calibrations | None:
     with single_threaded():
         job = engine_job(spec, spec.partitioned, {})
         return first_calibration(spec, job_facts(spec, 1), job, spec.beginning())
+
+
+def of_another_model(known: Calibrations) -> Calibrations:
+    model = known.first.model.model_copy(update={"digest": "other" * 8})
+    return known.each(lambda each: each.model_copy(update={"model": model}))
 
 
 def test_a_job_is_measured_once_on_a_machine(
@@ -36,7 +41,7 @@ def test_a_job_is_measured_once_on_a_machine(
     monkeypatch.delenv("VARUNA_CALIBRATION")
     measured = first(spec)
     assert measured is not None
-    assert measured.sizes[:3] == (1, 2, 4)
+    assert measured.first.sizes[:3] == (1, 2, 4)
     assert "measuring micro-batch sizes" in capsys.readouterr().err
     assert first(spec) == measured
     assert first(job_of(micro_batch=2)) == measured
@@ -53,11 +58,11 @@ def test_nothing_is_measured_where_m_is_fixed(monkeypatch: pytest.MonkeyPatch) -
 def test_one_size_of_an_earlier_run_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = job_of()
     with single_threaded():
-        remember(nominal_calibration(spec.partitioned.facts), cache_file(job_facts(spec, 1)))
+        remember(Calibrations.of_one(nominal_calibration(spec.partitioned.facts)), cache_file(job_facts(spec, 1)))
     monkeypatch.delenv("VARUNA_CALIBRATION")
     measured = first(spec)
     assert measured is not None
-    assert len(measured.sizes) > 1
+    assert len(measured.first.sizes) > 1
 
 
 @pytest.mark.nightly
@@ -67,15 +72,15 @@ def test_what_time_had_cut_short_is_measured_once_more_and_no_third_time(
     spec = job_of()
     limits: list[float] = []
 
-    def short(*args: object, limit_s: float, **others: object) -> Calibration:
+    def short(*args: object, limit_s: float, **others: object) -> Calibrations:
         limits.append(limit_s)
-        return nominal_calibration(spec.partitioned.facts)
+        return Calibrations.of_one(nominal_calibration(spec.partitioned.facts))
 
     monkeypatch.setattr(varuna.job.first_calibration, "quick_calibration", short)
     monkeypatch.delenv("VARUNA_CALIBRATION")
     found = [first(spec) for _ in range(3)]
     assert limits == [LIMIT_S, 2 * LIMIT_S]
-    assert [each.sized_for for each in found if each is not None] == [0, 8, 8]
+    assert [each.first.sized_for for each in found if each is not None] == [0, 8, 8]
 
 
 class OtherWorkers:
@@ -99,7 +104,7 @@ def test_a_class_of_devices_is_measured_once_in_a_run(
     spec = job_of()
     monkeypatch.delenv("VARUNA_CALIBRATION")
 
-    def on_a_new_machine(name: str, run: OtherWorkers) -> Calibration:
+    def on_a_new_machine(name: str, run: OtherWorkers) -> Calibrations:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
         monkeypatch.setattr(varuna.job.first_calibration, "manager", lambda: run)
         found = first(spec)
@@ -115,7 +120,7 @@ def test_a_class_of_devices_is_measured_once_in_a_run(
     assert first_one.offered == []
     assert capsys.readouterr().err == ""
     assert on_a_new_machine("two", OtherWorkers(b"not asked")) == measured, "the machine remembers it"
-    foreign = measured.model_copy(update={"model": measured.model.model_copy(update={"digest": "other" * 8})})
+    foreign = of_another_model(measured)
     for unusable in (b"{}", foreign.model_dump_json().encode()):
         on_a_new_machine(f"three {len(unusable)}", OtherWorkers(unusable))
         assert "measuring micro-batch sizes" in capsys.readouterr().err
@@ -123,12 +128,11 @@ def test_a_class_of_devices_is_measured_once_in_a_run(
 
 def test_the_users_calibration_counts_before_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = job_of()
-    nominal = nominal_calibration(spec.partitioned.facts)
+    nominal = Calibrations.of_one(nominal_calibration(spec.partitioned.facts))
     write_calibration(nominal, tmp_path / "own.json")
     monkeypatch.setenv("VARUNA_CALIBRATION", str(tmp_path / "own.json"))
     assert first(spec) == nominal
-    foreign = nominal.model_copy(update={"model": nominal.model.model_copy(update={"digest": "other" * 8})})
-    write_calibration(foreign, tmp_path / "own.json")
+    write_calibration(of_another_model(nominal), tmp_path / "own.json")
     with pytest.raises(UsageError, match="digest otherothe"):
         first(spec)
     monkeypatch.setenv("VARUNA_CALIBRATION", str(tmp_path / "missing.json"))

@@ -16,7 +16,7 @@ from tests.unit.checkpoint.saves import save_parts
 from tests.unit.engine.models import SmallLanguage
 from tests.unit.engine.ranks import Setup
 from tests.unit.fleet.support import make_job, make_plan
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.calibration.nominal import nominal_calibration
 from varuna.checkpoint.manifest import survey
 from varuna.checkpoint.names import checkpoint_place, step_folder
@@ -171,10 +171,10 @@ def test_rank_0_plans_for_the_memory_that_all_devices_have_for_each(apart: bool)
 
 def test_rank_0_plans_from_what_it_measured_and_the_others_follow() -> None:
     store, job = local_store(), make_job()
-    known = nominal_calibration(job.model)
+    known = Calibrations.of_one(nominal_calibration(job.model))
 
-    def from_known(calibration: Calibration) -> Any:
-        assert calibration == known
+    def from_known(calibrations: Calibrations) -> Any:
+        assert calibrations == known
         return lambda job, workers, micro_batch: make_plan(job, workers, 4)
 
     def alone(*_: object) -> Plan:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
+from varuna.calibration.format import Calibration, Calibrations, Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import WorkerGroups, equal_workers
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
@@ -52,7 +52,7 @@ def calibrated(facts: ModelFacts, **changes: object) -> Calibration:
 def request(facts: ModelFacts, workers: int | WorkerGroups, global_batch: int, **rest: Any) -> PlanRequest:
     calibration = rest.pop("calibration", None) or nominal_calibration(facts)
     groups = equal_workers(workers) if isinstance(workers, int) else workers
-    return PlanRequest(calibration=calibration, workers=groups, global_batch=global_batch, **rest)
+    return PlanRequest(calibrations=Calibrations.of_one(calibration), workers=groups, global_batch=global_batch, **rest)
 
 
 def rank(facts: ModelFacts, workers: int, global_batch: int, micro_batch: int, **rest: Any) -> Ranking:

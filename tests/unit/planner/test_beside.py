@@ -24,7 +24,7 @@ def test_a_scarce_class_takes_only_a_part_of_the_others_with_it(monkeypatch: pyt
     spanning = [cut for _, cut in plan.kinds if cut.stage_classes]
     assert len(spanning) == 1
     assert any(cut.device_class == "B" for _, cut in plan.kinds)
-    assert predicted(wanted(1, 7).calibration, plan).step_s == pytest.approx(plan.step_s)
+    assert predicted(wanted(1, 7).calibrations, plan).step_s == pytest.approx(plan.step_s)
     monkeypatch.setattr(classes, "with_pipelines_beside", lambda *given: [])
     assert plan.step_s < best_plan(wanted(1, 7)).step_s
 

@@ -1,6 +1,7 @@
 import pytest
 
 from tests.unit.planner.models import GB, MB, model, request, section
+from varuna.calibration.format import Calibrations
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import WorkerGroup, equal_workers
 from varuna.core.errors import NoPlanError, UsageError
@@ -50,7 +51,10 @@ def test_memory_is_what_the_user_says_else_the_calibration_else_the_devices() ->
     assert max(found.first.memory_bytes) <= 100 * GB
     measured = nominal_calibration(FACTS)
     measured = measured.model_copy(update={"hardware": measured.hardware.model_copy(update={"memory_bytes": 2 * GB})})
-    assert max(plan_run(asked, workers=told, stages=4, calibration=measured).first.memory_bytes) <= 2 * GB
+    assert (
+        max(plan_run(asked, workers=told, stages=4, calibrations=Calibrations.of_one(measured)).first.memory_bytes)
+        <= 2 * GB
+    )
     assert max(plan_run(asked, workers=told, stages=4, memory_bytes=2 * GB).first.memory_bytes) <= 2 * GB
     assert max(found.first.memory_bytes) > 2 * GB
 
@@ -112,14 +116,22 @@ def test_workers_that_would_idle_are_a_second_replica_if_nobody_else_keeps_copie
     rings = (ring.model_copy(update={"bytes_per_s": ring.bytes_per_s / slower}),)
     known = calm.model_copy(update={"across_vms": calm.across_vms.model_copy(update={"rings": rings})})
     plan = plan_run(
-        job(micro_batch=64), workers=equal_workers(2 * stages), stages=stages, calibration=known, copies=True
+        job(micro_batch=64),
+        workers=equal_workers(2 * stages),
+        stages=stages,
+        calibrations=Calibrations.of_one(known),
+        copies=True,
     )
     assert plan.shape == shape
     fastest = best_plan(
-        request(FACTS, 2 * stages, 256, micro_batch=64, stages=stages).model_copy(update={"calibration": known})
+        request(FACTS, 2 * stages, 256, micro_batch=64, stages=stages).model_copy(
+            update={"calibrations": Calibrations.of_one(known)}
+        )
     )
     assert (fastest.replicas == 2) == (slower == 6)
-    assert plan_run(job(micro_batch=64), workers=equal_workers(1), calibration=known).replicas == 1
+    assert (
+        plan_run(job(micro_batch=64), workers=equal_workers(1), calibrations=Calibrations.of_one(known)).replicas == 1
+    )
 
 
 def test_where_all_are_of_one_class_the_plan_is_the_same_and_says_so() -> None:
@@ -127,9 +139,8 @@ def test_where_all_are_of_one_class_the_plan_is_the_same_and_says_so() -> None:
         for losses in (0.0, 2.0):
             asked = job(micro_batch=8).model_copy(update={"losses_per_hour": losses})
             groups = (WorkerGroup.of_class(name, workers, memory_bytes=memory_bytes) for name in ("", "V100"))
-            known = nominal_calibration(FACTS)
-            named = known.model_copy(update={"hardware": known.hardware.model_copy(update={"device_class": "V100"})})
-            found = [plan_run(asked, workers=(group,), calibration=named, copies=True) for group in groups]
+            named = Calibrations.of_one(nominal_calibration(FACTS), "V100")
+            found = [plan_run(asked, workers=(group,), calibrations=named, copies=True) for group in groups]
             assert found[1].each(device_class="") == found[0]
             assert found[1].first.device_class == "V100"
 
@@ -150,8 +161,8 @@ def test_each_class_has_its_own_memory() -> None:
         WorkerGroup.of_class("A", 2, memory_bytes=100 * GB),
         WorkerGroup.of_class("B", 8, memory_bytes=2 * GB),
     )
-    for calibration in (None, nominal_calibration(FACTS)):
-        plan = plan_run(job(micro_batch=8), workers=sizes, calibration=calibration)
+    for known in (None, Calibrations.of_one(nominal_calibration(FACTS))):
+        plan = plan_run(job(micro_batch=8), workers=sizes, calibrations=known)
         limits = {size.name: size.memory_bytes or 0 for size in sizes}
         assert set(plan.classes) == {"A", "B"}
         assert all(max(cut.memory_bytes) <= limits[cut.device_class] for _, cut in plan.kinds)
@@ -189,10 +200,14 @@ def test_workers_that_stay_get_larger_micro_batches_where_more_sums_cross_during
     )
     asked = job(facts).model_copy(update={"global_batch": 32})
     staying, lossy = (
-        plan_run(asked, workers=equal_workers(2), calibration=known, copies=copies) for copies in (False, True)
+        plan_run(asked, workers=equal_workers(2), calibrations=Calibrations.of_one(known), copies=copies)
+        for copies in (False, True)
     )
     assert staying.shape == lossy.shape == "1x2"
     assert lossy.micro_batch == 1
     assert staying.micro_batch > 1
     assert staying.step_s < lossy.step_s
-    assert plan_run(asked, workers=equal_workers(2), calibration=known, micro_batch=1).micro_batch == 1
+    assert (
+        plan_run(asked, workers=equal_workers(2), calibrations=Calibrations.of_one(known), micro_batch=1).micro_batch
+        == 1
+    )

@@ -1,13 +1,15 @@
 """Devices of several classes: a pipeline is of one, all end together, and nobody is slower for it than without."""
 
+from functools import reduce
 from itertools import product
 from statistics import mean
+from typing import Any
 
 import pytest
 
 from tests.depth import by_depth, nightly
 from tests.unit.planner.models import FAST, MB, calibrated, model, request, section
-from varuna.calibration.format import Calibration, SectionKind
+from varuna.calibration.format import Calibration, Calibrations, SectionKind
 from varuna.core.devices import WorkerGroup
 from varuna.core.errors import NoPlanError
 from varuna.core.plan import Plan
@@ -26,20 +28,18 @@ def _slower(kind: SectionKind, factor: float) -> SectionKind:
     return kind.model_copy(update={name: tuple(factor * s for s in getattr(kind, name)) for name in names})
 
 
-def of_class(name: str, factor: float = 1.0, **hardware: object) -> Calibration:
+def of_class(name: str, factor: float = 1.0, **hardware: object) -> Calibrations:
     known = calibrated(FACTS, across_vms=FAST)
     kinds = {kind: _slower(each, factor) for kind, each in known.kinds.items()}
-    update = {"device_class": name, **hardware}
-    return known.model_copy(update={"kinds": kinds, "hardware": known.hardware.model_copy(update=update)})
+    update = {"kinds": kinds, "hardware": known.hardware.model_copy(update=hardware)}
+    return Calibrations.of_one(known.model_copy(update=update), name)
 
 
-def asked(workers: dict[str, int], *calibrations: Calibration, **rest: object) -> PlanRequest:
-    first, *others = calibrations
-    for each in others:
-        first = first.with_class(each)
+def asked(workers: dict[str, int], *calibrations: Calibrations, **rest: object) -> PlanRequest:
     groups = tuple(WorkerGroup.of_class(name, count) for name, count in workers.items())
-    given = {"micro_batch": 1, "calibration": first, "global_batch": 96, **rest}
-    return request(FACTS, groups, given.pop("global_batch"), **given)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"micro_batch": 1, "global_batch": 96, **rest}
+    known = reduce(Calibrations.joined, calibrations)
+    return request(FACTS, groups, given.pop("global_batch"), **given).model_copy(update={"calibrations": known})
 
 
 def shares(plan: Plan) -> dict[str, int]:
@@ -55,7 +55,7 @@ def test_all_end_together_near_the_sum_of_their_speeds(factor: float) -> None:
     wanted = asked({"A": 2, "B": 4}, of_class("A"), of_class("B", factor), global_batch=480)
     plan = best_plan(wanted)
     assert plan.classes == {"A": 2, "B": 4}
-    alone = best_plan(request(FACTS, 1, 480, micro_batch=1, calibration=of_class("A"))).step_s
+    alone = best_plan(request(FACTS, 1, 480, micro_batch=1, calibration=of_class("A").first)).step_s
     bound_s = alone / (2 + 4 / factor)
     assert 0.999 * bound_s <= plan.step_s <= 1.08 * bound_s
     slowest_s = best_plan(as_slowest(wanted)).step_s
@@ -134,7 +134,7 @@ def test_nominal_figures_send_nobody_away_and_tell_classes_apart() -> None:
 
 def test_replicas_that_divide_optimizer_state_are_all_as_the_slowest() -> None:
     wanted = asked({"A": 2, "B": 2}, of_class("A"), of_class("B", 1.2))
-    shared = wanted.model_copy(update={"calibration": wanted.calibration.each(Calibration.with_sharded_optimizer)})
+    shared = wanted.model_copy(update={"calibrations": wanted.calibrations.each(Calibration.with_sharded_optimizer)})
     assert best_plan(shared).is_uniform
 
 
@@ -199,14 +199,16 @@ def test_the_report_says_what_each_class_does_and_why_one_idles() -> None:
 
 def test_calibrations_go_together_by_class() -> None:
     first, second = of_class("A"), of_class("B", 2.0)
-    both = first.with_class(second)
-    assert both.classes == ("A", "B")
-    assert both.of("A") == first
-    assert both.of("B") == both.of("C") == both.of("") == second, "of what is not known, the slowest"
+    both = first.joined(second)
+    assert both.names == ("A", "B")
+    assert both.only("A") == first
+    assert both.of("B") == both.of("C") == both.of("") == second.first, "of what is not known, the slowest"
     newer = of_class("A", 1.5)
-    assert both.with_class(newer).of("A") == newer
-    assert both.with_class(newer).classes == ("A", "B")
-    assert both.with_class(of_class("B", 4.0)).classes == ("A", "B")
-    for wrong in ([first], [second, second], [calibrated(model([section()] * 3))], [both.model_copy(), second]):
-        with pytest.raises(ValueError, match=r"classes of their own|different models"):
-            Calibration.model_validate({**dict(first), "others": wrong})
+    assert both.joined(newer).of("A") == newer.first
+    assert both.joined(newer).names == both.joined(of_class("B", 4.0)).names == ("A", "B")
+    unnamed = of_class("", 3.0)
+    assert both.joined(unnamed).without_any() == both
+    assert unnamed.without_any() == unnamed
+    assert both.joined(unnamed).named().names == ("A", "B", "nominal")
+    with pytest.raises(ValueError, match="different models"):
+        first.joined(Calibrations.of_one(calibrated(model([section()] * 3)), "B"))

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.unit.planner.models import GB, MB, model, section
-from varuna.calibration.format import Link, NetworkCosts, Ring
+from varuna.calibration.format import Calibrations, Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import equal_workers
 from varuna.core.model import JobFacts
@@ -95,7 +95,14 @@ def over(bytes_per_s: float, global_batch: int = 64, *, memory_bytes: int | None
     job = JobFacts(model=facts, global_batch=global_batch, micro_batch=1, seed=0, steps=1)
     network = NetworkCosts(link=Link(latency_s=0, bytes_per_s=bytes_per_s), rings=(Ring(latency_s=0, bytes_per_s=1e9),))
     known = nominal_calibration(facts).model_copy(update={"across_vms": network})
-    return plan_run(job, workers=equal_workers(4), stages=4, memory_bytes=memory_bytes, calibration=known, copies=True)
+    return plan_run(
+        job,
+        workers=equal_workers(4),
+        stages=4,
+        memory_bytes=memory_bytes,
+        calibrations=Calibrations.of_one(known),
+        copies=True,
+    )
 
 
 def test_there_is_a_copy_every_few_steps_unless_a_link_is_too_slow_for_it() -> None:
@@ -112,7 +119,9 @@ def test_sums_have_no_copy_where_a_measured_step_is_over_before_it_could_be_read
 
     def over(global_batch: int) -> Plan:
         job = JobFacts(model=facts, global_batch=global_batch, micro_batch=1, seed=0, steps=1)
-        return plan_run(job, workers=equal_workers(4), stages=2, calibration=measured, copies=True)
+        return plan_run(
+            job, workers=equal_workers(4), stages=2, calibrations=Calibrations.of_one(measured), copies=True
+        )
 
     short, long = over(64), over(16384)
     assert short.step_s < 5 < 60 < long.step_s

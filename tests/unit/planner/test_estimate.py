@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.planner.models import GB, MB, calibrated, model, section
-from varuna.calibration.format import Hardware
+from varuna.calibration.format import Calibrations, Hardware
 from varuna.core.devices import equal_workers
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.estimate import Guesser
@@ -13,7 +13,13 @@ from varuna.planner.pricing.profile import profile
 def guesser(memory_bytes: int, boundary_bytes: int, activation_bytes: int, **rest: object) -> Guesser:
     facts = model([section(boundary_bytes=boundary_bytes, activation_bytes=activation_bytes)] * 40)
     calibration = calibrated(facts, hardware=Hardware(name="test", memory_bytes=memory_bytes))
-    request = PlanRequest(calibration=calibration, workers=equal_workers(64), global_batch=256, micro_batch=1, **rest)
+    request = PlanRequest(
+        calibrations=Calibrations.of_one(calibration),
+        workers=equal_workers(64),
+        global_batch=256,
+        micro_batch=1,
+        **rest,
+    )
     return Guesser(request, profile(calibration, 1), may_keep=True)
 
 

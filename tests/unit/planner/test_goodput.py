@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.planner.models import MB, calibrated, model, section
-from varuna.calibration.format import Link, NetworkCosts, Ring
+from varuna.calibration.format import Calibrations, Link, NetworkCosts, Ring
 from varuna.core.devices import equal_workers
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
@@ -35,11 +35,13 @@ def job(global_batch: int = 4096, *, per_hour: float = 0.0) -> JobFacts:
 
 
 def asked(workers: int, *, per_hour: float = 6.0) -> PlanRequest:
-    return run_request(job(per_hour=per_hour), workers=equal_workers(workers), calibration=KNOWN)
+    return run_request(job(per_hour=per_hour), workers=equal_workers(workers), calibrations=Calibrations.of_one(KNOWN))
 
 
 def made(stages: int, workers: int, global_batch: int = 4096) -> Plan:
-    return plan_run(job(global_batch), workers=equal_workers(workers), stages=stages, calibration=KNOWN)
+    return plan_run(
+        job(global_batch), workers=equal_workers(workers), stages=stages, calibrations=Calibrations.of_one(KNOWN)
+    )
 
 
 def with_copies(plan: Plan, copies: Copies = Copies.STATE) -> Plan:
@@ -54,7 +56,9 @@ def test_a_loss_costs_least_with_copies_and_most_with_one_holder_alone() -> None
 
 def test_with_memory_checkpoints_a_loss_costs_what_came_since_the_newest() -> None:
     fast = NetworkCosts(link=Link(latency_s=0, bytes_per_s=5e9), rings=NETWORK.rings)
-    request = run_request(job(), workers=equal_workers(8), calibration=calibrated(FACTS, across_vms=fast))
+    request = run_request(
+        job(), workers=equal_workers(8), calibrations=Calibrations.of_one(calibrated(FACTS, across_vms=fast))
+    )
     plan = made(8, 8, 64)
     often = with_copies(plan)
     every_s, takes_s = memory_checkpoints_every_s(often, request), memory_checkpoint_s(often, request)
@@ -95,7 +99,7 @@ def test_losses_change_no_plan_where_there_are_copies() -> None:
             job(2048, per_hour=per_hour),
             workers=equal_workers(8),
             stages=8,
-            calibration=KNOWN,
+            calibrations=Calibrations.of_one(KNOWN),
             copies=True,
             micro_batch=1,
         )
@@ -108,6 +112,11 @@ def test_losses_change_no_plan_where_there_are_copies() -> None:
 def test_more_losses_never_make_a_plan_that_costs_more_of_them() -> None:
     costs = []
     for per_hour in (0.0, 1.0, 10.0, 100.0):
-        plan = plan_run(job(16384, per_hour=per_hour), workers=equal_workers(9), calibration=KNOWN, copies=True)
+        plan = plan_run(
+            job(16384, per_hour=per_hour),
+            workers=equal_workers(9),
+            calibrations=Calibrations.of_one(KNOWN),
+            copies=True,
+        )
         costs.append(loss_cost_s(plan, asked(9, per_hour=10.0)))
     assert costs == sorted(costs, reverse=True)

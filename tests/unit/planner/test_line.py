@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from varuna.calibration.format import Calibration
+from varuna.calibration.file import read_calibration
 from varuna.core.devices import equal_workers
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
@@ -16,10 +16,9 @@ KNOWN = Path(__file__).parents[3] / "examples" / "calibrations" / "gpt2-2.5b-v10
 
 
 def asked(**changed: object) -> tuple[Plan, PlanRequest]:
-    calibration = Calibration.model_validate_json(KNOWN.read_text())
-    request = PlanRequest(calibration=calibration, workers=equal_workers(16), global_batch=256, wanted=1).model_copy(
-        update=changed
-    )
+    request = PlanRequest(
+        calibrations=read_calibration(KNOWN), workers=equal_workers(16), global_batch=256, wanted=1
+    ).model_copy(update=changed)
     return rank_plans(request).plans[0], request
 
 
@@ -30,11 +29,13 @@ def at(request: PlanRequest, bits_per_s: float) -> PlanRequest:
     link = network.link.at(latency_s=network.link.latency_s, bytes_per_s=factor * network.link.bytes_per_s)
     rings = tuple(each.at(latency_s=each.latency_s, bytes_per_s=factor * each.bytes_per_s) for each in network.rings)
     changed = network.model_copy(update={"link": link, "rings": rings})
-    return request.model_copy(update={"calibration": request.calibration.model_copy(update={"across_vms": changed})})
+    return request.model_copy(
+        update={"calibrations": request.calibrations.each(lambda each: each.model_copy(update={"across_vms": changed}))}
+    )
 
 
 def step_s(plan: Plan, request: PlanRequest) -> float:
-    return max(each.step_s for each in predictions(plan, request.calibration, gpus_per_vm=request.vm_size))
+    return max(each.step_s for each in predictions(plan, request.calibrations, gpus_per_vm=request.vm_size))
 
 
 def line(plan: Plan, request: PlanRequest) -> Line:

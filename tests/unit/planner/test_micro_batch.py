@@ -2,7 +2,7 @@
 
 import pytest
 
-from varuna.calibration.format import Calibration, Hardware, ModelIdentity, SectionKind, SectionRun
+from varuna.calibration.format import Calibration, Calibrations, Hardware, ModelIdentity, SectionKind, SectionRun
 from varuna.calibration.nominal import ETHERNET
 from varuna.core.devices import equal_workers
 from varuna.planner.asking.request import PlanRequest
@@ -32,7 +32,11 @@ def calibration(per_example_ms: dict[int, float], *, sized_for: int = 0) -> Cali
 
 
 def first_sizes(known: Calibration, global_batch: int) -> tuple[int, ...]:
-    return next(candidate_sizes(PlanRequest(calibration=known, workers=equal_workers(1), global_batch=global_batch)))
+    return next(
+        candidate_sizes(
+            PlanRequest(calibrations=Calibrations.of_one(known), workers=equal_workers(1), global_batch=global_batch)
+        )
+    )
 
 
 @pytest.mark.parametrize(

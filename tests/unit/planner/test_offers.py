@@ -41,7 +41,7 @@ def test_no_fleet_is_both_slower_and_dearer_than_another() -> None:
 def test_a_fleet_does_what_a_run_on_it_would() -> None:
     for fleet in found(offer("a", "A", 4, 1.0), offer("b", "B", 4, 0.3)):
         sizes = {name: count for name, count in zip("AB", fleet.gpus, strict=True) if count}
-        known = [each for each in CALIBRATIONS if each.hardware.device_class in sizes]
+        known = [each for each in CALIBRATIONS if each.names[0] in sizes]
         best = rank_plans(asked(sizes, *known)).plans[0]
         assert fleet.plan.step_s == pytest.approx(best.step_s, rel=0.03)
         assert fleet.plan.workers == sum(fleet.gpus)
@@ -82,7 +82,7 @@ def test_the_frontier_leaves_out_nothing_that_would_beat_it(prices: tuple[float,
         sizes = {name: count for name, count in zip("AB", gpus, strict=True) if count}
         if not sizes:
             continue
-        known = [each for each in CALIBRATIONS if each.hardware.device_class in sizes]
+        known = [each for each in CALIBRATIONS if each.names[0] in sizes]
         plan = rank_plans(asked(sizes, *known)).plans[0]
         rate = plan.global_batch / plan.step_s
         dollars = sum(price * count for price, count in zip(prices, gpus, strict=True)) / rate / 3600 * 1e6

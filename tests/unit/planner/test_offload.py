@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.unit.planner.models import GB, MB, calibrated, model, section
-from varuna.calibration.format import Calibration, Hardware, OptimizerCosts
+from varuna.calibration.format import Calibration, Calibrations, Hardware, OptimizerCosts
 from varuna.core.devices import STAGING_BYTES, equal_workers
 from varuna.core.errors import NoPlanError
 from varuna.core.job_difference import first_difference
@@ -31,7 +31,10 @@ def planned(stages: int = 2, *, offloaded: bool = True, apart: bool = True, **ha
     memory = {"memory_bytes": 10 * GB, **hardware}
     calibration = calibrated(EIGHT, hardware=Hardware(name="test", **memory))
     return plan_run(
-        job(offloaded=offloaded, apart=apart), workers=equal_workers(stages), stages=stages, calibration=calibration
+        job(offloaded=offloaded, apart=apart),
+        workers=equal_workers(stages),
+        stages=stages,
+        calibrations=Calibrations.of_one(calibration),
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.planner.models import FAST
 from tests.unit.planner.test_classes import asked, of_class
-from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
+from varuna.calibration.format import Calibrations, Link, NetworkCosts, Ring
 from varuna.core.devices import class_in, device_of, region_of
 from varuna.core.plan import Plan
 from varuna.fleet.feedback.refine import predicted
@@ -15,7 +15,7 @@ A, B = class_in("V100", "east"), class_in("V100", "west")
 SLOW = NetworkCosts(link=Link(latency_s=5.0, bytes_per_s=1e5), rings=(Ring(latency_s=5.0, bytes_per_s=1e5),))
 
 
-def known(across_regions: NetworkCosts | None = FAST, device: str = "V100", factor: float = 1.0) -> Calibration:
+def known(across_regions: NetworkCosts | None = FAST, device: str = "V100", factor: float = 1.0) -> Calibrations:
     return of_class(device, factor).model_copy(update={"across_regions": across_regions})
 
 
@@ -50,9 +50,8 @@ def test_a_network_that_nobody_measured_is_between_the_two() -> None:
 
 def test_a_pipeline_reaches_over_regions_only_if_nothing_fits_otherwise() -> None:
     whole = sum(best_plan(asked({"V100": 1}, known())).first.memory_bytes)
-    small = known(None).model_copy(
-        update={"hardware": known().hardware.model_copy(update={"memory_bytes": whole * 2 // 3})}
-    )
+    hardware = known().first.hardware.model_copy(update={"memory_bytes": whole * 2 // 3})
+    small = known(None).each(lambda each: each.model_copy(update={"hardware": hardware}))
     assert best_plan(asked({A: 1, B: 2}, small)).classes == {B: 2}, "one in the east holds no pipeline"
     plan = best_plan(asked({A: 1, B: 1}, small))
     assert plan.stages == 2
@@ -64,15 +63,15 @@ def test_a_pipeline_reaches_over_regions_only_if_nothing_fits_otherwise() -> Non
 def test_within_a_region_devices_of_several_classes_mix_as_ever() -> None:
     """A plan for all of one region is considered, whatever others have."""
     fast, slow = class_in("A100", "east"), class_in("V100", "east")
-    both = known(SLOW, "A100").with_class(known(SLOW, "V100", 2.0))
+    both = known(SLOW, "A100").joined(known(SLOW, "V100", 2.0))
     plan = best_plan(asked({fast: 2, slow: 4, B: 1}, both, global_batch=480))
     assert plan.classes == {fast: 2, slow: 4}
 
 
 def test_a_device_is_as_fast_everywhere_until_somebody_knows_better() -> None:
-    both = known().with_class(of_class("A100", 0.5))
-    assert both.of(class_in("A100", "west")) == both.of("A100")
-    seen = both.with_class(of_class(class_in("A100", "west"), 0.4))
+    both = known().joined(of_class("A100", 0.5))
+    assert both.nearest(class_in("A100", "west")) == "A100"
+    seen = both.joined(of_class(class_in("A100", "west"), 0.4))
     assert seen.of(class_in("A100", "west")).compute_s(1) < seen.of(class_in("A100", "east")).compute_s(1)
-    assert device_of(seen.of(class_in("A100", "north")).hardware.device_class) == "A100"
+    assert device_of(seen.nearest(class_in("A100", "north"))) == "A100"
     assert seen.across_regions == both.across_regions

@@ -7,7 +7,7 @@ import pytest
 
 from tests.depth import by_depth
 from tests.unit.planner.test_classes import asked, of_class
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.core.plan import Plan
 from varuna.fleet.feedback.refine import predicted
 from varuna.planner.asking.request import PlanRequest
@@ -17,7 +17,7 @@ from varuna.planner.spanning import spanning
 from varuna.planner.sweep import rank_plans
 
 
-def stage_s(plan: Plan, known: Calibration) -> list[float]:
+def stage_s(plan: Plan, known: Calibrations) -> list[float]:
     """Seconds of a micro-batch, by stage."""
     stages = predicted(known, plan).trace.costs.stages
     last = len(stages) - 1
@@ -55,9 +55,9 @@ def test_memory_is_each_devices_own_and_no_stage_waits_long_for_another(counts: 
     assert all(need <= limits[cut.class_of(k)] for k, need in enumerate(cut.memory_bytes))
     changes = sum(a != b for a, b in zip(plan.first.stage_classes, plan.first.stage_classes[1:], strict=False))
     assert changes == 1, "those of one class are neighbours"
-    times = stage_s(plan, wanted.calibration)
+    times = stage_s(plan, wanted.calibrations)
     assert max(times) <= 2.1 * mean(times), "twelve sections cannot be divided"
-    assert predicted(wanted.calibration, plan).step_s == pytest.approx(plan.step_s)
+    assert predicted(wanted.calibrations, plan).step_s == pytest.approx(plan.step_s)
 
 
 def every(wanted: PlanRequest, like: Plan) -> list[float]:
@@ -66,7 +66,7 @@ def every(wanted: PlanRequest, like: Plan) -> list[float]:
     for classes in set(permutations(like.first.stage_classes)):
         for starts in combinations(range(1, like.sections), like.stages - 1):
             tried = like.each(bounds=(0, *starts, like.sections), stage_classes=classes, kept=())
-            found.append(predicted(wanted.calibration, tried).step_s)
+            found.append(predicted(wanted.calibrations, tried).step_s)
     return found
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.unit.planner.models import FAST, GB, MB, calibrated, model, section
-from varuna.calibration.format import Hardware, OptimizerCosts
+from varuna.calibration.format import Calibrations, Hardware, OptimizerCosts
 from varuna.core.devices import equal_workers
 from varuna.core.errors import NoPlanError
 from varuna.core.plan import Plan
@@ -31,7 +31,7 @@ def planned(memory_bytes: int, *, moves: bool = True, **changes: Any) -> Plan:
     calibration = calibrated(LARGE, hardware=HARDWARE, across_vms=FAST, **changes)
     return best_plan(
         PlanRequest(
-            calibration=calibration,
+            calibrations=Calibrations.of_one(calibration),
             workers=equal_workers(8),
             stages=8,
             global_batch=40,

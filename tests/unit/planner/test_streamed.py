@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.unit.planner.models import FAST, GB, MB, calibrated, model, section
-from varuna.calibration.format import Calibration, Hardware
+from varuna.calibration.format import Calibrations, Hardware
 from varuna.core.devices import STAGING_BYTES, WorkerGroup, equal_workers
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts, Memory, ModelFacts, SectionFacts
@@ -42,7 +42,7 @@ def job(facts: ModelFacts = EIGHT, *, streams: bool = False, apart: bool = True)
 def planned(memory_bytes: int | None, *, workers: int = 1, facts: ModelFacts = EIGHT, **asked: Any) -> Plan:
     hardware = Hardware(name="test", memory_bytes=memory_bytes)
     known = calibrated(facts, hardware=hardware, across_vms=FAST, to_device_bytes_per_s=asked.pop("rate", None))
-    return plan_run(job(facts, **asked), workers=equal_workers(workers), calibration=known)
+    return plan_run(job(facts, **asked), workers=equal_workers(workers), calibrations=Calibrations.of_one(known))
 
 
 def test_a_device_has_the_parameters_of_two_sections() -> None:
@@ -102,16 +102,18 @@ def test_a_job_that_asks_for_it_streams_in_any_case() -> None:
 
 def test_models_whose_parameters_are_all_trained_are_asked_once() -> None:
     trained = calibrated(model([section()] * 4))
-    assert not PlanRequest(calibration=trained, workers=equal_workers(1), global_batch=4, memory_bytes=GB).may_stream
+    assert not PlanRequest(
+        calibrations=Calibrations.of_one(trained), workers=equal_workers(1), global_batch=4, memory_bytes=GB
+    ).may_stream
 
 
 def test_classes_of_devices_stream_together() -> None:
     """A model that fits no class alone streams in all of them: a plan says it once."""
-    one = calibrated(EIGHT, hardware=Hardware(name="a", device_class="a", memory_bytes=400 * MB))
-    other = calibrated(EIGHT, hardware=Hardware(name="b", device_class="b", memory_bytes=420 * MB))
-    known: Calibration = one.model_copy(update={"others": (other,)})
+    one = calibrated(EIGHT, hardware=Hardware(name="a", memory_bytes=400 * MB))
+    other = calibrated(EIGHT, hardware=Hardware(name="b", memory_bytes=420 * MB))
+    known = Calibrations(classes={"a": one, "b": other})
     workers = tuple(WorkerGroup.of_class(name, 1) for name in ("a", "b"))
-    asked = PlanRequest(calibration=known, workers=workers, global_batch=16, micro_batch=1)
+    asked = PlanRequest(calibrations=known, workers=workers, global_batch=16, micro_batch=1)
     best = rank_plans(asked).plans[0]
     assert best.streams_frozen
     assert best.workers == 2

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.depth import by_depth
 from tests.unit.planner.models import FAST, GB, MB, calibrated, gpt2_2_5b, model, rank, section
 from varuna.calibration.file import read_calibration
+from varuna.calibration.format import Calibrations
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import equal_workers
 from varuna.core.errors import UsageError
@@ -104,7 +105,11 @@ def test_large_all_reduces_ask_for_deeper_pipelines() -> None:
     rings = tuple(ring.model_copy(update={"bytes_per_s": 100 * ring.bytes_per_s}) for ring in known.across_vms.rings)
     faster = known.model_copy(update={"across_vms": known.across_vms.model_copy(update={"rings": rings})})
     slow, fast = (
-        best_plan(PlanRequest(calibration=each, workers=equal_workers(100), global_batch=8192, micro_batch=4))
+        best_plan(
+            PlanRequest(
+                calibrations=Calibrations.of_one(each), workers=equal_workers(100), global_batch=8192, micro_batch=4
+            )
+        )
         for each in (known, faster)
     )
     assert slow.stages > fast.stages
@@ -114,7 +119,12 @@ def test_of_few_micro_batches_early_stages_take_more_than_the_balance_gives_them
     """They begin first and end last, and keep least: stages that take the same would wait for one another."""
     known = nominal_calibration(model([section(0.01)] * 48))
     request = PlanRequest(
-        calibration=known, workers=equal_workers(6), stages=6, global_batch=12, micro_batch=1, memory_bytes=6 * GB
+        calibrations=Calibrations.of_one(known),
+        workers=equal_workers(6),
+        stages=6,
+        global_batch=12,
+        micro_batch=1,
+        memory_bytes=6 * GB,
     )
     builder = Builder(request, profile(known, 1))
     [guess] = Guesser(request, builder.profile, may_keep=True).guesses(6)
@@ -241,7 +251,9 @@ def test_the_stage_before_the_last_runs_empty_where_that_makes_the_step_shorter(
     name: str, global_batch: int, *, empties: bool
 ) -> None:
     calibration = read_calibration(CALIBRATIONS / f"{name}.json")
-    asked = PlanRequest(calibration=calibration, workers=equal_workers(4), global_batch=global_batch, memory_apart=True)
+    asked = PlanRequest(
+        calibrations=calibration, workers=equal_workers(4), global_batch=global_batch, memory_apart=True
+    )
     ranking = rank_plans(asked)
     plan, costs = ranking.plans[0], ranking.predictions[0].trace.costs
     assert plan.first.empties == empties

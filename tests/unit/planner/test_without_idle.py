@@ -4,6 +4,7 @@ import pytest
 
 from tests.depth import by_depth
 from tests.unit.planner.models import FAST, MB, calibrated, model, request, section
+from varuna.calibration.format import Calibrations
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 from varuna.planner.sweep import rank_depths, rank_plans
@@ -71,4 +72,7 @@ def test_nominal_figures_are_no_reason_for_other_depths() -> None:
 @pytest.mark.nightly
 def test_replicas_that_share_optimizer_state_are_cut_alike() -> None:
     shared = KNOWN.with_sharded_optimizer()
-    assert all(best_plan(deep(workers).model_copy(update={"calibration": shared})).is_uniform for workers in (7, 8, 11))
+    assert all(
+        best_plan(deep(workers).model_copy(update={"calibrations": Calibrations.of_one(shared)})).is_uniform
+        for workers in (7, 8, 11)
+    )

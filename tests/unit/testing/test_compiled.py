@@ -104,7 +104,7 @@ def test_the_planner_splits_no_compiled_backward() -> None:
     facts = job_of(calibration, 64, 1)
     jobs = [facts.model_copy(update={"compiled": name}) for name in (None, "inductor")]
     split, whole = (
-        plan_run(job, workers=equal_workers(6), stages=6, calibration=calibration).first.split_last for job in jobs
+        plan_run(job, workers=equal_workers(6), stages=6, calibrations=calibration).first.split_last for job in jobs
     )
     assert split > 0 == whole
 

@@ -43,13 +43,15 @@ def test_every_section_has_times_at_every_size_and_nothing_else_changes() -> Non
     assert torch.equal(torch.get_rng_state(), states[2])
     assert all(torch.equal(value, kept[name]) for name, value in (*batch.items(), *job.buffers.items()))
     check_matches(found, setup.model.facts)
-    assert found.sizes[:3] == (1, 2, 4)
-    assert found.sized_for == 8
-    for kind in found.kinds.values():
+    assert found.first.sizes[:3] == (1, 2, 4)
+    assert found.first.sized_for == 8
+    for kind in found.first.kinds.values():
         assert min(*kind.forward_s, *kind.recompute_s, *kind.backward_s) > 0
         assert kind.input_s[0] + kind.weight_s[0] == pytest.approx(kind.backward_s[0])
     plan = plan_run(
-        setup.facts(1).model_copy(update={"micro_batch": None}), workers=equal_workers(2), calibration=found
+        setup.facts(1).model_copy(update={"micro_batch": None}),
+        workers=equal_workers(2),
+        calibrations=found,
     )
     assert isinstance(plan, Plan)
     assert plan.workers == 2, "a network that was not measured is no reason to leave a worker idle"
@@ -60,8 +62,8 @@ def test_a_size_that_would_end_too_late_is_not_begun() -> None:
     found = quick_calibration(
         setup.job(), setup.beginning, setup.source.micro_batch(range(2)).tensors, global_batch=8, limit_s=0.0
     )
-    assert found.sizes == (1,)
-    assert found.sized_for == 0, "a later run measures again"
+    assert found.first.sizes == (1,)
+    assert found.first.sized_for == 0, "a later run measures again"
 
 
 def test_a_size_for_which_the_host_has_no_memory_ends_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

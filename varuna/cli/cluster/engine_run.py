@@ -15,7 +15,7 @@ from varuna.process.console import say
 from varuna.process.scripts import check_script
 
 if TYPE_CHECKING:
-    from varuna.calibration.format import Calibration
+    from varuna.calibration.format import Calibrations
     from varuna.fleet.engines.engine import Engine, EngineKind, EnginePlace
     from varuna.fleet.engines.growers import Growers
     from varuna.fleet.engines.growth import GrowthConfig
@@ -41,7 +41,7 @@ class EngineRun:
     advertise: str
     stages: int | None
     memory_bytes: int | None
-    given: "Calibration | None"
+    given: "Calibrations | None"
     price: "Priced | None"
     budget: "Budgeted | None"
     json_log: Path | None

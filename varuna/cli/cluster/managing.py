@@ -12,7 +12,7 @@ from varuna.core.errors import FleetError
 from varuna.process.console import say, warn
 
 if TYPE_CHECKING:
-    from varuna.calibration.format import Calibration
+    from varuna.calibration.format import Calibrations
     from varuna.fleet.engines.growers import Growers
     from varuna.fleet.service.cluster_workers import ClusterWorkers
     from varuna.fleet.service.service import ManagerService, ServiceConfig
@@ -39,7 +39,7 @@ class ClusterRun:
     workers: int
     stages: int | None
     memory_bytes: int | None
-    given: "Calibration | None"
+    given: "Calibrations | None"
 
 
 def manage_cluster(

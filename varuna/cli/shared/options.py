@@ -13,7 +13,7 @@ from varuna.process.console import warn
 from varuna.process.scripts import may_read_arguments
 
 if TYPE_CHECKING:
-    from varuna.calibration.format import Calibration
+    from varuna.calibration.format import Calibrations
     from varuna.fleet.state.run_events import Budgeted, Priced
 
 _ON_RAY = "ray:"
@@ -117,7 +117,7 @@ def memory_bytes_of(memory_per_worker: str | None) -> int | None:
     return parse_bytes(memory_per_worker, "--memory-per-worker") if memory_per_worker else None
 
 
-def calibration_of(file: Path | None) -> "Calibration | None":
+def calibration_of(file: Path | None) -> "Calibrations | None":
     """Read the calibration that ``--calibration`` of a run names; None without it, and for ``none``.
 
     Raises:
@@ -128,7 +128,7 @@ def calibration_of(file: Path | None) -> "Calibration | None":
     return None if file is None or str(file) == "none" else read_calibration(file)
 
 
-def price_of(price: float | None, on_demand_price: float | None, given: "Calibration | None") -> "Priced | None":
+def price_of(price: float | None, on_demand_price: float | None, given: "Calibrations | None") -> "Priced | None":
     """Return the price of a worker; None if nobody says.
 
     Raises:
@@ -140,7 +140,7 @@ def price_of(price: float | None, on_demand_price: float | None, given: "Calibra
         if value is not None and not math.isfinite(value):
             raise UsageError(f"{flag} {value} is not a price. Give dollars per worker and hour, such as 0.61")
     if price is None and given is not None:
-        price = given.hardware.price_per_hour
+        price = given.first.hardware.price_per_hour
     if price is not None:
         return Priced(per_hour=price, on_demand_per_hour=on_demand_price)
     if on_demand_price is not None:

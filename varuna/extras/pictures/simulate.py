@@ -96,7 +96,7 @@ def simulate(
         if gpus is None or global_batch is None:
             raise UsageError("--calibration needs --gpus N and --global-batch M")
         request = PlanRequest(
-            calibration=read_calibration(calibration),
+            calibrations=read_calibration(calibration),
             workers=equal_workers(gpus),
             global_batch=global_batch,
             micro_batch=micro_batch,

@@ -7,7 +7,7 @@ hold: it chooses sums and deals out the rest.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.core.devices import equal_workers
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -118,8 +118,8 @@ def _kind_of(plan: Plan, replica: int) -> int:
 class BrokenSteps:
     """Steps of one job's plans, from begin to end; each is simulated once."""
 
-    def __init__(self, job: JobFacts, calibration: Calibration) -> None:
-        self._job, self._calibration = job, calibration
+    def __init__(self, job: JobFacts, calibrations: Calibrations) -> None:
+        self._job, self._calibrations = job, calibrations
         self._costs: dict[Plan, PipelineCosts] = {}
         self._longer: dict[Plan, float] = {}
         self._courses: dict[tuple[Plan, int, int], _Course] = {}
@@ -186,7 +186,7 @@ class BrokenSteps:
             added_s,
             sizes,
             state_complete_s=state_complete_s,
-            link_bytes_per_s=self._calibration.across_vms.link.bytes_per_s,
+            link_bytes_per_s=self._calibrations.first.across_vms.link.bytes_per_s,
             step_s=plan.step_s * longer,
             goes_on=rest is not None and bool(rest.taken),
             until_s=until_s,
@@ -270,4 +270,4 @@ class BrokenSteps:
 
     def _request(self, plan: Plan) -> PlanRequest:
         workers = equal_workers(plan.workers)
-        return run_request(self._job, workers=workers, calibration=self._calibration, micro_batch=plan.micro_batch)
+        return run_request(self._job, workers=workers, calibrations=self._calibrations, micro_batch=plan.micro_batch)

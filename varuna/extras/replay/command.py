@@ -51,7 +51,7 @@ def replay(
     morphing = cluster.morphing(notice_s=notice)
     outcomes = [morphing] if recovery == "morph" else [cluster.restarting(), morphing]
     if svg is not None:
-        title = f"{known.model.name} on {known.hardware.name}, {trace.name}, policy {outcomes[0].policy}"
+        title = f"{known.first.model.name} on {known.first.hardware.name}, {trace.name}, policy {outcomes[0].policy}"
         options.write_picture(svg, draw(outcomes[0], gpus_per_node, title))
     if as_json:
         first = outcomes[0].describe()

@@ -1,13 +1,14 @@
 """A calibrated model as the manager would see it."""
 
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 
 _FOREVER = 10**9
 
 
-def job_of(calibration: Calibration, global_batch: int, micro_batch: int | None) -> JobFacts:
+def job_of(calibrations: Calibrations, global_batch: int, micro_batch: int | None) -> JobFacts:
     """Facts of a job that trains the calibrated model without end; state bytes per section are what morphs move."""
+    known = calibrations.first
     sections = tuple(
         SectionFacts(
             label=name,
@@ -18,13 +19,13 @@ def job_of(calibration: Calibration, global_batch: int, micro_batch: int | None)
             activation_bytes=kind.activation_bytes,
             boundary_bytes=kind.boundary_bytes,
         )
-        for name in calibration.kind_names
-        for kind in [calibration.kinds[name]]
+        for name in known.kind_names
+        for kind in [known.kinds[name]]
     )
     model = ModelFacts(
-        digest=calibration.model.digest or calibration.model.name,
+        digest=known.model.digest or known.model.name,
         sections=sections,
-        tied=calibration.tied,
+        tied=known.tied,
     )
     return JobFacts(
         model=model,

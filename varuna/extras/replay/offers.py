@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from rich.table import Table
 
 from varuna.calibration.file import read_calibration
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.cli.plan import asked
 from varuna.cli.shared import options
 from varuna.core.devices import MAX_ZONE, REGION, class_in
@@ -96,22 +96,22 @@ def offers(
         show_offers(PlainConsole(), found, deadline_hours=deadline, budget_dollars=budget)
 
 
-def read_offers(path: Path) -> tuple[Calibration, tuple[Offer, ...]]:
+def read_offers(path: Path) -> tuple[Calibrations, tuple[Offer, ...]]:
     """Read the offers of machines, and the calibrations of their GPUs in one.
 
     Raises:
         UsageError: says which offer is wrong, and how.
     """
     entries = _entries(path)
-    known: Calibration | None = None
+    known: Calibrations | None = None
     offers, egress, zone_egress = [], _egress(path, entries), _zone_egress(path, entries)
     for entry in entries:
         each = read_calibration(path.parent / entry.calibration).named()
-        name, hardware = each.hardware.device_class, each.hardware
-        if known is not None and name in known.classes and known.of(name) != each:
-            raise UsageError(f"{path}: two calibrations are of {name!r}. Give one hardware.device_class another name.")
+        name, hardware = each.names[0], each.first.hardware
+        if known is not None and known.classes.get(name, each.first) != each.first:
+            raise UsageError(f"{path}: two calibrations are of {name!r}. Give the class in one another name.")
         try:
-            known = each if known is None else Calibration.model_validate(dict(known.with_class(each)))
+            known = each if known is None else known.joined(each)
         except ValidationError as error:
             raise UsageError(f"{path}: offer {entry.name!r}: {error.errors()[0]['msg']}") from error
         price = hardware.price_per_hour if entry.price_per_hour is None else entry.price_per_hour

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.core.devices import WorkerGroups, equal_workers
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.model import JobFacts
@@ -27,12 +27,10 @@ class Plans:
         NoPlanError: not even the largest number of workers can run the job.
     """
 
-    def __init__(self, job: JobFacts, calibration: Calibration, most_workers: int, *, copies: bool = False) -> None:
-        self._job, self._calibration, self._copies = job, calibration, copies
+    def __init__(self, job: JobFacts, calibrations: Calibrations, most_workers: int, *, copies: bool = False) -> None:
+        self._job, self._calibrations, self._copies = job, calibrations, copies
         self._known: dict[tuple[WorkerGroups, float], Plan | NoPlanError] = {}
-        first = plan_run(
-            job, workers=equal_workers(most_workers), calibration=calibration, micro_batch=job.micro_batch, copies=True
-        )
+        first = plan_run(job, workers=equal_workers(most_workers), calibrations=calibrations, copies=True)
         self.micro_batch = first.micro_batch
 
     def __call__(self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
@@ -47,7 +45,7 @@ class Plans:
                 self._known[asked] = plan_run(
                     self._job.model_copy(update={"losses_per_hour": job.losses_per_hour}),
                     workers=workers,
-                    calibration=self._calibration,
+                    calibrations=self._calibrations,
                     micro_batch=self.micro_batch,
                     copies=self._copies,
                 )
@@ -71,7 +69,7 @@ class Replay:
 
     Args:
         trace: when nodes come and go.
-        calibration: of the model on the hardware; its price, if any, makes dollars.
+        calibrations: of the model on the hardware; its price, if any, makes dollars.
         gpus_per_node: workers of each node.
         global_batch: M, examples per step.
         micro_batch: m, if it is fixed.
@@ -84,7 +82,7 @@ class Replay:
     def __init__(
         self,
         trace: Trace,
-        calibration: Calibration,
+        calibrations: Calibrations,
         *,
         gpus_per_node: int,
         global_batch: int,
@@ -92,9 +90,9 @@ class Replay:
     ) -> None:
         if trace.most_nodes < 1 or trace.end_s <= 0:
             raise UsageError("nothing to replay: the trace has no nodes, or no duration.")
-        self._trace, self._calibration, self._gpus = trace, calibration, gpus_per_node
-        self._job: JobFacts = job_of(calibration, global_batch, micro_batch)
-        self._plans = Plans(self._job, calibration, trace.most_nodes * gpus_per_node)
+        self._trace, self._calibrations, self._gpus = trace, calibrations, gpus_per_node
+        self._job: JobFacts = job_of(calibrations, global_batch, micro_batch)
+        self._plans = Plans(self._job, calibrations, trace.most_nodes * gpus_per_node)
 
     @property
     def ideal_samples(self) -> float:
@@ -114,14 +112,14 @@ class Replay:
         costs = costs or MorphCosts()
         history = _History(self._trace)
         account = Account(self._ideal_per_s)
-        plans = Plans(self._job, self._calibration, self._trace.most_nodes * self._gpus, copies=costs.copies)
+        plans = Plans(self._job, self._calibrations, self._trace.most_nodes * self._gpus, copies=costs.copies)
         cluster = SimulatedCluster(
             self._job,
             plans,
             costs,
-            BrokenSteps(self._job, self._calibration),
+            BrokenSteps(self._job, self._calibrations),
             most_workers=self._trace.most_nodes * self._gpus,
-            link_bytes_per_s=self._calibration.across_vms.link.bytes_per_s,
+            link_bytes_per_s=self._calibrations.first.across_vms.link.bytes_per_s,
             on_event=history.note,
             account=account,
         )
@@ -216,7 +214,7 @@ class Replay:
         stretches: tuple[Stretch, ...],
         checkpoints_s: tuple[float, ...],
     ) -> ReplayOutcome:
-        duration_s, price = self._trace.end_s, self._calibration.hardware.price_per_hour
+        duration_s, price = self._trace.end_s, self._calibrations.first.hardware.price_per_hour
         ideal = self.ideal_samples  # 0 where the nodes that hold the model come as the recording ends
         gpu_hours = sum((end - begin) * nodes for begin, end, nodes in self._trace.spans()) * self._gpus / 3600.0
         shares: dict[str, float] = {}

@@ -5,7 +5,7 @@ from functools import reduce
 from statistics import median
 from typing import NamedTuple, TypeVar
 
-from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
+from varuna.calibration.format import Calibrations, Link, NetworkCosts, Ring
 from varuna.core.plan import Plan
 from varuna.core.times import Carried, Compressed, RankTimes
 from varuna.planner.pricing.network import across_regions, crossings
@@ -21,27 +21,28 @@ _Transfers = Sequence[tuple[float, float]]
 """Bytes and seconds."""
 
 
-def seen_networks(
-    calibration: Calibration,
+def with_seen_networks(
+    calibrations: Calibrations,
     plan: Plan,
     stages: Sequence[RankTimes],
     *,
     is_apart: bool = False,
     relayed: Collection[int] = (),
-) -> dict[str, NetworkCosts]:
-    """Networks on which transfers take what they took, by field of the calibration.
+) -> Calibrations:
+    """Calibrations of one class, with networks on which transfers take what they took.
 
-    Where it has no figures for transfers within a VM, these count as what they were planned as: across VMs. Of
+    Where they have no figures for transfers within a VM, these count as what they were planned as: across VMs. Of
     a plan in several regions, sums go from one to another, and messages do not. Where machines that cannot reach each
     other are neighbours, the line across VMs is the one through the machine between them.
 
     Args:
-        calibration: with what was known before.
+        calibrations: of the class, with what was known before.
         plan: that ran.
         stages: what its stages told; all-reduces are of the replica that waited least for others.
         is_apart: its pipelines are in several regions.
         relayed: stages whose line to the next one goes through another machine.
     """
+    calibration = calibrations.first
     vm_size = calibration.hardware.gpus_per_vm
     crossed = crossings(plan.stages, plan.replicas, vm_size)
     rounds_s = [each.round_s for each in stages if each.round_s is not None]
@@ -69,7 +70,8 @@ def seen_networks(
         is_elsewhere = calibration.within_vm is not None and is_within == (plan.workers > vm_size)
         messages = [each for each in (stages[k].messages for k in sent) if each is not None]
         found[name] = seen(known, messages, [] if is_apart or is_elsewhere else summed)
-    return found | ({"across_regions": seen(across_regions(calibration), [], summed)} if is_apart else {})
+    across = {"across_regions": seen(across_regions(calibrations), [], summed)} if is_apart else {}
+    return calibrations.each(lambda known: known.model_copy(update=found)).model_copy(update=across)
 
 
 def stretched(network: NetworkCosts, factor: float) -> NetworkCosts:

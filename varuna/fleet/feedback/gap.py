@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.core.plan import Plan
 from varuna.core.times import RankTimes
 from varuna.core.units import format_duration
@@ -22,18 +22,18 @@ class _Part(NamedTuple):
     what: str
 
 
-def explain_gap(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]) -> str | None:
+def explain_gap(calibrations: Calibrations, plan: Plan, stages: Sequence[RankTimes]) -> str | None:
     """Say what is off, where and by how much; None where prediction and run agree within 10 %.
 
     The cause is the part of a stage's step that differs most in the direction of the gap. Waits come last: they
     follow from what other stages do, so that they are the cause only where nothing else is off.
 
     Args:
-        calibration: that the prediction is made from.
+        calibrations: that the prediction is made from.
         plan: that ran.
         stages: what its stages took.
     """
-    predicted = predict(costs_of(calibration, plan), plan)
+    predicted = predict(costs_of(calibrations, plan), plan)
     measured_s = max(each.step_s for each in stages)
     gap = measured_s / predicted.step_s - 1
     if abs(gap) <= WORTH_SAYING:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 
-from varuna.calibration.format import Calibration, OptimizerCosts, SectionKind
+from varuna.calibration.format import Calibration, Calibrations, OptimizerCosts, SectionKind
 from varuna.core.plan import Plan
 from varuna.core.times import RankTimes
-from varuna.fleet.feedback.cables import seen_networks, stretched
+from varuna.fleet.feedback.cables import stretched, with_seen_networks
 from varuna.planner.pricing.costs import ActionOverhead, around_sections
 from varuna.planner.pricing.predict import Prediction, predictions
 from varuna.planner.pricing.profile import profile
@@ -26,41 +26,42 @@ _LARGEST_GAP, _HALVINGS = 8.0, 10
 _RUN_NOTE = "refined by a run"
 
 
-Options = Callable[[Calibration], Calibration]
-"""The changes that a job's options make to a calibration, which is of no job."""
+Options = Callable[[Calibrations], Calibrations]
+"""The changes that a job's options make to calibrations, which are of no job."""
 
 
-def _as_it_is(calibration: Calibration) -> Calibration:
-    return calibration
+def _as_they_are(calibrations: Calibrations) -> Calibrations:
+    return calibrations
 
 
 def refine(
-    calibration: Calibration,
+    calibrations: Calibrations,
     plan: Plan,
     stages: Sequence[RankTimes],
     *,
-    options: Options = _as_it_is,
+    options: Options = _as_they_are,
     is_whole: bool = True,
     is_apart: bool = False,
     own: Sequence[int] | None = None,
     relayed: Collection[int] = (),
-) -> Calibration:
-    """The calibration under which ``plan`` takes what it took.
+) -> Calibrations:
+    """The calibrations of one class of devices under which ``plan`` takes what it took.
 
     Times of a stage's sections are scaled so that their sum is what its actions took. A kind of section that several
     stages run gets what fits all of them best; relations between sections of a stage stay as they were. What a step
     takes beyond that is put down to the network: not where other stages run on other devices, whose network it is, too.
 
     Args:
-        calibration: that the plan was made from, or a nominal one.
+        calibrations: of the class alone, that the plan was made from, or a nominal one.
         plan: that ran.
         stages: what its stages took.
         options: of the job that ran.
         is_whole: other pipelines than these do not make the step longer.
         is_apart: others are in another region.
-        own: stages that run on the calibration's class of devices; None: all.
+        own: stages that run on the class of devices; None: all.
         relayed: stages whose line to the next one goes through another machine.
     """
+    calibration = calibrations.first
     m, here = plan.micro_batch, range(plan.stages) if own is None else own
     overheads = {
         name: min(getattr(calibration, name), share * _least_s([stages[k] for k in here], letters))
@@ -80,12 +81,12 @@ def refine(
         kinds = _scaled(kinds, spans, wanted, m, names)
     notes = tuple(note for note in calibration.notes if not note.startswith(_RUN_NOTE))
     note = f"{_RUN_NOTE}: {plan.shape}, m = {m}, {min(each.steps for each in stages)} steps"
-    found = calibration.model_copy(update={"kinds": kinds, "notes": (*notes, note)})
+    update: dict[str, object] = {"kinds": kinds, "notes": (*notes, note)}
     if own is not None:
-        return found
-    networks = seen_networks(calibration, plan, stages, is_apart=is_apart, relayed=relayed)
-    shared = {"optimizer": _optimizer(calibration, options, plan, stages), **networks}
-    found = found.model_copy(update=shared)
+        return calibrations.each(lambda _: calibration.model_copy(update=update))
+    update["optimizer"] = _optimizer(Calibrations.of_one(calibration), options, plan, stages)
+    found = calibrations.each(lambda _: calibration.model_copy(update=update))
+    found = with_seen_networks(found, plan, stages, is_apart=is_apart, relayed=relayed)
     return _with_whole_steps(found, options, plan, max(each.step_s for each in stages)) if is_whole else found
 
 
@@ -187,34 +188,37 @@ def _mean(factors: Mapping[str, float], known: Mapping[str, float], seen: set[st
     return sum(known[name] * factors[name] for name in seen) / before_s if before_s > 0 else 1.0
 
 
-def _optimizer(calibration: Calibration, options: Options, plan: Plan, stages: Sequence[RankTimes]) -> OptimizerCosts:
+def _optimizer(calibrations: Calibrations, options: Options, plan: Plan, stages: Sequence[RankTimes]) -> OptimizerCosts:
     """Let fixed costs make up for what is not as predicted; the stage that waited least for the vote is believed."""
-    known = calibration.optimizer
-    varying_s = costs_of(options(calibration), plan).optimizer_s - known.fixed_s
+    known = calibrations.first.optimizer
+    varying_s = costs_of(options(calibrations), plan).optimizer_s - known.fixed_s
     return known.model_copy(update={"fixed_s": max(0.0, min(each.ending_s for each in stages) - varying_s)})
 
 
-def _with_whole_steps(calibration: Calibration, options: Options, plan: Plan, measured_s: float) -> Calibration:
-    """The calibration with a network for which a step takes as long as measured, as far as a network can explain it.
+def _with_whole_steps(calibrations: Calibrations, options: Options, plan: Plan, measured_s: float) -> Calibrations:
+    """The calibrations with a network for which a step takes as long as measured, as far as a network can explain it.
 
     What messages and all-reduces take by themselves says little about how they meet: on one cable, behind each other in
     sockets, while a rank computes.
     """
     if plan.workers == 1:
-        return calibration
+        return calibrations
 
-    def network(factor: float) -> Calibration:
-        known = {"across_vms": calibration.across_vms, "within_vm": calibration.within_vm}
-        return calibration.model_copy(
-            update={name: stretched(each, factor) for name, each in known.items() if each is not None}
+    def stretch(known: Calibration, factor: float) -> Calibration:
+        networks = {"across_vms": known.across_vms, "within_vm": known.within_vm}
+        return known.model_copy(
+            update={name: stretched(each, factor) for name, each in networks.items() if each is not None}
         )
+
+    def network(factor: float) -> Calibrations:
+        return calibrations.each(lambda known: stretch(known, factor))
 
     def step_s(factor: float) -> float:
         return predicted(options(network(factor)), plan).step_s
 
     low, high = 1 / _LARGEST_GAP, _LARGEST_GAP
     if abs(step_s(1.0) / measured_s - 1) <= _CLOSE or not step_s(low) <= measured_s <= step_s(high):
-        return calibration  # near enough, or no network explains that
+        return calibrations  # near enough, or no network explains that
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
         if step_s(middle) < measured_s:
@@ -224,11 +228,11 @@ def _with_whole_steps(calibration: Calibration, options: Options, plan: Plan, me
     return network((low * high) ** 0.5)
 
 
-def predicted(calibration: Calibration, plan: Plan) -> Prediction:
+def predicted(calibrations: Calibrations, plan: Plan) -> Prediction:
     """A step of the pipelines of a plan that end last."""
-    return max(predictions(plan, calibration), key=attrgetter("step_s"))
+    return max(predictions(plan, calibrations), key=attrgetter("step_s"))
 
 
-def costs_of(calibration: Calibration, plan: Plan) -> PipelineCosts:
+def costs_of(calibrations: Calibrations, plan: Plan) -> PipelineCosts:
     """Return the simulator's input for a plan: the costs of its first pipelines."""
-    return spanning_costs(plan, calibration.of, gpus_per_vm=None)
+    return spanning_costs(plan, calibrations.of, gpus_per_vm=None)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from varuna.calibration.cache import remember, remembered
 from varuna.calibration.file import RUN_FILE, check_matches
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import WorkerGroups, as_if_equal, class_names, device_of, of_count, size_of
 from varuna.core.errors import NoPlanError
@@ -63,7 +63,7 @@ _TOLD_APART = {
 Told = GenerationTimed | Notice | MorphRequested
 """Consequences of what ranks told: lines for the journal, and events for the state machine."""
 
-PlanWith = Callable[[JobFacts, WorkerGroups, int | None, Calibration | None], Plan]
+PlanWith = Callable[[JobFacts, WorkerGroups, int | None, Calibrations | None], Plan]
 
 
 class Calibrator:
@@ -75,7 +75,7 @@ class Calibrator:
         *,
         run_dir: Path,
         cache: Callable[[JobFacts, str], Path] | None,
-        given: Calibration | None = None,
+        given: Calibrations | None = None,
         most_workers: int = 1,
     ) -> None:
         """Begin without any measurement.
@@ -84,7 +84,7 @@ class Calibrator:
             plan: plans from a calibration, or from operation counts without one.
             run_dir: gets the refined calibration.
             cache: where later runs of a job look for that of a class of devices; None: nowhere.
-            given: the user's calibration, instead of one in the cache.
+            given: the user's calibrations, instead of those in the cache.
             most_workers: that the run may grow to. m holds for the whole run, so it must be small enough for them.
         """
         self._plan, self._run_dir, self._cache = plan, run_dir, cache
@@ -93,9 +93,9 @@ class Calibrator:
 
     def begin_training(self, offered: Sequence[str] = ()) -> None:
         """Begin without any measurement of the job that comes now, but for what workers have offered."""
-        self._offered: dict[str, Calibration] = {}  # by class of device
+        self._offered: dict[str, Calibrations] = {}  # by class of device
         self._job: JobFacts | None = None
-        self.calibration: Calibration | None = None
+        self.calibrations: Calibrations | None = None
         """None: nothing was measured yet"""
         self._generation = -1
         self._heard: dict[int, RankTimes] = {}
@@ -118,8 +118,8 @@ class Calibrator:
         if micro_batch is None and job.micro_batch is None and may_grow:
             grown = of_count(as_if_equal(workers), self._most_workers)
             with suppress(NoPlanError):  # it may take fewer
-                micro_batch = self._plan(job, grown, None, self.calibration).micro_batch
-        return self._plan(job, workers, micro_batch, self.calibration)
+                micro_batch = self._plan(job, grown, None, self.calibrations).micro_batch
+        return self._plan(job, workers, micro_batch, self.calibrations)
 
     def take(self, offered: str) -> None:
         """A worker that joins tells what it plans from, or has measured; the first of each class of devices counts.
@@ -127,8 +127,8 @@ class Calibrator:
         What is no calibration is passed over: a worker of another version may have sent it.
         """
         with suppress(ValidationError):
-            told = Calibration.model_validate_json(offered)
-            self._offered.setdefault(told.hardware.device_class, told)
+            told = Calibrations.model_validate_json(offered)
+            self._offered = {name: told.only(name) for name in told.classes} | self._offered
 
     def _begin_classes(self, job: JobFacts, workers: WorkerGroups) -> None:
         """Look up what to begin with for each class of devices that was not planned for before.
@@ -141,9 +141,9 @@ class Calibrator:
                 self._begun.add(name)
                 known = self._first(job, name)
                 if known is not None:
-                    self.calibration = known if self.calibration is None else self.calibration.with_class(known)
+                    self.calibrations = known if self.calibrations is None else self.calibrations.joined(known)
 
-    def _first(self, job: JobFacts, name: str) -> Calibration | None:
+    def _first(self, job: JobFacts, name: str) -> Calibrations | None:
         """Return what is known of a class before it trains.
 
         Raises:
@@ -151,44 +151,44 @@ class Calibrator:
         """
         if self._given is not None:
             check_matches(self._given, job.model)
-            if self.calibration is None:
+            if self.calibrations is None:
                 return self._given
             if not {name, device_of(name), ""}.isdisjoint(self._given.classes):
                 return None
         known = remembered(job, self._cache(job, name), name) if self._cache is not None else None
         device = device_of(name)
-        if self.calibration is not None and known is None and device in map(device_of, self.calibration.classes):
+        if self.calibrations is not None and known is None and device in map(device_of, self.calibrations.classes):
             return None  # of another region
         offered = self._offered.get(device) or self._offered.get("")  # of a file that names no class
-        if known is not None and (offered is None or knows_sizes(known, job.global_batch)):
+        if known is not None and (offered is None or knows_sizes(known.first, job.global_batch)):
             return known
-        return offered if offered is not None and offered.section_count == len(job.model.sections) else known
+        return offered if offered is not None and offered.first.section_count == len(job.model.sections) else known
 
     def begin(self, job: JobFacts, record: GenerationRecord) -> list[Recalibrated | Notice]:
         """A generation begins, or more was learned: what its stages should take, if that is known."""
-        if self.calibration is None:
+        if self.calibrations is None:
             return []
         expected_s = self.compute_s(job, record.plan)
         told: list[Recalibrated | Notice] = []
-        if not self._described and job.micro_batch is None and len(self.calibration.sizes) > 1:
-            told.append(Notice(text=describe_sizes(self.calibration, record.plan.micro_batch)))
+        if not self._described and job.micro_batch is None and len(self.calibrations.first.sizes) > 1:
+            told.append(Notice(text=describe_sizes(self.calibrations.first, record.plan.micro_batch)))
         self._described = True
-        rate = min(self.calibration.of(name).across_vms.link.bytes_per_s for name in record.plan.classes)
+        rate = min(self.calibrations.of(name).across_vms.link.bytes_per_s for name in record.plan.classes)
         return [*told, Recalibrated(record.generation, None if expected_s is None else tuple(expected_s), rate)]
 
     def request(self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None, wanted: int) -> PlanRequest | None:
         """Return the request that the planner would get now, for so many plans, to any thread. None: it takes none."""
         if not isinstance(self._plan, RunPlanner):
             return None
-        return self._plan.request(job, workers, micro_batch, self.calibration, wanted)
+        return self._plan.request(job, workers, micro_batch, self.calibrations, wanted)
 
     def compute_s(self, job: JobFacts, plan: Plan) -> list[float] | None:
         """Calibrated compute of a micro-batch, by slot of the plan; None if nothing was measured."""
-        if self.calibration is None:
+        if self.calibrations is None:
             return None
         found = []
         for pipeline in plan.pipelines:
-            stages = costs_of(self.calibration, plan.as_if_all(pipeline)).stages
+            stages = costs_of(self.calibrations, plan.as_if_all(pipeline)).stages
             last = len(stages) - 1
             for k, stage in enumerate(stages):
                 recompute_s = 0.0 if k == last or stage.keeps_all else stage.recompute_s
@@ -201,11 +201,11 @@ class Calibrator:
         return plan.step_s if known is None else known.step_s
 
     def _prediction(self, plan: Plan) -> Prediction | None:
-        return None if self.calibration is None else predicted(self._for_job(self.calibration), plan)
+        return None if self.calibrations is None else predicted(self._for_job(self.calibrations), plan)
 
-    def _for_job(self, calibration: Calibration) -> Calibration:
+    def _for_job(self, calibrations: Calibrations) -> Calibrations:
         """With what the job's options change."""
-        return calibration if self._job is None else with_options(calibration, self._job)
+        return calibrations if self._job is None else with_options(calibrations, self._job)
 
     def hear(self, fleet: Fleet, worker: str, beat: Beat, now_s: float) -> list[Told]:
         """A worker told what its steps took; what follows from that, if anything."""
@@ -237,17 +237,17 @@ class Calibrator:
     def finish(self, plan: Plan) -> None:
         """The run is over: a short one leaves what it has."""
         stages = self._stages(plan)
-        if self.calibration is None and stages and self._job is not None:
-            refined = self._refined(nominal_calibration(self._job.model), plan)
+        if self.calibrations is None and stages and self._job is not None:
+            refined = self._refined(_nominal(self._job), plan)
             if refined is not None:
                 remember(refined, self._run_dir / RUN_FILE)
 
-    def _refined(self, base: Calibration, plan: Plan) -> Calibration | None:
+    def _refined(self, base: Calibrations, plan: Plan) -> Calibrations | None:
         """Correct what is known of each class of devices by the first of its pipelines; None: still nothing is known.
 
         Pipelines that are planned for any class may run on several, and say nothing of one.
         """
-        found, names = self.calibration, set[str]()
+        found, names = self.calibrations, set[str]()
         is_apart, across = are_apart(plan.classes), base.across_regions
         several_last = sorted(plan.kinds, key=lambda each: bool(each[1].stage_classes))
         for replicas, pipeline in several_last:
@@ -255,12 +255,10 @@ class Calibrator:
             for name, own in parts.items():
                 stages = self._stages(plan, replicas) if name not in names else []
                 names.add(name)
-                if stages and (plan.is_by_class or base.classes == ("",)):
-                    alone = plan.as_if_all(pipeline)
-                    known = base.of(name).model_copy(update={"across_regions": across})
+                if stages and (plan.is_by_class or base.names == ("",)):
                     refined = refine(
-                        known,
-                        alone,
+                        Calibrations(across_regions=across, classes={name: base.of(name)}),
+                        plan.as_if_all(pipeline),
                         stages,
                         options=self._for_job,
                         is_whole=plan.is_uniform,
@@ -269,11 +267,7 @@ class Calibrator:
                         relayed=self._relayed(plan, replicas),
                     )
                     across = refined.across_regions
-                    hardware = refined.hardware.model_copy(update={"device_class": name})
-                    refined = refined.model_copy(update={"hardware": hardware})
-                    found = refined if found is None else found.with_class(refined)
-        if found is not None:
-            found = found.model_copy(update={"across_regions": across})
+                    found = refined if found is None else found.joined(refined)
         # Figures that were for any class make room for what was measured.
         return found if found is None or "" in plan.classes else found.without_any()
 
@@ -303,7 +297,7 @@ class Calibrator:
         )
 
     def _learn(self, fleet: Fleet, job: JobFacts, plan: Plan, stages: list[RankTimes], now_s: float) -> list[Told]:
-        base, known = self.calibration or nominal_calibration(job.model), self._prediction(plan)
+        base, known = self.calibrations or _nominal(job), self._prediction(plan)
         told: list[Told] = [
             GenerationTimed(
                 generation=fleet.generation,
@@ -313,17 +307,17 @@ class Calibrator:
                 stages=tuple(stages),
             )
         ]
-        gap = explain_gap(self._for_job(base), plan, stages) if self.calibration is not None else None
+        gap = explain_gap(self._for_job(base), plan, stages) if self.calibrations is not None else None
         if gap is not None and not self._explained:
             self._explained = True
             told.append(Notice(text=f"{gap}. Future plans take this into account"))
         self._keep_networks(base, plan)
-        self.calibration = self._refined(base, plan)
-        if self.calibration is not None:
-            remember(self.calibration, self._run_dir / RUN_FILE)
+        self.calibrations = self._refined(base, plan)
+        if self.calibrations is not None:
+            remember(self.calibrations, self._run_dir / RUN_FILE)
             if self._cache is not None:
-                for name in self.calibration.classes:
-                    remember(self.calibration, self._cache(job, name))
+                for name in self.calibrations.classes:
+                    remember(self.calibrations, self._cache(job, name))
         return [*told, *self._better(fleet, job, plan, now_s)]
 
     def _better(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> list[Told]:
@@ -360,7 +354,7 @@ class Calibrator:
         )
         return best, weighing if weighing.is_worth(fleet.config.min_measured_gain) else None
 
-    def _keep_networks(self, before: Calibration, plan: Plan) -> None:
+    def _keep_networks(self, before: Calibrations, plan: Plan) -> None:
         """Remember networks as they were thought to be before this run has measured any."""
         for name in (*before.classes, *plan.classes):
             known = before.of(name)
@@ -371,15 +365,16 @@ class Calibrator:
 
         What a plan does not use, it does not measure: a network that was slow for a minute would be slow for ever.
         """
-        measured = self.calibration
+        measured = self.calibrations
         if measured is None or not self._networks:
             return []
-        for name in measured.classes:
-            known = measured.of(name).model_copy(update=self._networks.get(name, {}))
-            self.calibration = self.calibration.with_class(known) if self.calibration is not None else known
+        believed = {
+            name: each.model_copy(update=self._networks.get(name, {})) for name, each in measured.classes.items()
+        }
+        self.calibrations = measured.model_copy(update={"classes": believed})
         best, weighing = self._weighed(fleet, job, plan, now_s)
         if weighing is None or not _is_safer(best, plan):
-            self.calibration = measured
+            self.calibrations = measured
             return []
         self._patience_s = min(2 * self._patience_s, _LONGEST_S)
         text = f"the network may be better by now, and then {_named(best, plan)} is, than {_named(plan, best)}"
@@ -397,6 +392,11 @@ class Calibrator:
                 workers = fleet.groups_of(names, by_speed=by_speed)
                 found += [self.plan(known, workers, fleet.micro_batch)] if workers else []
         return min(found, key=attrgetter("step_s"), default=None)
+
+
+def _nominal(job: JobFacts) -> Calibrations:
+    """Calibrations from operation counts, for any class of devices."""
+    return Calibrations.of_one(nominal_calibration(job.model))
 
 
 def _is_safer(plan: Plan, other: Plan) -> bool:

@@ -31,7 +31,7 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
     request = calibrator.request(job, workers, fleet.micro_batch, _SHOWN)
     if request is None or not workers:
         return {"why": "no worker is there to plan for" if request is not None else "this run has a planner of its own"}
-    measured = calibrator.calibration is not None
+    measured = calibrator.calibrations is not None
     try:
         ranking = rank_plans(request)
         table = report(request, ranking, price_per_hour=price_per_hour).model_dump(mode="json")
@@ -51,7 +51,7 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
 
 def _predicted(request: PlanRequest, plan: Plan) -> dict[str, object]:
     """Seconds of a step of the plan that runs, by what is known now, and the line that it needs."""
-    prediction, line = predicted(request.calibration, plan), line_of(plan, request)
+    prediction, line = predicted(request.calibrations, plan), line_of(plan, request)
     return {
         "stages": plan.stages,
         "replicas": plan.replicas,

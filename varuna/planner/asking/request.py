@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibration, Calibrations
 from varuna.core.devices import WorkerGroups, by_class, class_names, device_of, of_count, of_no_class, size_of
 from varuna.core.value import Value
 
@@ -16,7 +16,7 @@ Objective = Literal["time", "dollar"]
 class PlanRequest(Value):
     """A request for a plan: a model on some hardware, the workers, and what the user fixed."""
 
-    calibration: Calibration
+    calibrations: Calibrations
     workers: WorkerGroups = Field(
         description="that there are, each with a GPU if any has one; of no class: all are as the calibration says"
     )
@@ -48,6 +48,11 @@ class PlanRequest(Value):
     wanted: int = Field(default=1, ge=1, description="how many depths to rank exactly")
 
     @property
+    def calibration(self) -> Calibration:
+        """Costs of the workers' class; of several, the first one's, for what is the same for all."""
+        return self.calibrations.first
+
+    @property
     def count(self) -> int:
         """Number of workers."""
         return size_of(self.workers)
@@ -70,14 +75,13 @@ class PlanRequest(Value):
 
     def of_class(self, name: str) -> "PlanRequest":
         """The same question for the workers of one class alone, whose plans are of no class."""
-        known, groups = self.calibration.of(name), by_class(self.workers)[name]
-        memory_bytes = self.memory_bytes
-        devices = "", device_of(name)
-        if memory_bytes is None and device_of(known.hardware.device_class) in devices:  # of another one it says nothing
+        nearest, groups = self.calibrations.nearest(name), by_class(self.workers)[name]
+        known, memory_bytes = self.calibrations.classes[nearest], self.memory_bytes
+        if memory_bytes is None and device_of(nearest) in ("", device_of(name)):  # of another one it says nothing
             memory_bytes = known.hardware.memory_bytes
         memory_bytes = groups[0].memory_bytes if memory_bytes is None else memory_bytes
         update = {
-            "calibration": known,
+            "calibrations": Calibrations.of_one(known),
             "workers": of_no_class(groups),
             "memory_bytes": None if memory_bytes is None else int(memory_bytes * groups[0].memory_part),
         }
@@ -132,7 +136,7 @@ class PlanRequest(Value):
         """Dollars per hour of the VMs of these workers, counted by class; None: some class has no price."""
         dollars = 0.0
         for name, workers in classes.items():
-            hardware = self.calibration.of(name).hardware
+            hardware = self.calibrations.of(name).hardware
             if hardware.price_per_hour is None:
                 return None
             vm_size = self.gpus_per_vm or hardware.gpus_per_vm

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
+from varuna.calibration.format import Calibration, Calibrations, Link, NetworkCosts, Ring
 from varuna.core.devices import region_of
 from varuna.simulator.costs import mean_delay_s
 
@@ -17,9 +17,9 @@ def are_apart(classes: Iterable[str]) -> bool:
     return len({region_of(name) for name in classes}) > 1
 
 
-def across_regions(calibration: Calibration) -> NetworkCosts:
+def across_regions(calibrations: Calibrations) -> NetworkCosts:
     """The network between regions."""
-    return calibration.across_regions or _BETWEEN_REGIONS
+    return calibrations.across_regions or _BETWEEN_REGIONS
 
 
 def crossings(stages: int, replicas: int, gpus_per_vm: int) -> tuple[bool, ...]:

@@ -7,7 +7,7 @@ from heapq import nlargest
 from operator import attrgetter
 from typing import NamedTuple
 
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibration, Calibrations
 from varuna.core.plan import Plan
 from varuna.planner.pricing.network import across_regions, are_apart, ring_s
 from varuna.planner.pricing.spanning import spanning_costs
@@ -149,18 +149,18 @@ def _most_of(plan: Plan, replicas: range) -> dict[float, int]:
     return most
 
 
-def predictions(plan: Plan, calibration: Calibration, *, gpus_per_vm: int | None = None) -> Sequence[Prediction]:
+def predictions(plan: Plan, calibrations: Calibrations, *, gpus_per_vm: int | None = None) -> Sequence[Prediction]:
     """A step of each kind of pipelines of a plan: of the one that ends last.
 
     Args:
         plan: may have pipelines of several classes of devices.
-        calibration: of those classes.
-        gpus_per_vm: instead of the calibration's.
+        calibrations: of those classes.
+        gpus_per_vm: instead of the calibrations'.
     """
     found = []
     for replicas, pipeline in plan.kinds:
         alike = plan.as_if_all(pipeline)
-        known = partial(_as_far_as_it_reaches, calibration, plan, alike)
+        known = partial(_as_far_as_it_reaches, calibrations, plan, alike)
         costs, simulates = (
             spanning_costs(alike, known, gpus_per_vm=gpus_per_vm),
             _simulated if plan.is_uniform else _again,
@@ -169,19 +169,19 @@ def predictions(plan: Plan, calibration: Calibration, *, gpus_per_vm: int | None
     return found
 
 
-def _as_far_as_it_reaches(calibration: Calibration, plan: Plan, alike: Plan, name: str) -> Calibration:
+def _as_far_as_it_reaches(calibrations: Calibrations, plan: Plan, alike: Plan, name: str) -> Calibration:
     """Return the costs of one class of devices, with sums of several classes as fast as the slowest network.
 
     Messages of a pipeline, one of ``alike``, that reaches over several regions go over the network between regions.
     """
-    known = calibration.of(name)
+    known = calibrations.of(name)
     if len(plan.classes) < 2:
         return known
     if are_apart(alike.first.stage_classes):
-        return known.model_copy(update={"across_vms": across_regions(calibration)})
-    networks = [calibration.of(name).across_vms for name in plan.classes]
+        return known.model_copy(update={"across_vms": across_regions(calibrations)})
+    networks = [calibrations.of(name).across_vms for name in plan.classes]
     if are_apart(plan.classes):
-        networks.append(across_regions(calibration))
+        networks.append(across_regions(calibrations))
     slowest = max(networks, key=lambda each: ring_s(each.rings, _SUMMED_BYTES, ranks=plan.replicas, in_flight=1))
     return known.model_copy(update={"across_vms": known.across_vms.model_copy(update={"rings": slowest.rings})})
 

@@ -9,6 +9,7 @@ workers as if they were of the slowest class. Pipelines reach over several regio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from varuna.calibration.format import Calibrations
 from varuna.core.devices import as_if_equal, of_no_class, region_of
 from varuna.core.plan import Plan
 from varuna.planner.asking.ranking import Ranking, Rejection
@@ -143,7 +144,7 @@ def as_slowest(request: PlanRequest) -> PlanRequest:
     )
     return slowest.model_copy(
         update={
-            "calibration": slowest.calibration.model_copy(update={"hardware": hardware}),
+            "calibrations": Calibrations.of_one(slowest.calibration.model_copy(update={"hardware": hardware})),
             "workers": of_no_class(request.workers),
             "memory_bytes": min(limits, default=None),
         }
@@ -162,14 +163,14 @@ def _through_regions(request: PlanRequest) -> PlanRequest:
     """The same question as if all messages went from one region to another, if there are several."""
     if not are_apart(request.classes):
         return request
-    network = across_regions(request.calibration)
-    calibration = request.calibration.each(lambda known: known.model_copy(update={"across_vms": network}))
-    return request.model_copy(update={"calibration": calibration})
+    network = across_regions(request.calibrations)
+    known = request.calibrations.each(lambda each: each.model_copy(update={"across_vms": network}))
+    return request.model_copy(update={"calibrations": known})
 
 
 def _are_alike(request: PlanRequest) -> bool:
     """Whether the slowest class is so little slower that pipelines of several classes may be worth it."""
-    times_s = [request.calibration.of(name).compute_s(1) for name in request.classes]
+    times_s = [request.calibrations.of(name).compute_s(1) for name in request.classes]
     return max(times_s) <= _ALIKE * min(times_s)
 
 

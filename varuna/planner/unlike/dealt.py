@@ -30,7 +30,7 @@ def dealt(kinds: Sequence[Pipeline], like: Plan, request: PlanRequest, *, rounds
         plan = like.model_copy(update={"pipelines": pipelines, "step_s": 0.0})
         if plan.shares in tried:
             break
-        found = predictions(plan, request.calibration, gpus_per_vm=request.gpus_per_vm)
+        found = predictions(plan, request.calibrations, gpus_per_vm=request.gpus_per_vm)
         longest = max(found, key=attrgetter("step_s"))
         tried[plan.shares] = Simulated(plan.model_copy(update={"step_s": longest.step_s}), longest)
         paces = _paces(kinds, found, plan.micro_batches)

@@ -29,7 +29,7 @@ def of_these_workers(found: Simulated, request: PlanRequest) -> Simulated:
     plan = found.plan.at_speeds(request.workers)
     if not plan.speeds:
         return found
-    longest = max(predictions(plan, request.calibration, gpus_per_vm=request.gpus_per_vm), key=attrgetter("step_s"))
+    longest = max(predictions(plan, request.calibrations, gpus_per_vm=request.gpus_per_vm), key=attrgetter("step_s"))
     return Simulated(plan.model_copy(update={"step_s": longest.step_s}), longest)
 
 

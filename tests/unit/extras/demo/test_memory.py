@@ -4,6 +4,7 @@ from argparse import ArgumentParser
 import pytest
 import torch
 
+from varuna.calibration.format import Calibrations
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import equal_workers
 from varuna.extras.demo.run import GLOBAL_BATCH, LENGTH, MEMORY_BYTES, MODEL_FLAGS, dataset_size, example_folder
@@ -30,7 +31,7 @@ def test_the_memory_limit_makes_every_loss_of_a_worker_a_change_of_shape(monkeyp
     shapes = [
         best_plan(
             PlanRequest(
-                calibration=nominal_calibration(facts),
+                calibrations=Calibrations.of_one(nominal_calibration(facts)),
                 workers=equal_workers(workers),
                 global_batch=GLOBAL_BATCH,
                 memory_bytes=MEMORY_BYTES,

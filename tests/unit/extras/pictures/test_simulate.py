@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 from tests.depth import by_depth
 from tests.unit.planner.models import calibrated, model, section
 from varuna.calibration.file import write_calibration
+from varuna.calibration.format import Calibrations
 from varuna.cli import main as cli
 from varuna.core.errors import UsageError, VarunaError
 from varuna.schedule.policy import POLICIES
@@ -68,7 +69,7 @@ def test_the_step_is_drawn(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("calibrations") / "small.json"
-    write_calibration(calibrated(model([section()] * 8)), path)
+    write_calibration(Calibrations.of_one(calibrated(model([section()] * 8))), path)
     return str(path)
 
 

@@ -2,6 +2,7 @@
 
 from varuna.calibration.format import (
     Calibration,
+    Calibrations,
     Hardware,
     Link,
     ModelIdentity,
@@ -14,7 +15,7 @@ from varuna.calibration.format import (
 GIB = 2**30
 
 
-def make_calibration() -> Calibration:
+def make_calibration() -> Calibrations:
     block = SectionKind(
         micro_batches=(1,),
         forward_s=(0.02,),
@@ -26,7 +27,7 @@ def make_calibration() -> Calibration:
         optimizer_bytes=7 * GIB // 4,
     )
     last = block.model_copy(update={"boundary_bytes": 0})
-    return Calibration(
+    calibration = Calibration(
         hardware=Hardware(name="toy", memory_bytes=10 * GIB, price_per_hour=1.0),
         model=ModelIdentity(name="toy"),
         kinds={"block": block, "last": last},
@@ -35,3 +36,4 @@ def make_calibration() -> Calibration:
             link=Link(latency_s=0.0003, bytes_per_s=1e9), rings=(Ring(latency_s=0.0003, bytes_per_s=1e9),)
         ),
     )
+    return Calibrations.of_one(calibration)

@@ -22,7 +22,7 @@ def offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     for name in (FAST, SLOW, "gpt2-8.3b-v100.json"):
         shutil.copy(FOLDER / name, tmp_path / name)
     bare = json.loads((FOLDER / SLOW).read_text())
-    del bare["hardware"]["price_per_hour"]
+    del bare["classes"][""]["hardware"]["price_per_hour"]
     (tmp_path / "bare.json").write_text(json.dumps(bare))
 
     def run(text: str, *args: str) -> tuple[int, str, str]:

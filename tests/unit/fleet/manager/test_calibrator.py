@@ -6,7 +6,7 @@ import pytest
 from tests.unit.fleet.support import by_class, make_job, make_plan
 from varuna.calibration.cache import cache_file, remember, remembered
 from varuna.calibration.file import RUN_FILE, read_calibration
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibrations
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import DeviceFacts, WorkerGroup, WorkerGroups, class_in, equal_workers, size_of, worker_bytes
 from varuna.core.errors import UsageError
@@ -28,6 +28,10 @@ TWO = equal_workers(2)
 PLAN = make_plan(JOB, 2, 2).model_copy(update={"step_s": 1e6})  # never better than what runs
 
 
+def nominal(job: JobFacts = JOB, name: str = "", **changes: object) -> Calibrations:
+    return Calibrations.of_one(nominal_calibration(job.model).model_copy(update=changes), name)
+
+
 def fleet() -> Fleet:
     """Two workers in the middle of generation 0."""
     record = GenerationRecord(generation=0, plan=PLAN, members=("w0", "w1"), cause="start", first_step=0)
@@ -42,10 +46,10 @@ def times(steps: int = 5, seconds: float = 2.5) -> RankTimes:
     return RankTimes(steps=steps, step_s=100.0, waited_s=1.0, reduced_s=0.0, actions=actions)
 
 
-def calibrator(folder: Path, plans: list[Calibration | None] | None = None, best: Plan = PLAN) -> Calibrator:
-    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+def calibrator(folder: Path, plans: list[Calibrations | None] | None = None, best: Plan = PLAN) -> Calibrator:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibrations | None) -> Plan:
         if plans is not None:
-            plans.append(calibration)
+            plans.append(known)
         return best
 
     made = Calibrator(plan, run_dir=folder, cache=cache_file)
@@ -58,7 +62,7 @@ def beat(told: RankTimes | None, generation: int = 0) -> Beat:
 
 
 def test_once_every_rank_has_told_enough_the_run_refines_what_it_plans_from(tmp_path: Path) -> None:
-    plans: list[Calibration | None] = []
+    plans: list[Calibrations | None] = []
     heard = calibrator(tmp_path, plans)
     assert heard.hear(fleet(), "w0", beat(times()), 0.0) == [], "rank 1 has not told"
     assert heard.hear(fleet(), "w1", beat(times(2)), 0.0) == [], "too few steps"
@@ -68,8 +72,8 @@ def test_once_every_rank_has_told_enough_the_run_refines_what_it_plans_from(tmp_
     assert [stage.steps for stage in told.stages] == [5, 5]
     assert plans[0] is None
     heard.plan(JOB, TWO, 2)
-    assert plans[-1] == heard.calibration
-    assert read_calibration(tmp_path / RUN_FILE) == heard.calibration
+    assert plans[-1] == heard.calibrations
+    assert read_calibration(tmp_path / RUN_FILE) == heard.calibrations
     assert heard.hear(fleet(), "w1", beat(times(1)), 0.0) == [], "the next look comes when there is twice as much"
     told, *_ = heard.hear(fleet(), "w1", beat(times(10)), 0.0) or heard.hear(fleet(), "w0", beat(times(10)), 0.0)
     assert isinstance(told, GenerationTimed)
@@ -80,16 +84,16 @@ def test_what_is_no_news_is_passed_over(tmp_path: Path) -> None:
     heard = calibrator(tmp_path)
     for worker, message in (("w0", beat(None)), ("w0", beat(times(), generation=7)), ("w9", beat(times()))):
         assert heard.hear(fleet(), worker, message, 0.0) == []
-    assert heard.calibration is None
+    assert heard.calibrations is None
 
 
 def test_a_later_run_of_the_job_plans_from_what_the_first_has_seen(tmp_path: Path) -> None:
     first = calibrator(tmp_path)
     for worker in ("w0", "w1"):
         first.hear(fleet(), worker, beat(times()), 0.0)
-    plans: list[Calibration | None] = []
+    plans: list[Calibrations | None] = []
     calibrator(tmp_path, plans)
-    assert plans == [first.calibration]
+    assert plans == [first.calibrations]
     other = JOB.model_copy(update={"model": JOB.model.model_copy(update={"digest": "other"})})
     assert cache_file(other) != cache_file(JOB)
     assert cache_file(JOB.model_copy(update={"threads": 7})) != cache_file(JOB)
@@ -98,8 +102,8 @@ def test_a_later_run_of_the_job_plans_from_what_the_first_has_seen(tmp_path: Pat
 def test_a_damaged_or_foreign_file_in_the_cache_is_as_good_as_none(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "x.json"
     assert remembered(JOB, path) is None
-    remember(nominal_calibration(JOB.model), path)
-    assert remembered(JOB, path) == nominal_calibration(JOB.model)
+    remember(nominal(), path)
+    assert remembered(JOB, path) == nominal()
     assert remembered(make_job(sections=3), path) is None
     path.write_text("{")
     assert remembered(JOB, path) is None
@@ -107,10 +111,10 @@ def test_a_damaged_or_foreign_file_in_the_cache_is_as_good_as_none(tmp_path: Pat
 
 def test_what_a_worker_measured_counts_where_nothing_better_is_known(tmp_path: Path) -> None:
     job = JOB.model_copy(update={"micro_batch": None})
-    measured = nominal_calibration(JOB.model).model_copy(update={"sized_for": JOB.global_batch, "created": "today"})
-    plans: list[Calibration | None] = []
+    measured = nominal(sized_for=JOB.global_batch, created="today")
+    plans: list[Calibrations | None] = []
 
-    def first_plan(*offers: str, given: Calibration | None = None) -> Calibration | None:
+    def first_plan(*offers: str, given: Calibrations | None = None) -> Calibrations | None:
         heard = Calibrator(
             lambda job, workers, m, known: plans.append(known) or PLAN,  # type: ignore[func-returns-value]
             run_dir=tmp_path,
@@ -120,28 +124,28 @@ def test_what_a_worker_measured_counts_where_nothing_better_is_known(tmp_path: P
         for offer in offers:
             heard.take(offer)
         heard.plan(job, TWO, None)
-        heard.take(nominal_calibration(JOB.model).model_dump_json())
+        heard.take(nominal().model_dump_json())
         heard.plan(job, TWO, 2)
         assert plans[-1] == plans[-2], "later offers change nothing"
         return plans[-1]
 
     assert first_plan() is None
     assert first_plan("of another version", measured.model_dump_json(), "{}") == measured
-    assert first_plan(nominal_calibration(make_job(sections=3).model).model_dump_json()) is None, "of another model"
-    remember(nominal_calibration(JOB.model), cache_file(job))
+    assert first_plan(nominal(make_job(sections=3)).model_dump_json()) is None, "of another model"
+    remember(nominal(), cache_file(job))
     assert first_plan(measured.model_dump_json()) == measured, "the cache knows one size only"
     remember(measured, cache_file(job))
-    assert first_plan(nominal_calibration(JOB.model).model_dump_json()) == measured
-    given = measured.model_copy(update={"created": "by hand"})
+    assert first_plan(nominal().model_dump_json()) == measured
+    given = nominal(created="by hand")
     assert first_plan(measured.model_dump_json(), given=given) == given
     with pytest.raises(UsageError, match=r"Calibrate again: varuna calibrate SCRIPT"):
-        first_plan(given=nominal_calibration(make_job(sections=3).model))
+        first_plan(given=nominal(make_job(sections=3)))
 
 
 def test_micro_batches_are_small_enough_for_the_workers_that_may_come(tmp_path: Path) -> None:
     asked: list[tuple[int, int | None]] = []
 
-    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibrations | None) -> Plan:
         asked.append((size_of(workers), micro_batch))
         return PLAN
 
@@ -153,7 +157,7 @@ def test_micro_batches_are_small_enough_for_the_workers_that_may_come(tmp_path: 
 
 def test_the_sizes_that_were_tried_are_told_once(tmp_path: Path) -> None:
     job = JOB.model_copy(update={"micro_batch": None})
-    known = nominal_calibration(JOB.model)
+    known = nominal().first
     kinds = {
         name: kind.model_copy(
             update={
@@ -163,7 +167,7 @@ def test_the_sizes_that_were_tried_are_told_once(tmp_path: Path) -> None:
         )
         for name, kind in known.kinds.items()
     }
-    remember(known.model_copy(update={"kinds": kinds, "action_s": 0.0}), cache_file(job))
+    remember(nominal(kinds=kinds, action_s=0.0), cache_file(job))
     heard = Calibrator(lambda *_: PLAN, run_dir=tmp_path, cache=cache_file)
     heard.plan(job, TWO, None)
     told = [event for event in heard.begin(job, fleet().record) if isinstance(event, Notice)]
@@ -172,7 +176,7 @@ def test_the_sizes_that_were_tried_are_told_once(tmp_path: Path) -> None:
 
 
 def test_a_gap_is_reported_once(tmp_path: Path) -> None:
-    remember(nominal_calibration(JOB.model), cache_file(JOB))
+    remember(nominal(), cache_file(JOB))
     heard = calibrator(tmp_path)
     notices: list[str] = []
     for steps in (5, 10, 40):
@@ -239,20 +243,22 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
     def on(plan: Plan) -> Plan:
         return plan.each(device_class=device_class) if device_class else plan
 
-    def best(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibration | None) -> Plan:
-        is_well = known is not None and known.across_vms.link.bytes_per_s > 1e6
+    def best(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibrations | None) -> Plan:
+        is_well = known is not None and known.first.across_vms.link.bytes_per_s > 1e6
         return on(REPLICATED.model_copy(update={"step_s": 1e-3}) if is_well else ALONE)
 
     heard = Calibrator(best, run_dir=tmp_path, cache=None)
     heard.plan(JOB, TWO, 2)
     for worker in ("w0", "w1"):
         heard.hear(replicated(on(REPLICATED)), worker, beat(times()), 0.0)
-    assert heard.calibration is not None
-    costs = heard.calibration.across_vms
+    assert heard.calibrations is not None
+    costs = heard.calibrations.first.across_vms
     slow = costs.model_copy(update={"link": costs.link.model_copy(update={"bytes_per_s": 1e5})})
     began_s, tried_s = 100.0, []
     for generation in range(1, 4):
-        heard.calibration = heard.calibration.model_copy(update={"across_vms": slow})  # as it was then
+        heard.calibrations = heard.calibrations.each(
+            lambda known: known.model_copy(update={"across_vms": slow})
+        )  # as it was then
         record = GenerationRecord(
             generation=generation, plan=on(ALONE), members=("w0", "w1"), cause="slow", first_step=0
         )
@@ -263,8 +269,8 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
                 tried_s.append(more_s)
                 break
             assert not asked(told)
-            assert heard.calibration.across_vms == slow
-        assert heard.calibration.across_vms.link.bytes_per_s > 1e6
+            assert heard.calibrations.first.across_vms == slow
+        assert heard.calibrations.first.across_vms.link.bytes_per_s > 1e6
         began_s += 10_000
     assert tried_s == [600, 1200, 2400]
 
@@ -283,7 +289,7 @@ def test_a_short_run_leaves_what_it_has(tmp_path: Path) -> None:
     for worker in ("w0", "w1"):
         heard.hear(fleet(), worker, beat(times(2)), 0.0)
     heard.finish(PLAN)
-    assert read_calibration(tmp_path / RUN_FILE).notes[-1].startswith("refined by a run")
+    assert read_calibration(tmp_path / RUN_FILE).first.notes[-1].startswith("refined by a run")
     assert heard.predicted_s(PLAN) == PLAN.step_s, "too little to plan from"
 
 
@@ -300,7 +306,7 @@ def test_compute_is_compared_with_the_calibration_once_there_is_one(tmp_path: Pa
 def test_a_better_plan_is_looked_for_in_the_memory_of_the_workers_devices(tmp_path: Path) -> None:
     asked: list[int | None] = []
 
-    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+    def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibrations | None) -> Plan:
         asked.extend(group.memory_bytes for group in workers)
         return PLAN
 
@@ -327,22 +333,20 @@ def test_what_a_spare_tells_keeps_nobody_from_learning(tmp_path: Path) -> None:
 
 
 def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path) -> None:
-    plans: list[Calibration | None] = []
+    plans: list[Calibrations | None] = []
     workers = (WorkerGroup.of_class("a", 1), WorkerGroup.of_class("b", 1))
     plan = by_class(JOB, workers, 2).model_copy(update={"step_s": 1e6})
 
-    def make(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
-        plans.append(calibration)
+    def make(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibrations | None) -> Plan:
+        plans.append(known)
         return plan
 
     heard = Calibrator(make, run_dir=tmp_path, cache=cache_file)
-    offered = nominal_calibration(JOB.model).model_copy(update={"created": "today"})
     for name in ("b", "c"):
-        hardware = offered.hardware.model_copy(update={"device_class": name})
-        heard.take(offered.model_copy(update={"hardware": hardware}).model_dump_json())
+        heard.take(nominal(name=name, created="today").model_dump_json())
     heard.plan(JOB, workers, 2)
     assert plans[-1] is not None
-    assert plans[-1].classes == ("b",), "nothing is known of a, and nobody has c"
+    assert plans[-1].names == ("b",), "nothing is known of a, and nobody has c"
     both = fleet()
     record = both.record.model_copy(update={"plan": plan})
     known = [replace(each, device_class=name) for each, name in zip(both.workers.values(), "ab", strict=True)]
@@ -370,12 +374,11 @@ def test_what_sums_take_from_region_to_region_is_learnt_apart(tmp_path: Path) ->
     workers = (WorkerGroup.of_class(east, 1), WorkerGroup.of_class(west, 1))
     plan = by_class(JOB, workers, 2).model_copy(update={"step_s": 1e6})
     heard = Calibrator(lambda *_: plan, run_dir=tmp_path, cache=None)
-    offered = nominal_calibration(JOB.model)
-    hardware = offered.hardware.model_copy(update={"device_class": "a"})
-    heard.take(offered.model_copy(update={"hardware": hardware}).model_dump_json())
+    offered = nominal(name="a")
+    heard.take(offered.model_dump_json())
     heard.plan(JOB, workers, 2)
-    assert heard.calibration is not None
-    assert heard.calibration.classes == ("a",)
+    assert heard.calibrations is not None
+    assert heard.calibrations.names == ("a",)
     both = fleet()
     known = [replace(each, device_class="a", node=name) for each, name in zip(both.workers.values(), "ew", strict=True)]
     record = both.record.model_copy(update={"plan": plan})
@@ -383,12 +386,12 @@ def test_what_sums_take_from_region_to_region_is_learnt_apart(tmp_path: Path) ->
     slow = times(9, 5.0).model_copy(update={"reductions": Carried(9, 1e6, 4.0), "round_s": 0.5})
     for worker in ("w0", "w1"):
         heard.hear(both, worker, beat(slow), 0.0)
-    learned = heard.calibration
+    learned = heard.calibrations
     assert {east, west} <= set(learned.classes)
     assert learned.across_regions is not None
     assert learned.across_regions.rings[0].bytes_per_s < 1e6
     assert learned.across_regions.link.bytes_per_s < 1e6, "it has the same cables"
-    assert learned.of(east).across_vms == offered.across_vms, "of that nothing was seen"
+    assert learned.of(east).across_vms == offered.first.across_vms, "of that nothing was seen"
     assert read_calibration(tmp_path / RUN_FILE) == learned
 
 
@@ -415,8 +418,8 @@ def test_a_pipeline_is_priced_with_its_own_line_that_is_relayed(
         sent = {} if seconds is None else {"messages": Carried(9, 10**7, seconds), "round_s": 1e-9}
         through = {"relayed": (relayed,)} if rank == 2 else {}
         heard.hear(five, name, beat(times(9).model_copy(update=sent | through)), 0.0)
-    assert heard.calibration is not None
-    assert heard.calibration.of("b").across_vms.link.bytes_per_s == pytest.approx(bytes_per_s, rel=0.15)
+    assert heard.calibrations is not None
+    assert heard.calibrations.of("b").across_vms.link.bytes_per_s == pytest.approx(bytes_per_s, rel=0.15)
 
 
 def test_operation_counts_may_be_off_by_any_factor(tmp_path: Path) -> None:
@@ -431,36 +434,36 @@ def test_operation_counts_may_be_off_by_any_factor(tmp_path: Path) -> None:
     both = replace(both, history=(record,), workers=Workers(known))
     for worker, seconds in (("w0", 5e4), ("w1", 2e5)):
         heard.hear(both, worker, beat(times(9, seconds)), 0.0)
-    assert heard.calibration is not None
-    assert heard.calibration.of("b").compute_s(1) == pytest.approx(4 * heard.calibration.of("a").compute_s(1), rel=0.1)
+    assert heard.calibrations is not None
+    assert heard.calibrations.of("b").compute_s(1) == pytest.approx(
+        4 * heard.calibrations.of("a").compute_s(1), rel=0.1
+    )
 
 
 def test_a_calibration_of_the_user_is_for_all_classes_that_it_does_not_name(tmp_path: Path) -> None:
-    plans: list[Calibration | None] = []
+    plans: list[Calibrations | None] = []
     workers = (WorkerGroup.of_class("a", 1), WorkerGroup.of_class("b", 1))
-    given = nominal_calibration(JOB.model).model_copy(update={"created": "by hand"})
+    given = nominal(created="by hand")
 
-    def make(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
-        plans.append(calibration)
+    def make(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibrations | None) -> Plan:
+        plans.append(known)
         return PLAN
 
-    def first(given: Calibration) -> Calibration | None:
+    def first(given: Calibrations) -> Calibrations | None:
         heard = Calibrator(make, run_dir=tmp_path, cache=None, given=given)
-        other = given.model_copy(update={"hardware": given.hardware.model_copy(update={"device_class": "b"})})
-        heard.take(other.model_copy(update={"created": "measured"}).model_dump_json())
+        heard.take(nominal(name="b", created="measured").model_dump_json())
         heard.plan(JOB, workers, 2)
         return plans[-1]
 
     assert first(given) == given
-    named = given.model_copy(update={"hardware": given.hardware.model_copy(update={"device_class": "a"})})
-    found = first(named)
+    found = first(nominal(name="a", created="by hand"))
     assert found is not None
     assert found.of("a").created == "by hand"
     assert found.of("b").created == "measured"
 
 
 def test_figures_for_any_class_make_room_for_what_was_measured(tmp_path: Path) -> None:
-    given = nominal_calibration(JOB.model).model_copy(update={"created": "by hand"})
+    given = nominal(created="by hand")
     workers = (WorkerGroup.of_class("a", 2),)
     heard = Calibrator(lambda *_: PLAN.each(device_class="a"), run_dir=tmp_path, cache=cache_file, given=given)
     heard.plan(JOB, workers, 2)
@@ -469,16 +472,16 @@ def test_figures_for_any_class_make_room_for_what_was_measured(tmp_path: Path) -
     one = replace(one, history=(record,), workers=Workers(replace(w, device_class="a") for w in one.workers.values()))
     for worker in ("w0", "w1"):
         heard.hear(one, worker, beat(times()), 0.0)
-    assert heard.calibration is not None
-    assert heard.calibration.classes == ("a",), "so that `varuna plan --run` asks for one number of GPUs"
+    assert heard.calibrations is not None
+    assert heard.calibrations.names == ("a",), "so that `varuna plan --run` asks for one number of GPUs"
 
 
 def test_a_file_that_names_no_class_is_for_the_workers_that_offer_it(tmp_path: Path) -> None:
-    plans: list[Calibration | None] = []
-    offered = nominal_calibration(JOB.model).model_copy(update={"created": "by hand"})
+    plans: list[Calibrations | None] = []
+    offered = nominal(created="by hand")
 
-    def make(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, calibration: Calibration | None) -> Plan:
-        plans.append(calibration)
+    def make(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibrations | None) -> Plan:
+        plans.append(known)
         return PLAN
 
     heard = Calibrator(make, run_dir=tmp_path, cache=None)

@@ -17,22 +17,22 @@ def regions(plan: Plan) -> list[str]:
 
 def test_sums_leave_a_region_once_around_the_ring() -> None:
     plan = best_plan(asked({A: 4, B: 4}, known(), global_batch=480))
-    size = sum(profile(known(), plan.micro_batch).reduced_bytes.values)
+    size = sum(profile(known().first, plan.micro_batch).reduced_bytes.values)
     each = 2 * (plan.replicas - 1) / plan.replicas * size
-    assert crossing_bytes(plan, known(), regions(plan)) == pytest.approx(
+    assert crossing_bytes(plan, known().first, regions(plan)) == pytest.approx(
         {("east", "west"): each, ("west", "east"): each}
     )
 
 
 def test_nothing_leaves_one_region() -> None:
     plan = best_plan(asked({"A": 4}, of_class("A")))
-    assert not crossing_bytes(plan, of_class("A"), regions(plan))
+    assert not crossing_bytes(plan, of_class("A").first, regions(plan))
 
 
 def test_messages_of_a_pipeline_over_both_count() -> None:
     plan = best_plan(asked({A: 2}, known(), stages=2)).each(device_class="", stage_classes=(A, B))
-    figures, cut = profile(known(), plan.micro_batch), plan.first.starts[1] - 1
-    assert crossing_bytes(plan, known(), regions(plan)) == pytest.approx(
+    figures, cut = profile(known().first, plan.micro_batch), plan.first.starts[1] - 1
+    assert crossing_bytes(plan, known().first, regions(plan)) == pytest.approx(
         {
             ("east", "west"): plan.micro_batches * figures.boundary_bytes[cut],
             ("west", "east"): plan.micro_batches * figures.gradient_boundary_bytes[cut],
@@ -52,13 +52,13 @@ def test_pipelines_are_seated_zone_by_zone() -> None:
 
 
 def test_sums_and_messages_cross_zones_where_pipelines_do() -> None:
-    calibration = of_class("A")
-    plan = best_plan(asked({"A": 4}, calibration, stages=2))
-    figures = profile(calibration, plan.micro_batch)
+    known = of_class("A")
+    plan = best_plan(asked({"A": 4}, known, stages=2))
+    figures = profile(known.first, plan.micro_batch)
     [size] = {figures.reduced_bytes.over(range(plan.sections))}
-    apart = crossing_bytes(plan, calibration, ("a", "a", "b", "b"))
+    apart = crossing_bytes(plan, known.first, ("a", "a", "b", "b"))
     assert apart == pytest.approx({("a", "b"): size, ("b", "a"): size})  # 2 (D - 1) / D of each section, D = 2
-    across = crossing_bytes(plan, calibration, ("a", "b", "a", "b"))
+    across = crossing_bytes(plan, known.first, ("a", "b", "a", "b"))
     cut = plan.first.starts[1] - 1
     assert across == pytest.approx(
         {
@@ -66,4 +66,4 @@ def test_sums_and_messages_cross_zones_where_pipelines_do() -> None:
             ("b", "a"): plan.micro_batches * figures.gradient_boundary_bytes[cut],
         }
     )
-    assert not crossing_bytes(plan, calibration, ("a",) * 4)
+    assert not crossing_bytes(plan, known.first, ("a",) * 4)

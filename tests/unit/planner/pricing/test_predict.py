@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.planner.models import MB, calibrated, model, section
 from varuna.calibration.file import read_calibration
-from varuna.calibration.format import Jitter, Link, NetworkCosts, OptimizerCosts, Ring
+from varuna.calibration.format import Calibrations, Jitter, Link, NetworkCosts, OptimizerCosts, Ring
 from varuna.core.devices import equal_workers
 from varuna.core.model import JobFacts, ModelFacts, Network, TiedParameter
 from varuna.core.plan import Pipeline, Plan
@@ -176,11 +176,11 @@ def test_long_steps_are_extrapolated_within_two_percent(policy: str, link: LinkC
 def test_waves_of_micro_batches_do_not_hide_the_lookahead_of_a_deep_pipeline() -> None:
     calibration = read_calibration(Path("examples/calibrations/gpt2-8.3b-v100.json"))
     request = PlanRequest(
-        calibration=calibration, workers=equal_workers(25 * 163), global_batch=65536, stages=25, micro_batch=1
+        calibrations=calibration, workers=equal_workers(25 * 163), global_batch=65536, stages=25, micro_batch=1
     )
     chosen = rank_plans(request).plans[0]
     full = simulate(
-        pipeline_costs(profile(calibration, 1), chosen, gpus_per_vm=request.vm_size),
+        pipeline_costs(profile(request.calibration, 1), chosen, gpus_per_vm=request.vm_size),
         micro_batches=len(chosen.micro_batches_of(0)),
         policy=chosen.policy,
         stash_limits=chosen.first.stash_limits,
@@ -215,12 +215,12 @@ def test_gradients_that_cross_as_bf16_take_half_as_long_and_as_much_memory() -> 
     ]
     assert reduce_s[0] - reduce_s[1] == pytest.approx(200 * MB / (1200 * MB), rel=0.1)  # 200 of 400 MB less
     job = JobFacts(model=facts, global_batch=8, micro_batch=1, seed=0, steps=1, memory_apart=True)
-    whole = plan_run(job, workers=equal_workers(2), stages=1, calibration=known)
+    whole = plan_run(job, workers=equal_workers(2), stages=1, calibrations=Calibrations.of_one(known))
     less = plan_run(
         job.model_copy(update={"network": Network(reduction="bf16")}),
         workers=equal_workers(2),
         stages=1,
-        calibration=known,
+        calibrations=Calibrations.of_one(known),
     )
     assert (whole.replicas, less.replicas) == (1, 2)  # now a second worker is worth its ring
     assert less.first.memory_bytes == whole.first.memory_bytes

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.planner.models import FAST, MB, calibrated, model, section
-from varuna.calibration.format import Calibration
+from varuna.calibration.format import Calibration, Calibrations
 from varuna.core.devices import equal_workers
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Pipeline, Plan
@@ -53,7 +53,8 @@ def job(*, shared: bool) -> JobFacts:
 def test_a_jobs_plan_counts_it() -> None:
     fast = calibrated(FOUR, across_vms=FAST)
     plain, shared = (
-        plan_run(job(shared=each), workers=equal_workers(4), stages=1, calibration=fast) for each in (False, True)
+        plan_run(job(shared=each), workers=equal_workers(4), stages=1, calibrations=Calibrations.of_one(fast))
+        for each in (False, True)
     )
     assert (plain.replicas, shared.replicas) == (4, 4)
     spared = 400 - (400 - 200)  # the gather holds more than what was in flight before
@@ -76,7 +77,13 @@ def test_depths_that_fit_by_sharing_only_are_found_and_nobody_lacks_less_than_no
     plain = calibrated(FOUR, across_vms=FAST)
     for known, fitting in ((plain, {2, 3, 4}), (plain.with_sharded_optimizer(), {1, 2, 3, 4})):
         found = rank_plans(
-            PlanRequest(calibration=known, workers=equal_workers(8), global_batch=16, memory_bytes=LITTLE, wanted=4)
+            PlanRequest(
+                calibrations=Calibrations.of_one(known),
+                workers=equal_workers(8),
+                global_batch=16,
+                memory_bytes=LITTLE,
+                wanted=4,
+            )
         )
         assert {plan.stages for plan in found.plans} == fitting
         assert all((rejection.missing_bytes or 0) > 0 for rejection in found.rejected)
