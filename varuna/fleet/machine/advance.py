@@ -161,12 +161,12 @@ def _note_worker(
 
 def _hear(transition: Transition, name: str, message: FromWorker) -> None:
     """Take down what a worker said; whatever it is, the worker is alive."""
-    if transition.fleet.workers[name].standing is WorkerStatus.UNREACHABLE:
+    worker, seen_s = transition.fleet.workers[name], transition.fleet.contacts.listened_s
+    if worker.standing is WorkerStatus.UNREACHABLE:
         take_back(transition, name)
-    seen_s = transition.fleet.listened_s
     if isinstance(message, Beat):
         note_waiting(transition, name, message)
-        transition.update_worker(name, seen_s=seen_s, **transition.fleet.workers[name].hearing(message))
+        transition.update_worker(name, seen_s=seen_s, **worker.hearing(message))
     else:
         transition.update_worker(name, seen_s=seen_s)
     match message:

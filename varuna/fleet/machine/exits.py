@@ -323,7 +323,9 @@ def _miss_nobody(transition: Transition) -> None:
     """Whoever left and is out of sight for long has no more to say that the run needs."""
     fleet = transition.fleet
     for name, worker in fleet.workers.items():
-        unheard_s = transition.now_s - fleet.heard_s if fleet.is_alone else fleet.unheard_s(worker.node)
+        unheard_s = (
+            transition.now_s - fleet.contacts.heard_s if fleet.contacts.is_alone else fleet.unheard_s(worker.node)
+        )
         if worker.standing is WorkerStatus.LEFT and unheard_s > return_patience_s(fleet):
             transition.notice(f"worker {name} is out of sight, so the outcome of its script is unknown", warning=True)
             transition.forget(name)

@@ -33,7 +33,7 @@ def note_zone(transition: Transition, node: str, zone: str) -> None:
     fleet = transition.fleet
     if fleet.zones.get(node) == zone:
         return
-    zones, here = fleet.zones.with_item(node, zone), fleet.nodes or fleet.workers.nodes
+    zones, here = fleet.zones.with_item(node, zone), fleet.contacts.nodes or fleet.workers.nodes
     if len(zones) > 2 * len(here):  # machines that are gone are forgotten now and then
         zones = PersistentMap({name: where for name, where in zones.items() if name in here or name == node})
     transition.update(zones=zones)

@@ -1,8 +1,8 @@
 """Leases: who can be heard, and what silence means. A broken network alone makes nobody count as dead.
 
-Silence is measured on a clock of its own, ``Fleet.listened_s``. It stands still while the manager could not have heard
-anybody: its process did not run, its server stood still, or, where workers are on other machines, nobody at all is
-heard, for then it is the manager that is cut off. When somebody is back in contact, all leases begin anew.
+Silence is measured on a clock of its own, ``Contacts.listened_s``. It stands still while the manager could not have
+heard anybody: its process did not run, its server stood still, or, where workers are on other machines, nobody at all
+is heard, for then it is the manager that is cut off. When somebody is back in contact, all leases begin anew.
 
 - A worker is **frozen** if its own machine is heard for a lease without it.
 - A machine that is not heard for a lease is **out of sight**. A committed step proves that all its members live, so
@@ -15,18 +15,20 @@ heard, for then it is the manager that is cut off. When somebody is back in cont
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from varuna.core.messages import Beat, Hold
 from varuna.fleet.machine.placement import uncovered
 from varuna.fleet.machine.recall import in_memory
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Ending
-from varuna.fleet.state.fleet import Fleet, ReachabilityScan
+from varuna.fleet.state.contacts import NodeContact, ReachabilityScan
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Finishing, Idle, Running, Stopping
 from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.stutter import NO_EVIDENCE
-from varuna.fleet.state.worker import NodeContact, Worker, WorkerInventory, WorkerStatus, changed
+from varuna.fleet.state.worker import Worker, WorkerInventory, WorkerStatus, changed
 from varuna.fleet.state.workers import Workers
 
 # A manager that did not run for longer than this cannot tell whether a worker was silent in the meantime.
@@ -42,17 +44,29 @@ _UNUSUAL = 1.5
 _FORGETS = 0.5 ** (1 / 20)
 
 
+def _note(transition: Transition, **changes: Any) -> None:
+    """Replace fields of the contacts."""
+    fleet = transition.fleet
+    transition.fleet = changed(fleet, contacts=changed(fleet.contacts, **changes))
+
+
+def _note_of_node(transition: Transition, node: str, contact: NodeContact) -> None:
+    """Replace what is known of a machine."""
+    _note(transition, nodes=transition.fleet.contacts.nodes.with_item(node, contact))
+
+
 def note_tick(transition: Transition, deaf_s: float) -> None:
     """Note that time passed; it counts as silence only if the manager could have heard something."""
     fleet = transition.fleet
-    gap_s, was_alone = transition.now_s - fleet.ticked_s, fleet.is_alone
+    gap_s, was_alone = transition.now_s - fleet.ticked_s, fleet.contacts.is_alone
     deaf_s = max(deaf_s, gap_s if gap_s > _STALL_S else 0.0)
-    is_alone = fleet.config.elastic and bool(fleet.workers) and transition.now_s - fleet.heard_s > _ALONE_S
-    transition.update(ticked_s=transition.now_s, is_alone=is_alone)
+    is_alone = fleet.config.elastic and bool(fleet.workers) and transition.now_s - fleet.contacts.heard_s > _ALONE_S
+    transition.update(ticked_s=transition.now_s)
+    _note(transition, is_alone=is_alone)
     if is_alone:
-        unheard_s = transition.now_s - fleet.heard_s
-        if not fleet.told_alone and unheard_s > fleet.config.lease_s and not deaf_s:
-            transition.update(told_alone=True)
+        unheard_s = transition.now_s - fleet.contacts.heard_s
+        if not fleet.contacts.told_alone and unheard_s > fleet.config.lease_s and not deaf_s:
+            _note(transition, told_alone=True)
             transition.notice(
                 f"no machine has been heard for {unheard_s:.0f} s: either this manager is cut off, or all of them "
                 "are gone. No worker is given up before a machine is heard",
@@ -61,21 +75,23 @@ def note_tick(transition: Transition, deaf_s: float) -> None:
     elif was_alone:  # nobody is left to be heard
         _begin_anew(transition)
     else:
-        transition.update(listened_s=fleet.listened_s + max(0.0, gap_s - deaf_s))
+        _note(transition, listened_s=fleet.listened_s + max(0.0, gap_s - deaf_s))
 
 
 def _begin_anew(transition: Transition) -> None:
     """Somebody is back in contact: each of the others has a whole lease to come back."""
     fleet = transition.fleet
-    if fleet.told_alone:
+    if fleet.contacts.told_alone:
         transition.notice("machines are back in contact")
     now_s = fleet.listened_s
-    transition.update(
+    heard = {node: NodeContact(heard_s=now_s, told=sight.told) for node, sight in fleet.contacts.nodes.items()}
+    transition.update(workers=Workers(changed(worker, seen_s=now_s) for worker in fleet.workers.values()))
+    _note(
+        transition,
         is_alone=False,
         told_alone=False,
         regained_s=now_s,
-        nodes=PersistentMap({node: NodeContact(heard_s=now_s, told=sight.told) for node, sight in fleet.nodes.items()}),
-        workers=Workers(changed(worker, seen_s=now_s) for worker in fleet.workers.values()),
+        nodes=PersistentMap(heard),
         hidden=PersistentMap(),
         nearest_s=now_s,
         hiding_s=now_s + fleet.config.lease_s,
@@ -87,15 +103,16 @@ def hear(transition: Transition, node: str) -> None:
     fleet = transition.fleet
     if not fleet.config.elastic:
         return
-    if fleet.is_alone:
+    if fleet.contacts.is_alone:
         _begin_anew(transition)
         fleet = transition.fleet
-    sight, now_s = fleet.nodes.get(node), fleet.listened_s
+    contacts = fleet.contacts
+    sight, now_s = contacts.nodes.get(node), contacts.listened_s
     if sight is not None and sight.heard_s == now_s and sight.parted_after is None:
-        transition.update(heard_s=transition.now_s)
+        _note(transition, heard_s=transition.now_s)
         return
-    nodes = fleet.nodes.with_item(node, NodeContact(heard_s=now_s))
-    transition.update(heard_s=transition.now_s, nearest_s=now_s, nodes=nodes)
+    nodes = contacts.nodes.with_item(node, NodeContact(heard_s=now_s))
+    _note(transition, heard_s=transition.now_s, nearest_s=now_s, nodes=nodes)
     is_back = sight is not None and now_s - sight.heard_s > _NEAR_S
     for name in fleet.workers.on(node):
         if is_back:
@@ -104,13 +121,13 @@ def hear(transition: Transition, node: str) -> None:
             transition.watch(name)
     if sight is not None and sight.told:
         transition.notice(f"node {node} is back in contact")
-    if node in fleet.hidden:
-        transition.update(hidden=fleet.hidden.without(node))
+    if node in contacts.hidden:
+        _note(transition, hidden=contacts.hidden.without(node))
 
 
 def hear_all(transition: Transition, nodes: Iterable[str], workers: Iterable[str]) -> None:
     """Note that machines and workers live which say nothing new: in one change, those that are heard all the time."""
-    if transition.fleet.is_alone:
+    if transition.fleet.contacts.is_alone:
         _begin_anew(transition)
     usual = []
     for node in nodes:
@@ -118,21 +135,22 @@ def hear_all(transition: Transition, nodes: Iterable[str], workers: Iterable[str
             usual.append(node)
         else:
             hear(transition, node)
-    fleet = transition.fleet
-    if usual:
-        heard = fleet.nodes.with_values(dict.fromkeys(usual, NodeContact(heard_s=fleet.listened_s)))
-        transition.update(heard_s=transition.now_s, nearest_s=fleet.listened_s, nodes=heard)
-    known = [name for name in workers if name in fleet.workers]  # the lost are not heard any more
+    known = [name for name in workers if name in transition.fleet.workers]  # the lost are not heard any more
     for name in known:
-        if fleet.workers[name].standing is WorkerStatus.UNREACHABLE:
+        if transition.fleet.workers[name].standing is WorkerStatus.UNREACHABLE:
             take_back(transition, name)
-    transition.update(workers=transition.fleet.workers.seen(known, fleet.listened_s))
+    fleet, contacts, now_s = transition.fleet, transition.fleet.contacts, transition.fleet.listened_s
+    if usual:
+        heard = contacts.nodes.with_values(dict.fromkeys(usual, NodeContact(heard_s=now_s)))
+        contacts = changed(contacts, heard_s=transition.now_s, nearest_s=now_s, nodes=heard)
+    transition.update(workers=fleet.workers.seen(known, now_s), contacts=contacts)
 
 
 def _is_heard_all_the_time(fleet: Fleet, node: str) -> bool:
     """Whether a word from a machine changes nothing but when it was heard."""
-    sight, now_s = fleet.nodes.get(node), fleet.listened_s
-    if sight is None or sight.told or now_s - sight.heard_s > _NEAR_S or node in fleet.hidden:
+    contacts = fleet.contacts
+    sight, now_s = contacts.nodes.get(node), contacts.listened_s
+    if sight is None or sight.told or now_s - sight.heard_s > _NEAR_S or node in contacts.hidden:
         return False
     return all(now_s - fleet.workers[name].seen_s <= fleet.config.suspect_lease_s for name in fleet.workers.on(node))
 
@@ -140,9 +158,9 @@ def _is_heard_all_the_time(fleet: Fleet, node: str) -> bool:
 def note_parted(transition: Transition, node: str, *, abruptly: bool) -> None:
     """Note that an agent's connection ended; after a silence of all agents this says nothing about it."""
     fleet = transition.fleet
-    if node in fleet.nodes and fleet.listened_s > fleet.regained_s + fleet.config.lease_s:
-        sight = replace(fleet.nodes[node], parted_after=fleet.progresses, ended=abruptly)
-        transition.update(nodes=fleet.nodes.with_item(node, sight))
+    if node in fleet.contacts.nodes and fleet.listened_s > fleet.contacts.regained_s + fleet.config.lease_s:
+        sight = replace(fleet.contacts.nodes[node], parted_after=fleet.contacts.progresses, ended=abruptly)
+        _note_of_node(transition, node, sight)
         transition.look_at_all()
 
 
@@ -170,7 +188,7 @@ def note_progress(transition: Transition) -> None:
     """Note a committed step, which proves that all ranks of the grid were alive, heard or not."""
     fleet = transition.fleet
     if fleet.config.elastic:
-        transition.update(progressed_s=fleet.listened_s, progresses=fleet.progresses + 1)
+        _note(transition, progressed_s=fleet.listened_s, progresses=fleet.contacts.progresses + 1)
 
 
 def begin_progress(fleet: Fleet, record: GenerationRecord) -> dict[str, object]:
@@ -193,13 +211,15 @@ def begin_progress(fleet: Fleet, record: GenerationRecord) -> dict[str, object]:
             )
             for worker in fleet.workers.values()
         ),
-        "nodes": PersistentMap(
-            {
-                node: sight if sight.parted_after is None else _as_known(fleet, node)
-                for node, sight in fleet.nodes.items()
-            }
+        "contacts": changed(
+            fleet.contacts.unproved(),
+            nodes=PersistentMap(
+                {
+                    node: sight if sight.parted_after is None else _as_known(fleet, node)
+                    for node, sight in fleet.contacts.nodes.items()
+                }
+            ),
         ),
-        "progressed_s": float("-inf"),
         "compute_s": (),
     }
 
@@ -207,8 +227,10 @@ def begin_progress(fleet: Fleet, record: GenerationRecord) -> dict[str, object]:
 def _as_known(fleet: Fleet, node: str) -> NodeContact:
     """Return what is known of a machine, without a look at the steps that have shown it."""
     is_parted = fleet.is_parted(node)
-    sight = fleet.nodes[node]
-    return replace(sight, parted_after=fleet.progresses if is_parted else None, ended=is_parted and sight.ended)
+    sight = fleet.contacts.nodes[node]
+    return replace(
+        sight, parted_after=fleet.contacts.progresses if is_parted else None, ended=is_parted and sight.ended
+    )
 
 
 def is_gone(fleet: Fleet, worker: Worker) -> bool:
@@ -226,15 +248,15 @@ def look_around(transition: Transition) -> None:
     """
     _find_hidden(transition)
     fleet = transition.fleet
-    if fleet.is_alone or not fleet.hidden:
+    if fleet.contacts.is_alone or not fleet.contacts.hidden:
         return
-    if fleet.listened_s - fleet.nearest_s > _NEAR_S:
+    if fleet.listened_s - fleet.contacts.nearest_s > _NEAR_S:
         return  # soon it will be known that nobody is heard
-    phase, looked = fleet.phase, fleet.looked
+    phase, looked = fleet.phase, fleet.contacts.looked
     if fleet.listened_s <= looked.until_s and looked.generation == fleet.generation and isinstance(phase, looked.phase):
         return
     _report_hidden(transition)
-    there = [fleet.workers[name] for node in sorted(fleet.hidden) for name in fleet.workers.on(node)]
+    there = [fleet.workers[name] for node in sorted(fleet.contacts.hidden) for name in fleet.workers.on(node)]
     there = [worker for worker in there if worker.is_joined]
     away = [worker for worker in there if _is_away(fleet, worker)]
     until_s = (
@@ -247,27 +269,29 @@ def look_around(transition: Transition) -> None:
             _put_aside(transition, away, "a generation has ended")
         case _:
             pass
-    transition.update(looked=ReachabilityScan(until_s=until_s, generation=fleet.generation, phase=type(phase)))
+    _note(transition, looked=ReachabilityScan(until_s=until_s, generation=fleet.generation, phase=type(phase)))
 
 
 def _find_hidden(transition: Transition) -> None:
     """Look at all machines when one of them may have got out of sight, which none can before a lease is over."""
     fleet = transition.fleet
-    if fleet.is_alone or fleet.listened_s <= fleet.hiding_s:
+    if fleet.contacts.is_alone or fleet.listened_s <= fleet.contacts.hiding_s:
         return
-    hidden = PersistentMap({node: None for node in fleet.nodes if fleet.is_hidden(node)})
-    oldest_s = min((s.heard_s for node, s in fleet.nodes.items() if node not in hidden), default=fleet.listened_s)
-    transition.update(hidden=hidden, hiding_s=oldest_s + fleet.config.lease_s, looked=ReachabilityScan())
+    hidden = PersistentMap({node: None for node in fleet.contacts.nodes if fleet.is_hidden(node)})
+    oldest_s = min(
+        (s.heard_s for node, s in fleet.contacts.nodes.items() if node not in hidden), default=fleet.listened_s
+    )
+    _note(transition, hidden=hidden, hiding_s=oldest_s + fleet.config.lease_s, looked=ReachabilityScan())
 
 
 def _report_hidden(transition: Transition) -> None:
     """Report once who is out of sight; a machine without workers does not matter."""
     fleet = transition.fleet
-    for node in sorted(fleet.hidden):
+    for node in sorted(fleet.contacts.hidden):
         if not fleet.workers.on(node):
             transition.forget_node(node)
-        elif not fleet.nodes[node].told:
-            transition.update(nodes=transition.fleet.nodes.with_item(node, replace(fleet.nodes[node], told=True)))
+        elif not fleet.contacts.nodes[node].told:
+            _note_of_node(transition, node, replace(fleet.contacts.nodes[node], told=True))
             transition.notice(f"node {node} is out of sight: it has not been heard for {fleet.unheard_s(node):.0f} s")
 
 
@@ -358,8 +382,8 @@ def _put_aside(transition: Transition, workers: Iterable[Worker], why: str) -> N
         return
     for worker in workers:
         fleet = transition.fleet
-        if worker.node in fleet.nodes:
-            transition.update(nodes=fleet.nodes.with_item(worker.node, _as_known(fleet, worker.node)))
+        if worker.node in fleet.contacts.nodes:
+            _note_of_node(transition, worker.node, _as_known(fleet, worker.node))
         transition.update_worker(
             worker.name, standing=WorkerStatus.UNREACHABLE, holding=None, seen_s=fleet.seen_s(worker)
         )
@@ -418,7 +442,7 @@ def waits_for_return(transition: Transition, phase: Stopping | Idle) -> bool:
 def is_dead(transition: Transition, worker: Worker) -> bool:
     """Whether there is evidence, besides its silence, that a worker out of sight is dead."""
     fleet = transition.fleet
-    notice, sight = fleet.departing.get(worker.node), fleet.nodes.get(worker.node)
+    notice, sight = fleet.departing.get(worker.node), fleet.contacts.nodes.get(worker.node)
     return (sight is not None and sight.ended and fleet.is_parted(worker.node)) or (
         notice is not None and transition.now_s >= notice.deadline_s
     )

@@ -152,8 +152,8 @@ def _is_free(fleet: Fleet, node: str) -> bool:
 def reprieve(transition: Transition) -> None:
     """Forget departures that are over: the node is gone, or was not taken. Forget risks of nodes that are gone."""
     fleet = transition.fleet
-    if any(node not in fleet.nodes for node in fleet.at_risk):
-        at_risk = {node: risk for node, risk in fleet.at_risk.items() if node in fleet.nodes}
+    if any(node not in fleet.contacts.nodes for node in fleet.at_risk):
+        at_risk = {node: risk for node, risk in fleet.at_risk.items() if node in fleet.contacts.nodes}
         transition.update(at_risk=at_risk)
     if not fleet.departing:
         return

@@ -53,8 +53,8 @@ def _is_blocked(fleet: Fleet) -> bool:
 
 
 def _why(fleet: Fleet, now_s: float) -> str:
-    if fleet.is_alone:
-        return f"no machine has been heard for {now_s - fleet.heard_s:.0f} s"
+    if fleet.contacts.is_alone:
+        return f"no machine has been heard for {now_s - fleet.contacts.heard_s:.0f} s"
     match fleet.phase:
         case Running():
             return doing(fleet) or "nothing has been heard of what its workers do"
@@ -98,7 +98,7 @@ def note_standstill(transition: Transition, phase: Running) -> None:
     still_s = (
         transition.now_s - fleet.recorded_s if fleet.recorded_s else 0.0
     )  # a manager that resumes knows of no step yet
-    if not fleet.formed or phase.still_step == fleet.recorded_step or fleet.is_leaving or fleet.is_alone:
+    if not fleet.formed or phase.still_step == fleet.recorded_step or fleet.is_leaving or fleet.contacts.is_alone:
         return
     if still_s < max(_STILL_S, _UNUSUAL * fleet.step_every_s):
         return

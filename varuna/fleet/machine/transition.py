@@ -38,13 +38,13 @@ class Transition:
         """Remove a worker: whatever it says from now on is ignored."""
         worker = self.fleet.workers[name]
         self.update(workers=self.fleet.workers.without(name))
-        if worker.node in self.fleet.hidden and not self.fleet.workers.on(worker.node):
+        if worker.node in self.fleet.contacts.hidden and not self.fleet.workers.on(worker.node):
             self.forget_node(worker.node)
         return worker
 
     def forget_node(self, node: str) -> None:
         """Forget a machine out of sight that has no workers any more."""
-        self.update(nodes=self.fleet.nodes.without(node), hidden=self.fleet.hidden.without(node))
+        self.update(contacts=self.fleet.contacts.without(node))
 
     def watch(self, name: str) -> None:
         """Look at a worker now and at each tick, until there is nothing unusual about it."""

@@ -13,6 +13,7 @@ from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.run_folder.journal import Past
 from varuna.fleet.state.causes import EndCause, Ending, FinishWish
 from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.contacts import Contacts, NodeContact
 from varuna.fleet.state.fleet import Departure, Fleet
 from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.persistent import PersistentMap
@@ -29,7 +30,7 @@ from varuna.fleet.state.run_events import (
     WorkerLost,
 )
 from varuna.fleet.state.stutter import Straggler
-from varuna.fleet.state.worker import NodeContact, Worker, WorkerStatus
+from varuna.fleet.state.worker import Worker, WorkerStatus
 from varuna.fleet.state.workers import Workers
 
 
@@ -95,13 +96,14 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
     counts = newest is not None and newest.step == recorded_step and newest.generation >= lineage
     lost, seen_per_hour = lost_workers(past), history[-1].losses_per_hour
     workers = [_member(name, now_s, history[-1]) for name in history[-1].members if name not in lost]
+    nodes = {worker.node: NodeContact(heard_s=now_s) for worker in workers}
     speeds = _speeds(history[-1])
     return replace(
         fleet,
         slow={name: Straggler(1 / speed, now_s + fleet.config.probation_s, speed) for name, speed in speeds.items()},
         phase=Running(began_s=now_s),
         workers=Workers(workers),
-        nodes=PersistentMap({worker.node: NodeContact(heard_s=now_s) for worker in workers}),
+        contacts=Contacts(heard_s=now_s, listened_s=now_s, nodes=PersistentMap(nodes)),
         job=past.job,
         version=past.version,
         micro_batch=history[-1].plan.micro_batch,

@@ -32,7 +32,7 @@ def condition(fleet: Fleet, worker: Worker, silent_s: float | None, slowness: fl
     """
     if worker.node in fleet.departing:
         return Condition("leaving", "its machine will leave")
-    if fleet.is_alone or fleet.is_hidden(worker.node):
+    if fleet.contacts.is_alone or fleet.is_hidden(worker.node):
         return Condition("silent", "out of sight")
     if silent_s is not None and silent_s > fleet.config.lease_s / 2 and not isinstance(fleet.phase, Finishing):
         return Condition("silent", f"silent for {format_duration(silent_s)}")

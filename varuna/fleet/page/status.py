@@ -113,7 +113,7 @@ def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
 
 def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
     # Silence is measured on a clock that stands still while nobody could be heard: people ask for all of it.
-    deaf_s = now_s - fleet.heard_s if fleet.is_alone else 0.0
+    deaf_s = now_s - fleet.contacts.heard_s if fleet.contacts.is_alone else 0.0
     slow, classes = slowness(fleet), fleet.device_classes(fleet.workers)
     still = stillness(fleet, now_s)
     return {
@@ -135,7 +135,7 @@ def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
         "step_s": fleet.step_wall_s or None,
         "departing": list(fleet.departing),
         "at_risk": list(fleet.at_risk),
-        "out_of_sight": [node for node in fleet.nodes if fleet.is_alone or fleet.is_hidden(node)],
+        "out_of_sight": [node for node in fleet.contacts.nodes if fleet.contacts.is_alone or fleet.is_hidden(node)],
         "workers": [
             _worker(fleet, worker, deaf_s, slow.get(worker.name), classes[worker.name])
             for worker in fleet.workers.values()

@@ -10,6 +10,7 @@ from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 from varuna.fleet.state.causes import EndCause, FinishWish
 from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.contacts import Contacts
 from varuna.fleet.state.device_faults import BrokenDevice, ShortMemory
 from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.morph_gain import FirstStep, MorphHistory
@@ -19,7 +20,7 @@ from varuna.fleet.state.questions import Answer, OpenQuestion, Question
 from varuna.fleet.state.run_events import GenerationRecord, TrainingEnded
 from varuna.fleet.state.silence import Silence
 from varuna.fleet.state.stutter import NO_EVIDENCE, Straggler
-from varuna.fleet.state.worker import NodeContact, Worker, WorkerStatus, changed
+from varuna.fleet.state.worker import Worker, WorkerStatus, changed
 from varuna.fleet.state.workers import Workers
 
 
@@ -48,16 +49,6 @@ class Risk:
     """A morph to spares was asked for; another would not go better."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReachabilityScan:
-    """A look at the machines that are out of sight, after which nothing needs to be done about them for a while."""
-
-    until_s: float = float("-inf")
-    """On the clock for silence; before that, only in another phase or generation."""
-    generation: int = -1
-    phase: type[Phase] = Idle
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
     """Everything that decisions depend on, besides the event and the time."""
@@ -67,35 +58,12 @@ class Fleet:
     ticked_s: float
     wanted: int
     """Workers that should exist."""
-    listened_s: float = 0.0
-    """The clock for silence: it stands still while this manager could not have heard anybody."""
-    is_alone: bool = False
-    """Nobody at all is heard, of an elastic fleet."""
-    told_alone: bool = False
-    """People know that."""
-    heard_s: float = 0.0
-    """Time at which anybody was heard last."""
-    regained_s: float = float("-inf")
-    """Time at which the newest silence of all ended, on the clock for silence."""
-    nodes: PersistentMap[NodeContact] = field(default_factory=PersistentMap)
-    """By machine, of an elastic fleet."""
-    nearest_s: float = float("-inf")
-    """Time at which a machine was heard last, on the clock for silence."""
-    hidden: PersistentMap[None] = field(default_factory=PersistentMap)
-    """Machines that were out of sight when all were looked at, and have not been heard since."""
-    looked: ReachabilityScan = field(default_factory=ReachabilityScan)
-    """The last look at what is out of sight."""
-    hiding_s: float = float("-inf")
-    """Until then, on the clock for silence, no other machine can get out of sight."""
+    contacts: Contacts
     workers: Workers = field(default_factory=Workers)
     expiring_s: float = float("-inf")
     """Until then no worker's time is up, but for those of ``watched``."""
     watched: frozenset[str] = frozenset()
     """Workers that ended, or lost their connection, or were silent while their machine was heard."""
-    progressed_s: float = float("-inf")
-    """Time of this generation's newest commit, which proves that all its ranks live; on the clock for silence."""
-    progresses: int = 0
-    """Number of such proofs."""
     compute_s: tuple[tuple[float, ...], ...] = ()
     """By stage, ascending: what its ranks told of their compute in this generation, as if all were equally fast."""
     spawned: int = 0
@@ -196,8 +164,7 @@ class Fleet:
             config=config,
             phase=Idle(since_s=now_s),
             ticked_s=now_s,
-            listened_s=now_s,
-            heard_s=now_s,
+            contacts=Contacts(heard_s=now_s, listened_s=now_s),
             wanted=0 if config.elastic else config.workers,
             experience=MorphHistory(began_s=now_s),
             loss_rate=LossRate(began_s=now_s),
@@ -231,11 +198,17 @@ class Fleet:
             self,
             **kept,
             phase=Idle(since_s=now_s),
+            contacts=self.contacts.unproved(),
             workers=Workers(workers),
             trainings=(*self.trainings, ended),
             began=self.generation + 1,
             lineage=self.generation + 1,
         )
+
+    @property
+    def listened_s(self) -> float:
+        """The time on the clock for silence."""
+        return self.contacts.listened_s
 
     @property
     def training(self) -> int:
@@ -388,7 +361,7 @@ class Fleet:
         Who is not may well live, but would keep a generation waiting that it is to be in.
         """
         worker = self.workers[name]
-        sight = self.nodes.get(worker.node)
+        sight = self.contacts.nodes.get(worker.node)
         is_open = worker.disconnected_s is None and (sight is None or sight.parted_after is None)
         return is_open and not self.is_hidden(worker.node)
 
@@ -401,29 +374,29 @@ class Fleet:
 
     def seen_s(self, worker: Worker) -> float:
         """Return when a worker was last known to live: by its own word, or by a step that was committed."""
-        return max(worker.seen_s, self.progressed_s) if worker.seated and worker.is_joined else worker.seen_s
+        return max(worker.seen_s, self.contacts.progressed_s) if worker.seated and worker.is_joined else worker.seen_s
 
     def is_parted(self, node: str) -> bool:
         """Whether the connection to a machine ended, and nothing has shown since that its workers live."""
-        sight = self.nodes.get(node)
+        sight = self.contacts.nodes.get(node)
         if sight is None or sight.parted_after is None:
             return False
-        shown = sight.parted_after < self.progresses
+        shown = sight.parted_after < self.contacts.progresses
         there = map(self.workers.__getitem__, self.workers.on(node))
         return not (shown and any(worker.seated and worker.is_joined for worker in there))
 
     def silence_s(self, worker: Worker) -> float:
         """Seconds for which a worker has said nothing although it would have been heard."""
-        heard_s, seen_s = self.listened_s, self.seen_s(worker)
-        if self.config.elastic:
-            heard_s = self.nodes[worker.node].heard_s if worker.node in self.nodes else seen_s
-        return heard_s - seen_s
+        contacts, seen_s = self.contacts, self.seen_s(worker)
+        if not self.config.elastic:
+            return contacts.listened_s - seen_s
+        sight = contacts.nodes.get(worker.node)
+        return 0.0 if sight is None else sight.heard_s - seen_s
 
     def unheard_s(self, node: str) -> float:
         """Seconds for which nothing has come from a machine, while the manager listened."""
-        if not self.config.elastic or node not in self.nodes:
-            return 0.0
-        return self.listened_s - self.nodes[node].heard_s
+        sight = self.contacts.nodes.get(node) if self.config.elastic else None
+        return 0.0 if sight is None else self.contacts.listened_s - sight.heard_s
 
     def is_hidden(self, node: str) -> bool:
         """Whether a machine is out of sight."""
@@ -451,7 +424,7 @@ class Fleet:
 
 
 _OF_TRAINING = (
-    *("progressed_s", "compute_s", "expiring_s", "ahead", "job", "micro_batch", "history", "departed", "left_step"),
+    *("compute_s", "expiring_s", "ahead", "job", "micro_batch", "history", "departed", "left_step"),
     *("main_ended", "script_ended", "causes", "broke_s", "planned", "first_step", "planned_for", "futile"),
     *("futile_since_s", "morph_asked", "morph_reason", "save_asked", "asked", "answers", "expected_s"),
     *("link_bytes_per_s", "replan", "recorded_step", "recorded_s", "saved_step", "early_shards", "step_wall_s"),

@@ -15,25 +15,12 @@ T = TypeVar("T")
 
 def changed(value: T, **changes: Any) -> T:
     """Like ``dataclasses.replace``, for a frozen dataclass without slots; quick, as each heartbeat changes a few."""
-    if not changes.keys() <= type(value).__dataclass_fields__.keys():  # type: ignore[attr-defined]
+    fields = value.__dict__ | changes
+    if len(fields) > len(value.__dict__):
         raise TypeError(f"{type(value).__name__} has none of the fields {sorted(changes)}")
     made = object.__new__(type(value))
-    made.__dict__.update(value.__dict__, **changes)
+    object.__setattr__(made, "__dict__", fields)
     return made
-
-
-@dataclass(frozen=True, slots=True)
-class NodeContact:
-    """The manager's contact with a machine."""
-
-    heard_s: float
-    """Time at which it was heard, on the clock of ``Fleet.listened_s``."""
-    parted_after: int | None = None
-    """Its connection ended when this many steps had shown that their ranks live; see ``Fleet.is_parted``."""
-    ended: bool = False
-    """So did its agent, by all that its system said; workers end with their agent."""
-    told: bool = False
-    """People know that it is out of sight."""
 
 
 class WorkerStatus(Enum):

@@ -165,7 +165,7 @@ def _calls_of_a_tick(silent: int) -> int:
     driver.now_s += 0.5
     driver.voted(0)
     train(driver, 10, hidden=tuple(nodes))
-    assert len(driver.fleet.hidden) == silent
+    assert len(driver.fleet.contacts.hidden) == silent
     assert not lost(driver)
     calls = []
     for _ in range(3):  # one of them may look at all machines, as is done once in a lease

@@ -6,7 +6,8 @@ from varuna.core.messages import Beat
 from varuna.fleet.page.conditions import slowness
 from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Departure
+from varuna.fleet.state.contacts import Contacts
+from varuna.fleet.state.fleet import Departure, Fleet
 from varuna.fleet.state.phases import Finishing
 from varuna.fleet.state.worker import WorkerStatus
 
@@ -14,6 +15,10 @@ from varuna.fleet.state.worker import WorkerStatus
 def conditions(driver: Driver) -> dict[str, tuple[str, str]]:
     workers: Any = describe(driver.fleet, driver.now_s)["workers"]
     return {worker["name"]: (worker["condition"], worker["words"]) for worker in workers}
+
+
+def silent(fleet: Fleet, listened_s: float) -> Contacts:
+    return replace(fleet.contacts, listened_s=listened_s, progressed_s=float("-inf"))
 
 
 def trained() -> Driver:
@@ -32,7 +37,7 @@ def test_a_silent_worker_is_silent_before_its_lease_is_over() -> None:
     driver = trained()
     fleet = driver.fleet
     worker = fleet.workers["w1"]
-    driver.fleet = replace(fleet, listened_s=fleet.seen_s(worker) + 4.0, progressed_s=float("-inf"))
+    driver.fleet = replace(fleet, contacts=silent(fleet, fleet.seen_s(worker) + 4.0))
     assert conditions(driver)["w1"] == ("silent", "silent for 4.0 s")
 
 
@@ -40,7 +45,7 @@ def test_nobody_is_called_silent_while_scripts_run_to_their_ends() -> None:
     driver = trained()
     fleet = driver.fleet
     seen_s = fleet.seen_s(fleet.workers["w1"])
-    driver.fleet = replace(fleet, listened_s=seen_s + 4.0, progressed_s=float("-inf"), phase=Finishing())
+    driver.fleet = replace(fleet, contacts=silent(fleet, seen_s + 4.0), phase=Finishing())
     assert conditions(driver)["w1"] == ("ok", "works")
 
 
