@@ -10,7 +10,7 @@ import pytest
 from varuna.fleet.state.fleet import Fleet
 
 ROOT = Path(__file__).parents[2]
-RULES = {"contacts": "leases"}
+RULES = {"contacts": "leases", "recorded": "commit"}
 """By part of ``Fleet``: the module of ``varuna.fleet.machine`` that changes it."""
 
 

@@ -116,7 +116,8 @@ def test_a_check_says_one_line_and_its_exit_code_how_the_run_is(manager: Running
     assert shell("status", "--check") == (0, "training, step 3 of 100\n", "")
     code, out, _ = shell("status", "--check", "--checkpoint-age", "60")
     assert (code, out.split(":")[0].split(" for ")[0]) == (2, "no new checkpoint")
-    manager.driver.fleet = replace(manager.driver.fleet, recorded_s=-400.0)  # the manager's clock says 0
+    fleet = manager.driver.fleet  # the manager's clock says 0
+    manager.driver.fleet = replace(fleet, recorded=replace(fleet.recorded, at_s=-400.0))
     code, out, _ = shell("status", "--check")
     assert (code, out[:28]) == (1, "no step for 6m 40s: nothing ")
     assert shell("status", "--check", "--for", "500")[0] == 0

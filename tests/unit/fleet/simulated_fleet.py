@@ -244,7 +244,7 @@ class SimulatedFleet:
             case Publish(event=StepRecorded(step=step)):
                 assert step == (self.recorded[-1] + 1 if self.recorded else 0), "steps are recorded in order, once"
                 self.recorded.append(step)
-                self.newest_vote = self.driver.fleet.votes.get(step)
+                self.newest_vote = self.driver.fleet.recorded.votes.get(step)
             case _:
                 pass
 

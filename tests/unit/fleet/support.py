@@ -291,7 +291,7 @@ class Driver:
 
     def leave(self, *workers: str) -> None:
         for worker in workers:
-            self.say(worker, Leaving(step=self.fleet.recorded_step + 1))
+            self.say(worker, Leaving(step=self.fleet.recorded.step + 1))
 
     @property
     def assignments(self) -> dict[str, Assignment]:

@@ -178,9 +178,9 @@ class Wired(SimulatedFleet):
         fleet = self.driver.fleet
         assert isinstance(fleet.phase, Running), (fleet.phase, self.driver.end)
         assert self.recorded[-1] + 1 >= min(before, 5), "steps are recorded"
-        assert fleet.recorded_step >= 0
+        assert fleet.recorded.step >= 0
         newest = max(w.next_step or 0 for w in self.workers.values() if w.alive)
-        assert newest - fleet.recorded_step <= 2
+        assert newest - fleet.recorded.step <= 2
         assert not any(worker.standing is WorkerStatus.UNREACHABLE for worker in fleet.workers.values())
         assert {worker.node for worker in fleet.workers.values()} == set(self.nodes)
         alive = {name for name, worker in self.workers.items() if worker.alive}

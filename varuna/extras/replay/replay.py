@@ -127,7 +127,7 @@ class Replay:
             cluster.run_until(at_s)
             act()
         cluster.run_until(self._trace.end_s)
-        steps = cluster.fleet.recorded_step + 1
+        steps = cluster.fleet.recorded.step + 1
         account.note(LostBy.UNDONE, history.undone * self._job.global_batch)
         account.note(LostBy.UNFINISHED, cluster.unfinished * self._job.global_batch)
         lost = account.closed(self._trace.end_s, steps * self._job.global_batch)

@@ -2,7 +2,15 @@
 
 from varuna.core.messages import Beat, Failed, FromWorker, Hello, Leaving, Saved, StopReport, Suspect, Unsaved, Voted
 from varuna.core.node_notices import NodeNotice, Preemptible, PreemptionNotice, RebalanceAdvice, ZoneNotice
-from varuna.fleet.machine.commit import note_held, note_saved, note_suspect, note_voted, settle, watch_generation
+from varuna.fleet.machine.commit import (
+    note_checkpoint,
+    note_held,
+    note_saved,
+    note_suspect,
+    note_voted,
+    settle,
+    watch_generation,
+)
 from varuna.fleet.machine.exits import (
     expire,
     finish,
@@ -100,7 +108,7 @@ def _note_found(transition: Transition, event: CheckpointCompleted | AnswerRecei
     """Take down what the shell has done or found out."""
     match event:
         case CheckpointCompleted(step=step):
-            transition.update(saved_step=step)
+            note_checkpoint(transition, step)
         case AnswerReceived(question=question, number=number, answer=answer):
             transition.note_answer(question, number, answer)
         case Recalibrated(generation=generation, expected_s=expected_s, link_bytes_per_s=link_bytes_per_s):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from varuna.core.messages import Apply, Hold, Recorded, StopReport, Suspect, Vote
 from varuna.core.saved import SavedShard
@@ -17,11 +18,30 @@ from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.morph_gain import FirstStep
 from varuna.fleet.state.outputs import Collect
 from varuna.fleet.state.phases import Ended, Idle, Running, Stopping, Suspicion
-from varuna.fleet.state.run_events import Morphed, StepRecorded, VerdictReached
-from varuna.fleet.state.worker import WorkerInventory
+from varuna.fleet.state.questions import Checkpoint
+from varuna.fleet.state.recorded import RecordedSteps
+from varuna.fleet.state.run_events import GenerationRecord, Morphed, StepRecorded, VerdictReached
+from varuna.fleet.state.worker import WorkerInventory, changed
 
 _MOST_EARLY = 4096
 """Shards that wait for votes; of more than that the latest steps are forgotten."""
+
+
+def _note(transition: Transition, **changes: Any) -> None:
+    """Replace fields of the record."""
+    transition.update(recorded=changed(transition.fleet.recorded, **changes))
+
+
+def note_checkpoint(transition: Transition, step: int) -> None:
+    """Note that a checkpoint with so many steps was committed."""
+    _note(transition, saved_step=step)
+
+
+def begin_recording(fleet: Fleet, record: GenerationRecord, checkpoint: Checkpoint | None) -> RecordedSteps:
+    """Return the record with which a new generation begins; a rollback forgets what came after."""
+    abandoned = {"lineage": record.generation, "votes": {}, "early_shards": ()} if record.rollback else {}
+    saved_step = fleet.recorded.saved_step if checkpoint is None else checkpoint.step
+    return changed(fleet.recorded, step=record.first_step - 1, saved_step=saved_step, **abandoned)
 
 
 def note_held(transition: Transition, name: str, held: StopReport) -> None:
@@ -31,7 +51,7 @@ def note_held(transition: Transition, name: str, held: StopReport) -> None:
         return
     if not isinstance(fleet.phase, Running | Stopping):
         return
-    transition.update(votes=_with(fleet.votes, (vote for vote in held.votes if _counts(fleet, vote))))
+    _note(transition, votes=_with(fleet.recorded.votes, (vote for vote in held.votes if _counts(fleet, vote))))
     if isinstance(fleet.phase, Stopping) and name in fleet.phase.applying:
         if held.next_step is not None and held.next_step < _newest_step(transition.fleet):
             return  # answered a Hold that crossed our Apply
@@ -49,7 +69,7 @@ def note_voted(transition: Transition, name: str, vote: Vote) -> None:
     fleet = transition.fleet
     if not fleet.is_member(name) or vote.generation != fleet.generation or not _counts(fleet, vote):
         return
-    transition.update(votes=_with(fleet.votes, [vote]))
+    _note(transition, votes=_with(fleet.recorded.votes, [vote]))
     if not isinstance(fleet.phase, Stopping):  # there, Held may still bring older votes: settle keeps the order
         record_votes(transition)
 
@@ -59,11 +79,11 @@ def note_saved(transition: Transition, shard: SavedShard) -> None:
     fleet = transition.fleet
     if shard.generation < fleet.began:
         return  # of a training that is over
-    if shard.step <= fleet.recorded_step + 1:
+    if shard.step <= fleet.recorded.step + 1:
         transition.instructions.append(Collect(shard))
     else:
-        early = sorted((*fleet.early_shards, shard), key=lambda each: each.step)
-        transition.update(early_shards=tuple(early[:_MOST_EARLY]))
+        early = sorted((*fleet.recorded.early_shards, shard), key=lambda each: each.step)
+        _note(transition, early_shards=tuple(early[:_MOST_EARLY]))
 
 
 def note_suspect(transition: Transition, name: str, suspect: Suspect) -> None:
@@ -86,7 +106,7 @@ def note_suspect(transition: Transition, name: str, suspect: Suspect) -> None:
 
 def _counts(fleet: Fleet, vote: Vote) -> bool:
     """Whether a vote belongs to this timeline and still matters."""
-    return fleet.lineage <= vote.generation <= fleet.generation and vote.step > fleet.recorded_step
+    return fleet.recorded.lineage <= vote.generation <= fleet.generation and vote.step > fleet.recorded.step
 
 
 def _with(known: Mapping[int, Vote], votes: Iterable[Vote]) -> dict[int, Vote]:
@@ -100,19 +120,19 @@ def _with(known: Mapping[int, Vote], votes: Iterable[Vote]) -> dict[int, Vote]:
 
 def record_votes(transition: Transition) -> None:
     """Record the votes that are known and not recorded, in step order; keep the newest for a verdict."""
-    before = transition.fleet.recorded_step
-    for step in sorted(transition.fleet.votes):
-        if step > transition.fleet.recorded_step and not isinstance(transition.fleet.phase, Ended):
-            _record(transition, transition.fleet.votes[step])
-    fleet = transition.fleet
-    if fleet.recorded_step > before:
-        if due := [shard for shard in fleet.early_shards if shard.step <= fleet.recorded_step + 1]:
-            transition.instructions.extend(map(Collect, due))
-            transition.update(early_shards=fleet.early_shards[len(due) :])
-        transition.update(votes={fleet.recorded_step: fleet.votes[fleet.recorded_step]})
+    before = transition.fleet.recorded.step
+    for step in sorted(transition.fleet.recorded.votes):
+        if step > transition.fleet.recorded.step and not isinstance(transition.fleet.phase, Ended):
+            _record(transition, transition.fleet.recorded.votes[step])
+    fleet, recorded = transition.fleet, transition.fleet.recorded
+    if recorded.step > before:
+        due = [shard for shard in recorded.early_shards if shard.step <= recorded.step + 1]
+        transition.instructions.extend(map(Collect, due))
+        left, newest = recorded.early_shards[len(due) :], {recorded.step: recorded.votes[recorded.step]}
+        _note(transition, early_shards=left, votes=newest)
         for name in fleet.live_members:
             if is_near(fleet, fleet.workers[name]):  # to whom nobody listens, messages would pile up
-                transition.send(name, Recorded(step=fleet.recorded_step))
+                transition.send(name, Recorded(step=recorded.step))
 
 
 def _record(transition: Transition, vote: Vote) -> None:
@@ -131,19 +151,12 @@ def _record(transition: Transition, vote: Vote) -> None:
         )
         return
     every_s = (
-        transition.now_s - fleet.recorded_s if fleet.formed and vote.generation == fleet.generation else vote.wall_s
+        transition.now_s - fleet.recorded.at_s if fleet.formed and vote.generation == fleet.generation else vote.wall_s
     )
     assert tally is not None
     whole_s = vote.wall_s / share_of_step(record)
-    transition.update(
-        recorded_step=vote.step,
-        recorded_s=transition.now_s,
-        step_wall_s=whole_s,
-        step_every_s=every_s,
-        start_failures=0,
-        futile=0,
-        futile_since_s=None,
-    )
+    _note(transition, step=vote.step, at_s=transition.now_s, wall_s=whole_s, every_s=every_s)
+    transition.update(start_failures=0, futile=0, futile_since_s=None)
     transition.publish(
         StepRecorded(
             step=vote.step,
@@ -308,7 +321,7 @@ def judge(transition: Transition, answered: Iterable[str]) -> tuple[Vote | None,
     """
     fleet = transition.fleet
     newest = _newest_step(fleet)
-    vote = fleet.votes.get(newest - 1)
+    vote = fleet.recorded.votes.get(newest - 1)
     laggards = []
     for name in answered:
         holding = fleet.workers[name].holding
@@ -328,7 +341,7 @@ def judge(transition: Transition, answered: Iterable[str]) -> tuple[Vote | None,
 
 def _newest_step(fleet: Fleet) -> int:
     """Steps that are committed: what every state must contain."""
-    return max(fleet.record.first_step, *(step + 1 for step in fleet.votes), fleet.recorded_step + 1)
+    return max(fleet.record.first_step, *(step + 1 for step in fleet.recorded.votes), fleet.recorded.step + 1)
 
 
 def commit(transition: Transition, phase: Stopping, vote: Vote, laggards: tuple[str, ...]) -> None:

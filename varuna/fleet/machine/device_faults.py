@@ -49,7 +49,7 @@ def note_error(
         accused: rank that has read another sample than this worker. Two machines are believed that say so of a third.
     """
     fleet, worker = transition.fleet, transition.fleet.workers[name]
-    device, step = f"machine {worker.node}", fleet.recorded_step + 1
+    device, step = f"machine {worker.node}", fleet.recorded.step + 1
     again = [
         (other, seen)
         for other, seen in fleet.broken.items()
@@ -61,7 +61,7 @@ def note_error(
     if is_odd:
         for each in filter(fleet.is_joined, fleet.workers.on(odd)):
             transition.lose(each, "has read other samples than two other machines", kill=True, rests=True)
-    elif again or not fleet.config.elastic or is_only_machine(fleet, worker.node) or fleet.recorded_step < 0:
+    elif again or not fleet.config.elastic or is_only_machine(fleet, worker.node) or fleet.recorded.step < 0:
         before = f" Step {step} had failed on {again[0][0]} before: {again[0][1].error}" if again else ""
         transition.forget(name)
         transition.end(exit_code, f"{text}{before}{detail}", worker=name)
@@ -90,7 +90,7 @@ def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:
     fleet, device = transition.fleet, _device_of(transition.fleet.workers[name], fault)
     title = device if fault.of_machine else _title(fleet.workers[name], device)
     what = "machine" if fault.of_machine else "GPU"
-    step, generation = fleet.recorded_step + 1, fleet.generation
+    step, generation = fleet.recorded.step + 1, fleet.generation
     for other, seen in fleet.broken.items():
         is_earlier = seen.generation < generation or generation < 0
         if other != device and is_earlier and (seen.error, seen.step) == (fault.error, step):
@@ -124,7 +124,7 @@ def _rest(
     faults = (0 if before is None else before.faults) + (not is_same)
     broken = BrokenDevice(
         error=error,
-        step=fleet.recorded_step + 1,
+        step=fleet.recorded.step + 1,
         generation=fleet.generation,
         workers=(*(before.workers if before is not None and is_same else ()), name),
         faults=faults,
@@ -153,7 +153,7 @@ def note_full(transition: Transition, name: str, fault: DeviceFault) -> None:
         if times == _MOST_TIMES:
             transition.end(
                 1,
-                f"worker {name} ran out of memory in step {fleet.recorded_step + 1}{figures}: {fault.error}. Plans for "
+                f"worker {name} ran out of memory in step {fleet.recorded.step + 1}{figures}: {fault.error}. Plans for "
                 f"{of} fill {1 - fleet.short[worker.device_class].part:.0%} less than its devices seem to have. "
                 "Lower micro_batch=, pass --memory-per-worker, or add workers; and see what else uses these GPUs "
                 "(nvidia-smi).",

@@ -204,7 +204,7 @@ def _is_dispensable(fleet: Fleet, name: str) -> bool:
         return False
     if fleet.main_ended or main is None or main.node == worker.node:
         return fleet.main_ended
-    has_all = fleet.job is not None and fleet.recorded_step + 1 >= fleet.job.steps
+    has_all = fleet.job is not None and fleet.recorded.step + 1 >= fleet.job.steps
     return has_all or main.standing is WorkerStatus.LEFT  # else the worker has broken its loop off
 
 
@@ -215,7 +215,7 @@ def _is_outsider(fleet: Fleet, name: str) -> bool:
 
 
 def _has_begun(fleet: Fleet) -> bool:
-    return fleet.recorded_step >= 0 or bool(fleet.trainings)
+    return fleet.recorded.step >= 0 or bool(fleet.trainings)
 
 
 def finish_if_all_left(transition: Transition) -> None:
@@ -276,7 +276,7 @@ def finish(transition: Transition, phase: Finishing) -> None:
     if waiting and phase.deadline_s is None:
         transition.update(phase=Finishing(deadline_s=transition.now_s + fleet.config.leave_timeout_s))
     elif not waiting or (phase.deadline_s is not None and transition.now_s >= phase.deadline_s):
-        done, wish, job = fleet.recorded_step + 1, fleet.finish, fleet.job
+        done, wish, job = fleet.recorded.step + 1, fleet.finish, fleet.job
         is_cut_short = wish is not None and job is not None and done < job.steps
         of = f" in training {fleet.training + 1} of the script" if fleet.trainings else ""
         words = (f"{done} steps done{of}", wish.reason if wish is not None and is_cut_short else "")

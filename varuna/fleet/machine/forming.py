@@ -14,6 +14,7 @@ from varuna.core.sums import MicroBatchLoss, remainder_of_stored
 from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.assignments import assignments
 from varuna.fleet.machine.choosing import plan_and_workers
+from varuna.fleet.machine.commit import begin_recording
 from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
 from varuna.fleet.machine.recall import in_memory, still_needed
 from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage, sums_moved
@@ -107,7 +108,7 @@ def _wait(transition: Transition, phase: Idle, blocked: Blocked) -> None:
 
 
 def _which_checkpoint(fleet: Fleet) -> WhichCheckpoint:
-    return WhichCheckpoint(after=fleet.generation, saved_step=fleet.saved_step)
+    return WhichCheckpoint(after=fleet.generation, saved_step=fleet.recorded.saved_step)
 
 
 def _wait_for_store(transition: Transition, phase: Idle) -> None:
@@ -130,8 +131,8 @@ def _end_as_asked(transition: Transition, wish: FinishWish, blocked: Blocked) ->
     """End the run as requested, because the current step, after which it would end, cannot be finished."""
     fleet = transition.fleet
     text = f"{wish.reason}; no step is running, because {blocked.text}"
-    saved_step = 0 if fleet.job is not None and fleet.job.rescues else fleet.saved_step
-    unsaved = fleet.recorded_step + 1 - saved_step if fleet.history else 0
+    saved_step = 0 if fleet.job is not None and fleet.job.rescues else fleet.recorded.saved_step
+    unsaved = fleet.recorded.step + 1 - saved_step if fleet.history else 0
     if unsaved > 0:
         text += f". {unsaved} steps are in no checkpoint; the same command repeats them"
     transition.end(int(unsaved > 0), text)
@@ -162,7 +163,7 @@ def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> Non
     if phase.rejected is not None and phase.rejected.workers == live:
         _wait(transition, phase, Blocked(Obstacle.NO_PLAN, phase.rejected.text))
         return
-    origin = _restore(transition, live) if lost else _Origin(fleet.recorded_step + 1, holdings)
+    origin = _restore(transition, live) if lost else _Origin(fleet.recorded.step + 1, holdings)
     if not fleet.history and origin.checkpoint and job.micro_batch is None:
         transition.update(micro_batch=origin.checkpoint.micro_batch)
     try:
@@ -182,7 +183,7 @@ def _restore(transition: Transition, live: tuple[str, ...]) -> _Origin:
     Raises:
         UnansweredError: it is being looked for.
     """
-    if (found := in_memory(transition.fleet, live)) and found[0].step >= transition.fleet.saved_step:
+    if (found := in_memory(transition.fleet, live)) and found[0].step >= transition.fleet.recorded.saved_step:
         return _Origin(found[0].step, found[0].holdings, in_memory=True)
     answer = transition.answer_to(_which_checkpoint(transition.fleet))
     assert isinstance(answer, FoundCheckpoint)
@@ -195,7 +196,7 @@ def _tell_origin(transition: Transition, origin: _Origin) -> None:
     fleet, checkpoint, next_step = transition.fleet, origin.checkpoint, origin.next_step
     if origin.in_memory:
         transition.notice(
-            f"the last holder of some state was lost; going back from step {fleet.recorded_step + 1} to step "
+            f"the last holder of some state was lost; going back from step {fleet.recorded.step + 1} to step "
             f"{next_step}, whose state other workers have in memory"
         )
         return
@@ -204,9 +205,9 @@ def _tell_origin(transition: Transition, origin: _Origin) -> None:
         where = f"the checkpoint of step {next_step} in {checkpoint.folder}"
         if _job(transition).rescues:
             where = f"the copy of its state after {next_step} steps"
-    if fleet.history and fleet.recorded_step >= next_step:
+    if fleet.history and fleet.recorded.step >= next_step:
         transition.notice(
-            f"ROLLBACK: the last holder of some state was lost; going back from step {fleet.recorded_step + 1} to "
+            f"ROLLBACK: the last holder of some state was lost; going back from step {fleet.recorded.step + 1} to "
             f"{where}",
             warning=True,
         )
@@ -296,7 +297,7 @@ def _start(
         transition.notice(left.sentence(origin.next_step, stored=rollback))
     if plan.speeds and not (fleet.history and plan.same_work(fleet.record.plan)):
         transition.notice(f"micro-batches are dealt by speed: {shares_text(plan.shares)}")
-    undone = fleet.recorded_step + 1 - origin.next_step if rollback and fleet.history else 0
+    undone = fleet.recorded.step + 1 - origin.next_step if rollback and fleet.history else 0
     record = GenerationRecord(
         generation=fleet.generation + 1,
         training=fleet.training,
@@ -331,9 +332,7 @@ def _start(
         asked={},
         answers={},
         expected_s=None,
-        recorded_step=origin.next_step - 1,
-        **({"saved_step": origin.checkpoint.step} if origin.checkpoint else {}),
-        **({"lineage": record.generation, "votes": {}, "early_shards": ()} if rollback else {}),
+        recorded=begin_recording(fleet, record, origin.checkpoint),
     )
     transition.publish(GenerationStarted(record=record))
     losses: Mapping[int, MicroBatchLoss] = {}

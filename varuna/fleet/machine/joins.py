@@ -135,6 +135,8 @@ def say_again(transition: Transition, name: str) -> None:
             transition.send(name, RaiseFlag(generation=fleet.generation, flag=flag))
     elif isinstance(phase, Stopping) and fleet.is_member(name) and worker.is_joined and worker.holding is None:
         if name in phase.applying:
-            transition.send(name, Apply(generation=fleet.generation, vote=fleet.votes[max(fleet.votes)]))
+            transition.send(
+                name, Apply(generation=fleet.generation, vote=fleet.recorded.votes[max(fleet.recorded.votes)])
+            )
         elif phase.hold_at_s is None:
             transition.send(name, Hold(generation=fleet.generation))

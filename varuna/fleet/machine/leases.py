@@ -370,9 +370,9 @@ def _wait_patience_s(fleet: Fleet, phase: Running) -> float:
 
 def return_patience_s(fleet: Fleet) -> float:
     """Seconds that doing the steps again would take that no checkpoint has, also none in memory, within bounds."""
-    step_s = max(fleet.step_every_s, fleet.step_wall_s)
-    kept_step = max([fleet.saved_step, *(each.step for each in in_memory(fleet, fleet.joined))])
-    again_s = max(0, fleet.recorded_step + 1 - kept_step) * step_s
+    step_s = max(fleet.recorded.every_s, fleet.recorded.wall_s)
+    kept_step = max([fleet.recorded.saved_step, *(each.step for each in in_memory(fleet, fleet.joined))])
+    again_s = max(0, fleet.recorded.step + 1 - kept_step) * step_s
     return max(fleet.config.lease_s, min(fleet.config.return_s, again_s))
 
 

@@ -13,7 +13,7 @@ def outcome(fleet: Fleet, name: str) -> TrainingOver:
 
 def steps_made(fleet: Fleet) -> int:
     """Steps of the present training."""
-    return max(fleet.recorded_step + 1, fleet.left_step)
+    return max(fleet.recorded.step + 1, fleet.left_step)
 
 
 def last_step(fleet: Fleet) -> LastStep | None:
@@ -22,7 +22,7 @@ def last_step(fleet: Fleet) -> LastStep | None:
     None if nothing is known of it, and after a break: then the loops of those who trained have had their last turn
     before the last step, and what ``state=`` names is complete.
     """
-    vote = fleet.votes.get(fleet.recorded_step)
+    vote = fleet.recorded.votes.get(fleet.recorded.step)
     record = None if vote is None else fleet.record_of(vote.generation)
     if vote is None or record is None or not vote.is_whole or fleet.job is None:
         return None

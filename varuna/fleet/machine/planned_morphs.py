@@ -114,7 +114,7 @@ def _answer_departures(transition: Transition) -> None:
         case Way.AFTER_STEP if not (_is_drained(fleet, nodes) and _is_rank_away(fleet)):
             _regroup(transition, cause)
         case Way.AT_ONCE:
-            transition.notice(f"{cause} before step {fleet.recorded_step + 1} can end: it is broken off")
+            transition.notice(f"{cause} before step {fleet.recorded.step + 1} can end: it is broken off")
             stop_generation(transition, EndCause(Ending.PLANNED, cause))
         case _:
             pass
@@ -237,7 +237,7 @@ def _consider_newcomers(transition: Transition, phase: Running) -> None:
     weighing = weigh(
         running,
         plan,
-        computing_s=fleet.step_wall_s * _steps_before_change(transition),
+        computing_s=fleet.recorded.wall_s * _steps_before_change(transition),
         stall_s=fleet.experience.stall_s(fleet.job, plan),
         exposed_s=_exposed_s(transition),
     )
@@ -250,7 +250,7 @@ def _consider_newcomers(transition: Transition, phase: Running) -> None:
             _regroup(transition, f"{who} joined")
         else:
             transition.notice(
-                f"{who} will be admitted at once: {weighing}. Step {fleet.recorded_step + 1} would take another "
+                f"{who} will be admitted at once: {weighing}. Step {fleet.recorded.step + 1} would take another "
                 f"{left_s:.0f} s; it is broken off, and its sums of gradients are kept"
             )
             stop_generation(transition, EndCause(Ending.PLANNED, f"{who} joined"))
@@ -269,7 +269,7 @@ def _takes_part(fleet: Fleet, name: str) -> bool:
 def _steps_before_change(transition: Transition) -> float:
     """Steps that the run is expected to do before workers come or go again, or it ends."""
     fleet = transition.fleet
-    every_s = max(fleet.step_every_s, fleet.step_wall_s, 1e-9)
+    every_s = max(fleet.recorded.every_s, fleet.recorded.wall_s, 1e-9)
     return min(fleet.experience.gap_s(transition.now_s) / every_s, _steps_left(fleet))
 
 
@@ -315,4 +315,4 @@ def _plan(answer: Planned | Unplannable) -> Plan | None:
 def _steps_left(fleet: Fleet) -> int:
     """Steps that are not recorded."""
     assert fleet.job is not None
-    return fleet.job.steps - fleet.recorded_step - 1
+    return fleet.job.steps - fleet.recorded.step - 1

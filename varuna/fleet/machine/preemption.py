@@ -97,20 +97,20 @@ def way_out(fleet: Fleet, now_s: float) -> Way:
     in_time = ends_s is not None and max(ends_s, now_s) < latest_s
     if now_s >= (latest_s if in_time or not fleet.is_settled else safe_s):
         return Way.AT_ONCE  # a generation that forms may be about to have everything in its new place
-    is_last = ends_s is None or max(ends_s, now_s) + fleet.step_wall_s > safe_s
+    is_last = ends_s is None or max(ends_s, now_s) + fleet.recorded.wall_s > safe_s
     return Way.AFTER_STEP if is_last or not in_time else Way.STAY
 
 
 def step_ends_s(fleet: Fleet) -> float | None:
     """Return when the step in flight is expected to be committed; None if nobody knows."""
-    return fleet.recorded_s + fleet.step_wall_s if fleet.formed and fleet.step_wall_s else None
+    return fleet.recorded.at_s + fleet.recorded.wall_s if fleet.formed and fleet.recorded.wall_s else None
 
 
 def hand_over_s(fleet: Fleet) -> float:
     """From the decision to leave nodes until their state, and sums of gradients, are with others; rather too long."""
     assert fleet.job is not None
     job, plan = fleet.job, fleet.record.plan
-    action_s = fleet.step_wall_s * plan.replicas / plan.micro_batches  # nothing interrupts one
+    action_s = fleet.recorded.wall_s * plan.replicas / plan.micro_batches  # nothing interrupts one
     # Nobody may wait for optimizer state, which follows while others run: the leaver has to send it all the same.
     moving_s = max(fleet.experience.stall_s(job, plan), state_s(job, plan, fleet.link_bytes_per_s))
     return action_s + _SLOWER * (moving_s + sums_s(job, plan, fleet.link_bytes_per_s))

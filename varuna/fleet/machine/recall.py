@@ -57,6 +57,6 @@ def _counts(fleet: Fleet, held: HeldCheckpoint) -> bool:
     if held.generation < fleet.began:
         return False
     since = fleet.history[held.generation + 1 - fleet.began :]
-    return held.step <= fleet.recorded_step + 1 and all(
+    return held.step <= fleet.recorded.step + 1 and all(
         record.first_step >= held.step for record in since if record.rollback
     )

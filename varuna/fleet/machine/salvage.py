@@ -56,7 +56,7 @@ def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) ->
 
     staying, moving = left_of(here), left_of(offered) if offered != here else None
     more = (moving.kept if moving is not None else 0) - (staying.kept if staying is not None else 0)
-    step_s = fleet.step_wall_s or plan.step_s
+    step_s = fleet.recorded.wall_s or plan.step_s
     return moving if more * step_s / plan.micro_batches > moving_s(fleet, sums_moved(moving)) else staying
 
 
@@ -136,14 +136,14 @@ def worth_breaking_off_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) 
         faster: share of a step's time that goes away by it.
         now_s: the time.
     """
-    if not fleet.formed or not fleet.step_wall_s or fleet.job is None:
+    if not fleet.formed or not fleet.recorded.wall_s or fleet.job is None:
         return None
     if not any(record.kept_micro_batches for record in fleet.history[-_REMEMBERED:]):
         return None
-    left_s = fleet.recorded_s + fleet.step_wall_s - now_s
+    left_s = fleet.recorded.at_s + fleet.recorded.wall_s - now_s
     old = fleet.record.plan
     fill = 2 * (max(old.depths) - 1)
-    flight_s = fleet.step_wall_s * fill / (old.micro_batches / old.replicas + fill)
+    flight_s = fleet.recorded.wall_s * fill / (old.micro_batches / old.replicas + fill)
     cost_s = flight_s + max(sums_s(fleet.job, each, fleet.link_bytes_per_s) for each in (old, plan))
     return left_s if left_s > _LEAST_LEFT_S and left_s * faster > _CLEARLY * cost_s else None
 

@@ -32,9 +32,9 @@ def stillness(fleet: Fleet, now_s: float) -> Stillness | None:
     """Whether a run that is to train stands still, and why; ``now_s`` by the manager's clock."""
     if isinstance(fleet.phase, Ended | Finishing) or fleet.is_leaving:
         return None
-    has_trained = fleet.recorded_step >= 0
-    since_s = (has_trained and fleet.recorded_s) or fleet.experience.began_s
-    bound_s = max(_STILL_S, _STEPS * fleet.step_every_s) if has_trained else _FIRST_S
+    has_trained = fleet.recorded.step >= 0
+    since_s = (has_trained and fleet.recorded.at_s) or fleet.experience.began_s
+    bound_s = max(_STILL_S, _STEPS * fleet.recorded.every_s) if has_trained else _FIRST_S
     if has_trained and _is_blocked(fleet):
         bound_s = 0.0
     for_s = now_s - since_s
@@ -96,13 +96,13 @@ def note_standstill(transition: Transition, phase: Running) -> None:
     """Tell once of a step that takes much longer than the one before: who is at work, or who waits for whom."""
     fleet = transition.fleet
     still_s = (
-        transition.now_s - fleet.recorded_s if fleet.recorded_s else 0.0
+        transition.now_s - fleet.recorded.at_s if fleet.recorded.at_s else 0.0
     )  # a manager that resumes knows of no step yet
-    if not fleet.formed or phase.still_step == fleet.recorded_step or fleet.is_leaving or fleet.contacts.is_alone:
+    if not fleet.formed or phase.still_step == fleet.recorded.step or fleet.is_leaving or fleet.contacts.is_alone:
         return
-    if still_s < max(_STILL_S, _UNUSUAL * fleet.step_every_s):
+    if still_s < max(_STILL_S, _UNUSUAL * fleet.recorded.every_s):
         return
-    transition.update(phase=replace(phase, still_step=fleet.recorded_step))
+    transition.update(phase=replace(phase, still_step=fleet.recorded.step))
     what = doing(fleet)
     transition.notice(f"no step for {still_s:.0f} s{f': {what}' if what else ''}")
 

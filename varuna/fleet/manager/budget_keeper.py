@@ -62,7 +62,7 @@ class BudgetKeeper:
             left,
             Seen(_step_s(fleet), self._saving_s),
             is_ending=fleet.finish is not None,
-            is_saved=fleet.saved_step > fleet.recorded_step,
+            is_saved=fleet.recorded.saved_step > fleet.recorded.step,
             tried_saving=self._tried_saving,
         )
         return self._asked_for(decided, fleet, budget, left)
@@ -81,7 +81,7 @@ class BudgetKeeper:
                 return [Notice(text=f"{reason}. The run ends after the current step"), FinishRequested(reason)]
             case Decision.CUT:
                 self._has_cut = True
-                unsaved = fleet.recorded_step + 1 - fleet.saved_step if fleet.history else 0
+                unsaved = fleet.recorded.step + 1 - fleet.recorded.saved_step if fleet.history else 0
                 lost = (
                     f"; {counted(unsaved, 'step')} are in no checkpoint, and are repeated then" if unsaved > 0 else ""
                 )
@@ -98,5 +98,5 @@ _NO_CHECKPOINTS = (
 
 def _step_s(fleet: Fleet) -> float:
     """Seconds from one step to the next; before the second one, as planned."""
-    measured_s = max(fleet.step_every_s, fleet.step_wall_s)
+    measured_s = max(fleet.recorded.every_s, fleet.recorded.wall_s)
     return measured_s or (fleet.record.plan.step_s if fleet.history else 0.0)

@@ -348,7 +348,9 @@ class Calibrator:
         weighing = weigh(
             plan.model_copy(update={"step_s": self.predicted_s(plan)}),
             best,
-            computing_s=min(fleet.experience.gap_s(now_s), (job.steps - fleet.recorded_step - 1) * fleet.step_wall_s),
+            computing_s=min(
+                fleet.experience.gap_s(now_s), (job.steps - fleet.recorded.step - 1) * fleet.recorded.wall_s
+            ),
             stall_s=fleet.experience.stall_s(job, best),
             exposed_s=0.0,  # the same workers: of what that is worth, ``_is_safer`` decides
         )

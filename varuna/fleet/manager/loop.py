@@ -171,7 +171,7 @@ class Manager:
                 self._journal.keep_account(self._budget.account())
         if ended is None or ended.exit_code:
             return ended
-        if (missing := self._keeper.account(self.fleet.recorded_step + 1)) is not None:
+        if (missing := self._keeper.account(self.fleet.recorded.step + 1)) is not None:
             ended = Ended(1, missing)
             self._publish(RunEnded(exit_code=1, text=missing))
         return ended
@@ -221,7 +221,7 @@ class Manager:
         self._store.do(lambda: self._keeper.resume(job, history))
         self._hands.set_main(self.fleet.members[0])
         self._meeting.begin(self.fleet.generation, self.fleet.members)
-        where = f"generation {self.fleet.generation}, step {self.fleet.recorded_step + 1}"
+        where = f"generation {self.fleet.generation}, step {self.fleet.recorded.step + 1}"
         self._publish(Notice(text=f"the manager is back: {where}"))
 
     def _take(self, event: Posted) -> None:
@@ -383,7 +383,7 @@ class Manager:
         if isinstance(event, GenerationStarted) and event.record.generation == event.record.began:
             assert self.fleet.job is not None
             self._journal.keep_job(self.fleet.job, self.fleet.version, wire_digest())
-        vote = self.fleet.votes.get(event.step) if isinstance(event, StepRecorded) else None
+        vote = self.fleet.recorded.votes.get(event.step) if isinstance(event, StepRecorded) else None
         self._journal.append(event, vote=vote)
         if isinstance(event, StepRecorded):
             self._look_at(event)

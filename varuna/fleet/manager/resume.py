@@ -18,6 +18,7 @@ from varuna.fleet.state.fleet import Departure, Fleet
 from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Running
+from varuna.fleet.state.recorded import RecordedSteps
 from varuna.fleet.state.run_events import (
     Answered,
     Asked,
@@ -88,7 +89,8 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
                 history.clear()
             case _:
                 pass
-    fleet = replace(fleet, trainings=tuple(trainings), began=began, lineage=began, version=past.version)
+    recorded = RecordedSteps(lineage=began)
+    fleet = replace(fleet, trainings=tuple(trainings), began=began, recorded=recorded, version=past.version)
     if not history or past.job is None:
         return fleet
     lineage = max((record.generation for record in history if record.rollback), default=began)
@@ -111,11 +113,13 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
         loss_rate=LossRate(began_s=now_s, prior_per_hour=seen_per_hour, planned_per_hour=seen_per_hour),
         broke_s=now_s,
         planned_for=history[-1].plan.classes,  # others may have been left out as slow, or about to leave
-        recorded_step=recorded_step,
-        recorded_s=now_s,
-        saved_step=saved_step,
-        lineage=lineage,
-        votes={newest.step: newest} if newest is not None and counts else {},
+        recorded=RecordedSteps(
+            step=recorded_step,
+            at_s=now_s,
+            saved_step=saved_step,
+            lineage=lineage,
+            votes={newest.step: newest} if newest is not None and counts else {},
+        ),
         # A member that was lost before its generation ended: the morph is still to come.
         causes=tuple(EndCause(Ending.LOST, f"worker {name} was lost") for name in history[-1].grid if name in lost),
     )

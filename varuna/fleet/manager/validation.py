@@ -56,9 +56,9 @@ def _out_of_line(fleet: Fleet, worker: str, votes: Sequence[Vote]) -> Objection 
     A rank votes on a step only if it has applied the one before. Votes may have gone unheard, while a manager was away
     for long: then other ranks are as far, as soon as any of them is heard.
     """
-    known = max([fleet.recorded_step, *fleet.votes])
+    known = max([fleet.recorded.step, *fleet.recorded.votes])
     for vote in sorted(votes, key=lambda vote: vote.step):
-        if vote.generation < fleet.lineage or vote.step <= known:
+        if vote.generation < fleet.recorded.lineage or vote.step <= known:
             continue  # it changes nothing
         record = fleet.record_of(vote.generation)
         if record is None or not record.has_seat(worker):
@@ -97,7 +97,7 @@ def _about_held(fleet: Fleet, worker: str, held: StopReport) -> Objection | None
     if held.next_step is None:
         claims = held.sections or held.lent or held.copies
         return Objection("it holds sections without a step") if claims else None
-    known = max([fleet.recorded_step, *fleet.votes, *(vote.step for vote in held.votes)])
+    known = max([fleet.recorded.step, *fleet.recorded.votes, *(vote.step for vote in held.votes)])
     if held.next_step > max(known + 1, _furthest_step(fleet)):
         return Objection(f"it claims to hold step {held.next_step}, but step {known + 1} is not committed")
     if not _was_given(fleet, worker, held):

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from varuna.core.devices import WorkerGroup, WorkerGroups, class_in, device_of, region_of_zone, worker_bytes
-from varuna.core.messages import Hello, Vote
+from varuna.core.messages import Hello
 from varuna.core.model import JobFacts
-from varuna.core.saved import SavedShard
 from varuna.fleet.state.causes import EndCause, FinishWish
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.contacts import Contacts
@@ -17,6 +16,7 @@ from varuna.fleet.state.morph_gain import FirstStep, MorphHistory
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Finishing, Idle, Phase
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question
+from varuna.fleet.state.recorded import RecordedSteps
 from varuna.fleet.state.run_events import GenerationRecord, TrainingEnded
 from varuna.fleet.state.silence import Silence
 from varuna.fleet.state.stutter import NO_EVIDENCE, Straggler
@@ -142,20 +142,7 @@ class Fleet:
     replan: bool = False
     """The next generation asks the planner, whatever ran before."""
     finish: FinishWish | None = None
-    recorded_step: int = -1
-    recorded_s: float = 0.0
-    saved_step: int = 0
-    """Steps in the newest checkpoint that was committed."""
-    early_shards: tuple[SavedShard, ...] = ()
-    """Of steps whose votes were not heard yet, by step."""
-    step_wall_s: float = 0.0
-    """Seconds that the newest recorded step took."""
-    step_every_s: float = 0.0
-    """From one recorded step to the next, with what the script does in between."""
-    lineage: int = 0
-    """Oldest generation whose votes count: a rollback abandons what came before."""
-    votes: Mapping[int, Vote] = field(default_factory=dict)
-    """By step: the newest recorded one, and those that are not recorded yet."""
+    recorded: RecordedSteps = field(default_factory=RecordedSteps)
 
     @staticmethod
     def empty(config: FleetConfig, now_s: float) -> "Fleet":
@@ -202,7 +189,7 @@ class Fleet:
             workers=Workers(workers),
             trainings=(*self.trainings, ended),
             began=self.generation + 1,
-            lineage=self.generation + 1,
+            recorded=RecordedSteps(lineage=self.generation + 1),
         )
 
     @property
@@ -424,10 +411,8 @@ class Fleet:
 
 
 _OF_TRAINING = (
-    *("compute_s", "expiring_s", "ahead", "job", "micro_batch", "history", "departed", "left_step"),
-    *("main_ended", "script_ended", "causes", "broke_s", "planned", "first_step", "planned_for", "futile"),
-    *("futile_since_s", "morph_asked", "morph_reason", "save_asked", "asked", "answers", "expected_s"),
-    *("link_bytes_per_s", "replan", "recorded_step", "recorded_s", "saved_step", "early_shards", "step_wall_s"),
-    *("step_every_s", "votes"),
+    *("compute_s", "expiring_s", "ahead", "job", "micro_batch", "history", "departed", "left_step", "main_ended"),
+    *("script_ended", "causes", "broke_s", "planned", "first_step", "planned_for", "futile", "futile_since_s"),
+    *("morph_asked", "morph_reason", "save_asked", "asked", "answers", "expected_s", "link_bytes_per_s", "replan"),
 )
 """Fields of a fleet that begin anew with each training."""

@@ -42,7 +42,8 @@ def takes_any_answer_for_the_result(fleet: Fleet, event: Event, now_s: float) ->
 def forgets_recorded_votes(fleet: Fleet, event: Event, now_s: float) -> Turn:
     """Nobody who lacks the newest step can be told its vote any more."""
     after, instructions = advance(fleet, event, now_s)
-    return replace(after, votes={}) if after.recorded_step > fleet.recorded_step else after, instructions
+    is_news = after.recorded.step > fleet.recorded.step
+    return replace(after, recorded=replace(after.recorded, votes={})) if is_news else after, instructions
 
 
 def tells_before_it_writes(fleet: Fleet, event: Event, now_s: float) -> Turn:
@@ -54,7 +55,7 @@ def tells_before_it_writes(fleet: Fleet, event: Event, now_s: float) -> Turn:
 def begins_no_timeline(fleet: Fleet, event: Event, now_s: float) -> Turn:
     """A rollback abandons nothing."""
     after, instructions = advance(fleet, event, now_s)
-    return replace(after, lineage=0), instructions
+    return replace(after, recorded=replace(after.recorded, lineage=0)), instructions
 
 
 def ends_for_all(fleet: Fleet, event: Event, now_s: float) -> Turn:

@@ -73,7 +73,7 @@ def test_a_shard_that_cannot_be_written_is_passed_on_and_ends_nothing() -> None:
     driver.gather()
     assert driver.say("w1", Unsaved(reason="no space")) == [Complain("w1", "no space")]
     driver.voted(0)
-    assert driver.fleet.recorded_step == 0
+    assert driver.fleet.recorded.step == 0
 
 
 def test_the_first_generation_waits_for_all_launched_workers() -> None:

@@ -133,9 +133,9 @@ class Small(SimulatedFleet):
             tuple(fleet.workers.values()),
             (record.generation, record.members, record.first_step, record.rollback, record.recovery_seconds is None),
             (
-                fleet.recorded_step,
-                fleet.lineage,
-                tuple(sorted((step, v.generation) for step, v in fleet.votes.items())),
+                fleet.recorded.step,
+                fleet.recorded.lineage,
+                tuple(sorted((step, v.generation) for step, v in fleet.recorded.votes.items())),
             ),
             tuple(_face(worker) for worker in self.workers.values()),
             tuple((number, vote.step) for number, (vote, _) in sorted(self.votes.items())),

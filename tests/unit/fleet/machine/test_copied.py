@@ -124,4 +124,4 @@ def test_copies_last_until_the_next_generation_has_formed(driver: Driver) -> Non
     assert driver.fleet.generation == 2
     assert (driver.fleet.record.plan.shape, driver.fleet.record.rollback) == ("2x1", False)
     driver.say("w0", Voted(vote=driver.vote(2)))
-    assert driver.fleet.recorded_step == 2
+    assert driver.fleet.recorded.step == 2

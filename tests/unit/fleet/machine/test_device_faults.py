@@ -44,7 +44,7 @@ def fails(driver: Driver, worker: str, error: str = ECC, *, is_memory: bool = Fa
 def goes_on(driver: Driver) -> None:
     """The others stop, and form the next generation."""
     driver.wait(0.4)
-    driver.all_held(driver.fleet.recorded_step + 1)
+    driver.all_held(driver.fleet.recorded.step + 1)
     assert isinstance(driver.fleet.phase, Running)
 
 
@@ -62,7 +62,7 @@ def test_a_broken_gpu_is_a_lost_worker() -> None:
     ]
     goes_on(driver)
     driver.voted(2)
-    assert driver.fleet.recorded_step == 2
+    assert driver.fleet.recorded.step == 2
 
 
 def test_its_gpu_gets_no_worker_for_a_while_and_then_one_again() -> None:
@@ -367,7 +367,7 @@ def test_an_error_costs_its_worker_once_where_others_have_machines_of_their_own(
     assert rests == "machine w1 gets no worker for 1m 00s, since it failed"
     goes_on(driver)
     driver.voted(2, 3)
-    assert driver.fleet.recorded_step == 3
+    assert driver.fleet.recorded.step == 3
 
 
 @pytest.mark.parametrize("second", ["w2", "w3"])
@@ -450,7 +450,7 @@ def test_two_machines_that_have_read_other_samples_than_a_third_cost_that_one_an
         assert {lost.worker for lost in driver.told(WorkerLost)} == {"w0", "w1", "w3", "w5"}
         goes_on(driver)
         driver.voted(3)
-        assert driver.fleet.recorded_step == 3
+        assert driver.fleet.recorded.step == 3
 
 
 @pytest.mark.parametrize("spared", [True, False])

@@ -58,7 +58,7 @@ def on_machines(
 def train(driver: Driver, seconds: float, *, hidden: tuple[str, ...] = (), every_s: float = 1.0) -> None:
     """Steps go on: each rank's beat says so, and rank 0 reports them if its machine is heard."""
     end_s = driver.now_s + seconds
-    step = driver.fleet.recorded_step
+    step = driver.fleet.recorded.step
     while driver.now_s < end_s:
         driver.wait(every_s, hidden=hidden, still=False)
         step += 1
@@ -189,10 +189,10 @@ def test_main_rank_out_of_sight_other_ranks_beats_prove_that_steps_go_on() -> No
     driver = on_machines("abcd")
     train(driver, 60, hidden=("a",))
     assert not lost(driver)
-    assert driver.fleet.recorded_step == 1  # nobody reports, but everybody lives
+    assert driver.fleet.recorded.step == 1  # nobody reports, but everybody lives
     driver.wait(1, still=False)
     driver.voted(*range(2, 62))
-    assert driver.fleet.recorded_step == 61
+    assert driver.fleet.recorded.step == 61
 
 
 @pytest.mark.parametrize("at_work", ["w0", "w2"])
@@ -480,7 +480,7 @@ def test_a_rank_that_parts_between_two_generations_comes_back_as_a_newcomer() ->
     joins(driver, "w6", "g")
     train(driver, 5)
     assert sends(driver.done, RaiseFlag)
-    stop(driver, *driver.fleet.members, next_step=driver.fleet.recorded_step + 1)
+    stop(driver, *driver.fleet.members, next_step=driver.fleet.recorded.step + 1)
     assert driver.fleet.record.has_seat("w3")
     assert lost(driver) == {"w5"}
 

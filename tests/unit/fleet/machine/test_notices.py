@@ -16,7 +16,7 @@ from varuna.fleet.state.stutter import Straggler
 def in_long_step(nodes: str, wall_s: float = 100.0) -> Driver:
     """Steps take minutes; the step in flight has just begun."""
     driver = on_nodes(nodes, replace=False)
-    driver.fleet = replace(driver.fleet, step_wall_s=wall_s)
+    driver.fleet = replace(driver.fleet, recorded=replace(driver.fleet.recorded, wall_s=wall_s))
     return driver
 
 

@@ -126,7 +126,7 @@ def test_a_step_too_long_for_the_deadline_is_broken_off() -> None:
 
 
 def long_steps(driver: Driver, wall_s: float) -> Fleet:
-    return replace(driver.fleet, step_wall_s=wall_s)
+    return replace(driver.fleet, recorded=replace(driver.fleet.recorded, wall_s=wall_s))
 
 
 def test_a_replacement_is_asked_for_when_the_notice_comes() -> None:
@@ -239,7 +239,7 @@ def test_all_nodes_leaving_keep_training_until_they_are_gone() -> None:
     assert isinstance(driver.fleet.phase, Running)
     assert flags(driver) == []  # no checkpoint directory, nobody to take over
     driver.voted(2)
-    assert driver.fleet.recorded_step == 2
+    assert driver.fleet.recorded.step == 2
 
 
 def test_the_leaver_that_dies_while_its_state_is_copied_ends_the_morph_and_not_the_run() -> None:
@@ -318,7 +318,7 @@ def test_a_joiner_that_cannot_copy_is_dropped() -> None:
     assert all("could not copy its state" in lost.cause for lost in driver.told(WorkerLost))
     assert driver.fleet.record.grid == ("w0", "w1", "w2", "w3")
     driver.voted(3)
-    assert driver.fleet.recorded_step == 3
+    assert driver.fleet.recorded.step == 3
 
 
 def test_nobody_is_dropped_while_a_worker_builds_the_model() -> None:

@@ -170,7 +170,7 @@ class KeepingFleet(SimulatedFleet):
     def feed(self, event: Event) -> None:
         """Whatever happens next, the manager knows by then of each checkpoint in the store."""
         due = self.recorded[-1] + 1 if self.checkpoints and self.recorded and self.recorded[-1] % 3 == 2 else 0
-        if due and due != self.driver.fleet.saved_step:
+        if due and due != self.driver.fleet.recorded.saved_step:
             super().feed(CheckpointCompleted(due))
         super().feed(event)
 

@@ -140,7 +140,9 @@ def test_sums_stay_where_computing_again_is_faster_than_their_way(link_bytes_per
     job = make_job(sections=4, steps=100)
     driver = Driver(FleetConfig(workers=4, replace=False), plan=shallow, job=job, node_of=lambda worker: worker)
     driver.begin(0)
-    driver.fleet = replace(driver.fleet, link_bytes_per_s=link_bytes_per_s, step_wall_s=8.0)
+    driver.fleet = replace(
+        driver.fleet, link_bytes_per_s=link_bytes_per_s, recorded=replace(driver.fleet.recorded, wall_s=8.0)
+    )
     driver.feed(preempted("w3", in_s=2))
     for number in range(4):
         answer(driver, f"w{number}", sums({number: ((0, 4),)}, range(4) if number == 3 else range(0)))

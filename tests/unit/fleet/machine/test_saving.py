@@ -36,13 +36,13 @@ def test_a_shard_counts_once_the_step_before_it_is_recorded_and_no_word_of_a_wor
         driver.voted(step)
         assert driver.done.count(Collect(shard(step + 1))) == 1
     assert Collect(shard(90)) not in driver.done
-    assert driver.fleet.early_shards == (shard(90),)
-    assert driver.fleet.saved_step == 0
+    assert driver.fleet.recorded.early_shards == (shard(90),)
+    assert driver.fleet.recorded.saved_step == 0
     driver.feed(CheckpointCompleted(3))
-    assert driver.fleet.saved_step == 3
+    assert driver.fleet.recorded.saved_step == 3
 
 
 def test_a_run_that_begins_from_a_checkpoint_knows_of_it() -> None:
     driver = Driver(FleetConfig(workers=4), plan=two_stages, checkpoint=Checkpoint("ck/step-20", 20, 2))
     driver.gather()
-    assert driver.fleet.saved_step == 20
+    assert driver.fleet.recorded.saved_step == 20

@@ -34,7 +34,7 @@ def reports(driver: Driver, worker: str, peer: str) -> None:
 def goes_on(driver: Driver) -> None:
     """The grace is over; whoever is left stops, and the next generation forms."""
     driver.wait(1.5, still=False)
-    driver.all_held(driver.fleet.recorded_step + 1)
+    driver.all_held(driver.fleet.recorded.step + 1)
     assert isinstance(driver.fleet.phase, Running)
 
 
@@ -56,7 +56,7 @@ def test_who_reports_it_is_left_out_and_its_machine_rests(worker: str, peer: str
     [said] = [event.text for event in driver.told(Notice) if event.warning]
     assert said.startswith("nothing gets through between nodes ")
     driver.voted(2, 3)
-    assert driver.fleet.recorded_step == 3
+    assert driver.fleet.recorded.step == 3
     assert not driver.fleet.silences
 
 

@@ -93,7 +93,7 @@ def test_a_rank_that_missed_the_regroup_vote_is_told_at_once() -> None:
 def gaining(wall_s: float, steps: int = 100_000) -> Driver:
     driver = Driver(FleetConfig(workers=4), plan=two_stages, job=make_job(steps=steps))
     driver.begin(0, 1)
-    driver.fleet = replace(driver.fleet, step_wall_s=wall_s)
+    driver.fleet = replace(driver.fleet, recorded=replace(driver.fleet.recorded, wall_s=wall_s))
     driver.feed(SpawnRequested(2))
     driver.hello("w4")
     driver.hello("w5")
@@ -136,11 +136,11 @@ def test_what_the_first_step_waits_for_is_a_stall_as_well() -> None:
     """Its vote took 9.5 s of 10: the next one shows that a step takes 2."""
     driver = gaining(wall_s=1.0)
     driver.wait(1.2)
-    driver.voted(driver.fleet.recorded_step + 1)
-    driver.all_held(driver.fleet.recorded_step + 1)
+    driver.voted(driver.fleet.recorded.step + 1)
+    driver.all_held(driver.fleet.recorded.step + 1)
     driver.wait(10, still=False)
     for wall_s, stall_s in ((9.5, 0.5), (2.0, 8.0), (3.0, 8.0)):
-        vote = driver.vote(driver.fleet.recorded_step + 1).model_copy(update={"wall_s": wall_s})
+        vote = driver.vote(driver.fleet.recorded.step + 1).model_copy(update={"wall_s": wall_s})
         driver.say(driver.fleet.members[0], Voted(vote=vote))
         assert driver.fleet.experience.stalls_s == pytest.approx((stall_s,), abs=0.3)
 

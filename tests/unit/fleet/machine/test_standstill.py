@@ -46,7 +46,7 @@ def test_code_of_the_training_loop_that_takes_long_is_told_once() -> None:
 
 def test_a_manager_that_resumes_does_not_count_from_the_beginning_of_time() -> None:
     driver = running()
-    driver.fleet = replace(driver.fleet, recorded_s=0.0)
+    driver.fleet = replace(driver.fleet, recorded=replace(driver.fleet.recorded, at_s=0.0))
     driver.now_s += 1e6
     assert still(driver, 5, {"w0": "runs step 2: waits for the vote"}) == []
 
@@ -70,8 +70,8 @@ def test_a_run_without_a_step_for_long_says_what_its_ranks_do() -> None:
     for name in ("w1", "w2", "w3"):
         driver.say(name, Beat(generation=0, step=2, activity="runs step 2: waits for rank 0"))
     driver.say("w0", Beat(generation=0, step=2, activity="runs the code of the training loop", at_work=True))
-    assert stillness(driver.fleet, driver.fleet.recorded_s + 44) is None
-    found = stillness(driver.fleet, driver.fleet.recorded_s + 46)
+    assert stillness(driver.fleet, driver.fleet.recorded.at_s + 44) is None
+    found = stillness(driver.fleet, driver.fleet.recorded.at_s + 46)
     assert found == (46.0, "rank 0 runs the code of the training loop. The other 3 wait")
 
 
@@ -85,7 +85,7 @@ def test_a_run_that_waits_for_machines_says_how_many_and_who_went() -> None:
         driver.kill(name)
     driver.held("w0", 2)
     driver.wait(100)
-    found = stillness(driver.fleet, driver.fleet.recorded_s + 2)
+    found = stillness(driver.fleet, driver.fleet.recorded.at_s + 2)
     causes = "(worker w1 killed by SIGKILL; worker w2 killed by SIGKILL; worker w3 killed by SIGKILL)"
     why = f"2 stages need 2 workers, 1 are there {causes}"
     assert found == (2.0, why), "no time has to pass where no plan fits"

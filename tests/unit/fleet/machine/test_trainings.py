@@ -49,7 +49,7 @@ def test_the_next_training_begins_with_its_own_job_steps_and_plan() -> None:
     assert (record.generation, record.training, record.began, record.first_step) == (1, 1, 1, 0)
     assert record.plan.sections == len(OTHER.model.sections)
     assert all(driver.assignments[name].fresh for name in ("w0", "w1"))
-    assert (driver.fleet.training, driver.fleet.job, driver.fleet.recorded_step) == (1, OTHER, -1)
+    assert (driver.fleet.training, driver.fleet.job, driver.fleet.recorded.step) == (1, OTHER, -1)
     driver.voted(0)
     assert [(event.step, event.generation) for event in driver.told(StepRecorded)[-2:]] == [(2, 0), (0, 1)]
 
@@ -168,7 +168,7 @@ def test_late_words_about_an_earlier_training_change_nothing() -> None:
     driver.say("w1", Saved(shard=shard))
     driver.say("w1", Leaving(step=3))
     assert not [each for each in driver.done[done:] if isinstance(each, Collect)]
-    assert (driver.fleet.votes, driver.fleet.recorded_step, driver.fleet.phase) == ({}, -1, before.phase)
+    assert (driver.fleet.recorded.votes, driver.fleet.recorded.step, driver.fleet.phase) == ({}, -1, before.phase)
 
 
 def test_a_run_that_is_asked_to_stop_begins_no_other_training() -> None:

@@ -16,6 +16,7 @@ from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import FinishRequested, StopRequested
+from varuna.fleet.state.recorded import RecordedSteps
 from varuna.fleet.state.run_events import Budgeted, CheckpointCommitted, Notice, StepRecorded
 
 HOUR_S = 3600.0
@@ -49,7 +50,7 @@ def test_a_run_is_told_to_end_once_before_its_budget_does() -> None:
 
 def test_at_the_limit_what_still_runs_is_cut_off_once_if_all_is_saved() -> None:
     run = Watched()
-    run.fleet = replace(run.fleet, finish=FinishWish("enough"), recorded_step=4, saved_step=5)
+    run.fleet = replace(run.fleet, finish=FinishWish("enough"), recorded=RecordedSteps(step=4, saved_step=5))
     assert run.look(2 * HOUR_S - 1) == []
     (cut,) = run.look(2 * HOUR_S)
     assert isinstance(cut, StopRequested)

@@ -19,6 +19,7 @@ from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested
 from varuna.fleet.state.persistent import PersistentMap
+from varuna.fleet.state.recorded import RecordedSteps
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
 from varuna.fleet.state.worker import Worker, WorkerStatus
 from varuna.fleet.state.workers import Workers
@@ -37,7 +38,8 @@ def fleet() -> Fleet:
     record = GenerationRecord(generation=0, plan=PLAN, members=("w0", "w1"), cause="start", first_step=0)
     workers = Workers(Worker(name=name, replacement=False, standing=WorkerStatus.JOINED) for name in ("w0", "w1"))
     made = Fleet.empty(FleetConfig(workers=2), 0.0)
-    return replace(made, job=JOB, history=(record,), workers=workers, recorded_step=10, step_wall_s=100.0)
+    recorded = RecordedSteps(step=10, wall_s=100.0)
+    return replace(made, job=JOB, history=(record,), workers=workers, recorded=recorded)
 
 
 def times(steps: int = 5, seconds: float = 2.5) -> RankTimes:
@@ -191,7 +193,7 @@ def test_a_plan_that_measured_times_favour_is_asked_for_if_it_pays(tmp_path: Pat
     better = make_plan(JOB, 2, 1).model_copy(update={"step_s": 1e-3})
     heard = calibrator(tmp_path, best=better)
     heard.hear(fleet(), "w0", beat(times()), 0.0)
-    told = heard.hear(replace(fleet(), recorded_step=99_999), "w1", beat(times()), 0.0)
+    told = heard.hear(replace(fleet(), recorded=RecordedSteps(step=99_999)), "w1", beat(times()), 0.0)
     assert not any(isinstance(each, MorphRequested) for each in told), "the last step is done"
     again = calibrator(tmp_path, best=better)
     again.hear(fleet(), "w0", beat(times()), 0.0)

@@ -66,7 +66,11 @@ class Shell:
                     and done.event.record.generation == done.event.record.began
                 ):
                     self.journal.keep_job(self.driver.job, "1", "2")
-                vote = self.driver.fleet.votes.get(done.event.step) if isinstance(done.event, StepRecorded) else None
+                vote = (
+                    self.driver.fleet.recorded.votes.get(done.event.step)
+                    if isinstance(done.event, StepRecorded)
+                    else None
+                )
                 self.journal.append(done.event, vote=vote)
         self.written = len(self.driver.done)
 
@@ -122,15 +126,19 @@ def test_a_running_generation_goes_on_as_if_nothing_had_happened(shell: Shell) -
     before = shell.driver.fleet
     fleet = shell.die_and_start_again()
     assert isinstance(fleet.phase, Running)
-    assert (fleet.generation, fleet.members, fleet.recorded_step) == (0, before.members, 1)
-    assert (fleet.job, fleet.micro_batch, fleet.votes) == (before.job, before.micro_batch, before.votes)
+    assert (fleet.generation, fleet.members, fleet.recorded.step) == (0, before.members, 1)
+    assert (fleet.job, fleet.micro_batch, fleet.recorded.votes) == (
+        before.job,
+        before.micro_batch,
+        before.recorded.votes,
+    )
     sent = len(shell.driver.done)
     plan = fleet.record.plan
     unrecorded = [Voted(vote=make_vote(plan, 0, step)) for step in (2, 3, 4)]  # trained while nobody managed
     shell.reconcile("n0-a", shell.snapshot("n0-a.0", *unrecorded), shell.snapshot("n0-a.1"))
     shell.reconcile("n1-b", shell.snapshot("n1-b.0"), shell.snapshot("n1-b.1"))
     shell.driver.wait(8)
-    assert shell.driver.fleet.recorded_step == 4
+    assert shell.driver.fleet.recorded.step == 4
     assert shell.driver.fleet.generation == 0
     told = [done.message for done in shell.driver.done[sent:] if isinstance(done, Send)]
     assert not [message for message in told if isinstance(message, Assign | Hold)]
@@ -147,9 +155,13 @@ def test_a_script_goes_on_in_the_training_that_it_was_in(shell: Shell) -> None:
     shell.vote(0)
     before = shell.driver.fleet
     fleet = shell.die_and_start_again()
-    assert (before.training, before.generation, before.recorded_step) == (1, 1, 0)
-    assert (fleet.training, fleet.generation, fleet.recorded_step, fleet.saved_step) == (1, 1, 0, 0)
-    assert (fleet.trainings, fleet.history[0].began, fleet.votes) == (before.trainings, 1, before.votes)
+    assert (before.training, before.generation, before.recorded.step) == (1, 1, 0)
+    assert (fleet.training, fleet.generation, fleet.recorded.step, fleet.recorded.saved_step) == (1, 1, 0, 0)
+    assert (fleet.trainings, fleet.history[0].began, fleet.recorded.votes) == (
+        before.trainings,
+        1,
+        before.recorded.votes,
+    )
 
 
 def test_a_manager_that_missed_the_end_of_a_training_hears_of_it(shell: Shell) -> None:
@@ -187,7 +199,7 @@ def test_a_manager_that_missed_the_end_of_a_training_hears_of_it(shell: Shell) -
 def test_the_newest_checkpoint_is_known_before_anybody_speaks(shell: Shell) -> None:
     shell.vote(0)
     shell.journal.append(CheckpointCommitted(step=1))
-    assert shell.die_and_start_again().saved_step == 1
+    assert shell.die_and_start_again().recorded.saved_step == 1
 
 
 def test_who_does_not_come_back_is_lost_after_one_lease_and_not_before(shell: Shell) -> None:
@@ -237,12 +249,12 @@ def test_a_vote_of_a_timeline_that_a_rollback_abandoned_does_not_count_for_the_n
         shell.say(name, stale[name])
     shell.driver.wait(2)
     shell.write()
-    assert (shell.driver.fleet.generation, shell.driver.fleet.recorded_step) == (1, 1)
+    assert (shell.driver.fleet.generation, shell.driver.fleet.recorded.step) == (1, 1)
     shell.die_and_start_again()
     for name in first:
         shell.reconcile(node_of(name), shell.snapshot(name, generation=1))
     shell.say(first[0], stale[first[0]].model_copy(update={"generation": 1}))  # it had not reloaded yet
-    assert (shell.driver.fleet.votes, shell.driver.fleet.recorded_step) == ({}, 1)
+    assert (shell.driver.fleet.recorded.votes, shell.driver.fleet.recorded.step) == ({}, 1)
 
 
 def _sections(fleet: Fleet, name: str) -> tuple[int, ...]:

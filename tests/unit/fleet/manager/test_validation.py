@@ -16,6 +16,7 @@ from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import WorkerDistrusted, WorkerExited, WorkerSpawned
 from varuna.fleet.state.outputs import Kill
+from varuna.fleet.state.recorded import RecordedSteps
 from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.worker import changed
 
@@ -106,7 +107,7 @@ def test_sums_that_a_worker_went_on_from_are_believed_in_that_step_only() -> Non
     assert objection(fleet, w0, summed(((0, 2), (4, 6)))) is None
     assert "never given" in text(objection(fleet, w0, summed(((0, 3), (4, 6)))))
     later = summed(((0, 2), (4, 6))).model_copy(update={"next_step": 3})
-    fleet = replace(fleet, recorded_step=2)
+    fleet = replace(fleet, recorded=RecordedSteps(step=2))
     assert "never given" in text(objection(fleet, w0, later))
     assert objection(fleet, w0, summed(((0, 4),)).model_copy(update={"next_step": 3})) is None
 
@@ -126,7 +127,7 @@ def test_in_the_first_step_some_state_is_on_its_way_and_what_was_there_before_is
     assert said((3,), (2,), (0, 1)) is None
     assert said((), (2, 3), (1,)) is None
     assert "never given" in (said((3,), (1,), ()) or "")
-    fleet = replace(fleet, recorded_step=2)
+    fleet = replace(fleet, recorded=RecordedSteps(step=2))
     assert "never given" in (said((3,), (2,), (), 3) or "")
     assert "nobody has sent" in (said((2, 3), (), (0, 1), 3) or "")
 
