@@ -81,25 +81,6 @@ def put_back(
             del state.scalars[path]
 
 
-def with_stand_ins(state: SectionState, shapes: Mapping[str, Sequence[int]]) -> SectionState:
-    """The state with something in place of parameters that were left out, for whoever does not read them."""
-    given = {
-        path.removeprefix(FROZEN): torch.zeros((), dtype=DTYPES[str(mark[0])])
-        for path, mark in state.scalars.items()
-        if path.startswith(FROZEN) and isinstance(mark, list)
-    }
-    stand_ins = {f"parameters/{name}": value.expand(*shapes[name]) for name, value in given.items()}
-    return SectionState(state.section, {**state.tensors, **stand_ins}, state.scalars)
-
-
-def without_stand_ins(state: SectionState, before: SectionState) -> SectionState:
-    """The state without what took the place of parameters that ``before`` leaves out, and with their checksums."""
-    marks = {path: mark for path, mark in before.scalars.items() if path.startswith(FROZEN)}
-    absent = {f"parameters/{path.removeprefix(FROZEN)}" for path in marks}
-    tensors = {path: value for path, value in state.tensors.items() if path not in absent}
-    return SectionState(state.section, tensors, {**state.scalars, **marks})
-
-
 def _is_marked(value: Tensor, mark: JSON) -> bool:
     match mark:
         case [str(dtype), int(checksum)]:
