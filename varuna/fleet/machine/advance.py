@@ -91,7 +91,9 @@ def _note(transition: Transition, event: Event) -> None:
             hear(transition, node)
             note_spawned(transition, name, node)
         case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():
-            if event.worker in transition.fleet.workers:  # the lost and the refused are not heard any more
+            worker = transition.fleet.workers.get(event.worker)
+            if worker is not None:  # the lost and the refused are not heard any more
+                hear(transition, worker.node)
                 _note_worker(transition, event)
         case NoticeReceived(node=node, notice=notice):
             hear(transition, node)
@@ -155,7 +157,6 @@ def _note_worker(
     transition: Transition, event: MessageReceived | WorkerExited | ConnectionLost | WorkerDistrusted
 ) -> None:
     """Take down what happened to one worker."""
-    hear(transition, transition.fleet.workers[event.worker].node)
     match event:
         case MessageReceived(worker=name, message=message):
             _hear(transition, name, message)

@@ -114,7 +114,7 @@ def _which_checkpoint(fleet: Fleet) -> WhichCheckpoint:
 def _wait_for_store(transition: Transition, phase: Idle) -> None:
     """Report a store that does not answer for long; a run that is asked to end does not wait for it."""
     fleet = transition.fleet
-    asked = fleet.asked.get(_which_checkpoint(fleet))
+    asked = fleet.questions.open.get(_which_checkpoint(fleet))
     if asked is None or transition.now_s < asked.at_s + fleet.config.store_patience_s:
         return
     seconds = f"{fleet.config.store_patience_s:.0f} s"
@@ -329,10 +329,9 @@ def _start(
         planned=fleet.planned and phase.in_flight == 0,
         morph_asked=False,
         replan=False,
-        asked={},
-        answers={},
+        questions=transition.fleet.questions.anew(),
         expected_s=None,
-        recorded=begin_recording(fleet, record, origin.checkpoint),
+        recorded=begin_recording(transition.fleet, record, origin.checkpoint),
     )
     transition.publish(GenerationStarted(record=record))
     losses: Mapping[int, MicroBatchLoss] = {}

@@ -8,7 +8,7 @@ from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.outputs import Ask, EndRun, Instruction, Kill, Publish, Send
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
-from varuna.fleet.state.questions import Answer, OpenQuestion, Question, UnansweredError, Unusable
+from varuna.fleet.state.questions import Answer, Question, UnansweredError, Unusable
 from varuna.fleet.state.run_events import Notice, RunEnded, RunEvent, WorkerLeft, WorkerLost
 from varuna.fleet.state.worker import Worker, WorkerStatus, changed
 
@@ -74,31 +74,29 @@ class Transition:
             UnansweredError: it is not known yet.
         """
         fleet = self.fleet
-        if question not in fleet.answers:
-            if question not in fleet.asked:
+        if question not in fleet.questions.answers:
+            if question not in fleet.questions.open:
                 assert fleet.job is not None
-                number = fleet.questions + 1
-                self.update(questions=number, asked={**fleet.asked, question: OpenQuestion(number, self.now_s)})
+                asked = fleet.questions.with_question(question, self.now_s)
+                self.update(questions=asked)
                 running = fleet.record.plan if fleet.history else None
-                self.instructions.append(Ask(question, number, fleet.job, running))
+                self.instructions.append(Ask(question, asked.number, fleet.job, running))
             raise UnansweredError
-        return fleet.answers[question]
+        return fleet.questions.answers[question]
 
     def note_answer(self, question: Question, number: int, answer: Answer) -> None:
         """Take an answer; it is dropped if its question is not open any more."""
-        fleet = self.fleet
-        asked = fleet.asked.get(question)
+        asked = self.fleet.questions.open.get(question)
         if asked is None or asked.number != number:
             return
         if isinstance(answer, Unusable):
             self.end(answer.exit_code, answer.text)
             return
-        still_open = {other: known for other, known in fleet.asked.items() if other != question}
-        self.update(asked=still_open, answers={**fleet.answers, question: answer})
+        self.update(questions=self.fleet.questions.with_answer(question, answer))
 
     def ask_anew(self) -> None:
         """Forget answers that may not hold any more."""
-        self.update(asked={}, answers={})
+        self.update(questions=self.fleet.questions.anew())
 
     def send(self, worker: str, message: ToWorker) -> None:
         """Tell a worker."""

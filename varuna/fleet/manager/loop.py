@@ -332,7 +332,7 @@ class Manager:
     def _close_store(self) -> None:
         """Give the directory free; a store that does not answer is not waited for any longer than a run's last save."""
         self._keeper.stop_waiting()
-        looks = any(isinstance(question, WhichCheckpoint) for question in self.fleet.asked)
+        looks = any(isinstance(question, WhichCheckpoint) for question in self.fleet.questions.open)
         if not self._store.wait_for(self._keeper.close, self._hung_s if looks else _CLOSE_S):
             self._mailbox.warn(
                 "the store of the checkpoints does not answer: whether they are complete, the next run will see"

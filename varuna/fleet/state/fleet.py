@@ -15,7 +15,7 @@ from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.morph_gain import FirstStep, MorphHistory
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Finishing, Idle, Phase
-from varuna.fleet.state.questions import Answer, OpenQuestion, Question
+from varuna.fleet.state.questions import Questions
 from varuna.fleet.state.recorded import RecordedSteps
 from varuna.fleet.state.run_events import GenerationRecord, TrainingEnded
 from varuna.fleet.state.silence import Silence
@@ -129,12 +129,7 @@ class Fleet:
     """The reason why it was asked for."""
     save_asked: bool = False
     """Somebody wants a checkpoint now, and rank 0 has not been told."""
-    questions: int = 0
-    """Asked so far."""
-    asked: Mapping[Question, OpenQuestion] = field(default_factory=dict)
-    """Those that are open."""
-    answers: Mapping[Question, Answer] = field(default_factory=dict)
-    """Answers that this generation was given."""
+    questions: Questions = field(default_factory=Questions)
     expected_s: tuple[float, ...] | None = None
     """By slot of the plan that runs: calibrated compute seconds per micro-batch; None if nothing was measured."""
     link_bytes_per_s: float | None = None
@@ -189,6 +184,7 @@ class Fleet:
             workers=Workers(workers),
             trainings=(*self.trainings, ended),
             began=self.generation + 1,
+            questions=self.questions.anew(),
             recorded=RecordedSteps(lineage=self.generation + 1),
         )
 
@@ -413,6 +409,6 @@ class Fleet:
 _OF_TRAINING = (
     *("compute_s", "expiring_s", "ahead", "job", "micro_batch", "history", "departed", "left_step", "main_ended"),
     *("script_ended", "causes", "broke_s", "planned", "first_step", "planned_for", "futile", "futile_since_s"),
-    *("morph_asked", "morph_reason", "save_asked", "asked", "answers", "expected_s", "link_bytes_per_s", "replan"),
+    *("morph_asked", "morph_reason", "save_asked", "expected_s", "link_bytes_per_s", "replan"),
 )
 """Fields of a fleet that begin anew with each training."""

@@ -6,8 +6,8 @@ while its question is open: when a generation begins, or something makes old ans
 forgotten, and what still matters is asked again under a new number.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from varuna.core.devices import WorkerGroups
@@ -93,6 +93,30 @@ class OpenQuestion:
 
     number: int
     at_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """Questions of the present generation, and the answers that it was given."""
+
+    number: int = 0
+    """Asked so far, by all generations."""
+    open: Mapping[Question, OpenQuestion] = field(default_factory=dict)
+    answers: Mapping[Question, Answer] = field(default_factory=dict)
+
+    def with_question(self, question: Question, now_s: float) -> "Questions":
+        """These, with one more that is open."""
+        number = self.number + 1
+        return replace(self, number=number, open={**self.open, question: OpenQuestion(number, now_s)})
+
+    def with_answer(self, question: Question, answer: Answer) -> "Questions":
+        """These, with an answer to an open one."""
+        still_open = {other: known for other, known in self.open.items() if other != question}
+        return replace(self, open=still_open, answers={**self.answers, question: answer})
+
+    def anew(self) -> "Questions":
+        """None: answers may not hold any more."""
+        return Questions(number=self.number)
 
 
 class UnansweredError(Exception):

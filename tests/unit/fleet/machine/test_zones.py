@@ -112,13 +112,13 @@ def test_where_a_newcomers_machine_is_leaves_plans_that_are_made_alone() -> None
     driver = in_zones("aabb")
     driver.answers = lambda: False
     driver.feed(MorphRequested())
-    asked = driver.fleet.asked
+    asked = driver.fleet.questions.open
     assert asked
     driver.feed(WorkerSpawned("w4", "n4"))
     driver.feed(NoticeReceived("n4", ZoneNotice(zone="c/c1")))
-    assert driver.fleet.asked == asked
+    assert driver.fleet.questions.open == asked
     driver.feed(NoticeReceived("n0", ZoneNotice(zone="c/c1")))
-    assert driver.fleet.asked != asked
+    assert driver.fleet.questions.open != asked
 
 
 def test_a_region_that_is_known_late_counts_from_the_next_plan_on() -> None:
