@@ -70,7 +70,7 @@ def check_weighing(
         DataError: a sample is not shaped like those that were captured.
     """
     try:
-        with computing(initial, torch.float32, widened=True) as own, torch.no_grad():
+        with computing(initial, torch.float32, widened=True) as own:
             check = _Check(model, recipe, own, source, weight, fewest)
             positions = check.positions(_COMPARED if _elements(initial) < _LARGE else _COMPARED_OF_LARGE)
             if len(positions) < 2 * fewest:
@@ -175,7 +175,7 @@ class _Check:
     def _loss(self, positions: Sequence[int]) -> float:
         batch = self._read(positions).tensors
         with controlled(NoDraws):
-            return float(self._losses({key: value.clone() for key, value in batch.items()})[0])
+            return float(self._losses({key: value.clone() for key, value in batch.items()})[0].detach())
 
     def _read(self, positions: Sequence[int]) -> MicroBatch:
         key = tuple(position * self._each + number for position in positions for number in range(self._each))
@@ -237,7 +237,7 @@ class _Check:
             with controlled(NoDraws):
                 made = runner.forward(values, examples, 0, 0)
             values.update(zip(section.makes, made, strict=True))
-        return float(made[0])
+        return float(made[0].detach())
 
     @contextmanager
     def _scaled(self, factor: float) -> Iterator[None]:

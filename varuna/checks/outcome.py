@@ -109,8 +109,9 @@ def plainly(losses: LossModule, parts: Sequence[Part], *, draws: Draws = SameDra
 
 def loss_again(losses: LossModule, part: Part, *, key: int = 0, respond: Respond | None = None) -> float:
     """The loss alone, with the same draws from torch; from Python and NumPy those of ``key``, or what is responded."""
-    with torch.no_grad(), same_buffers(losses.model), seeded(key, "self-check"), watched(respond), SameDraws():  # type: ignore[no-untyped-call]
-        return float(run_plainly(losses, part)[0])
+    # Gradients stay enabled: what the loss contains may be one.
+    with same_buffers(losses.model), seeded(key, "self-check"), watched(respond), SameDraws():  # type: ignore[no-untyped-call]
+        return float(run_plainly(losses, part)[0].detach())
 
 
 def run_plainly(losses: LossModule, part: Part) -> tuple[Tensor, dict[str, Tensor]]:

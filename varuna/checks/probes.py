@@ -133,7 +133,7 @@ def fewest(losses: LossModule, source: SampleSource, whole: int = 2) -> int:
 def _once(losses: LossModule, source: SampleSource, count: int) -> None:
     batch = source.micro_batch([position % (source.size or count) for position in range(count)])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without gradients some code warns that it has none
+        warnings.simplefilter("ignore")  # training will say them
         loss_again(losses, Part(batch.tensors, batch.indices, 1.0))
 
 

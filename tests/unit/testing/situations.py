@@ -925,6 +925,32 @@ def gradient_penalty_in_forward(way: Way) -> None:
     way.train(model, Points(), sgd(model.parameters()))
 
 
+class Penalised(Net):
+    """Takes and returns tensors: the output, and the squared slope of each example."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        output = super().forward(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return output, slope.pow(2).sum(1)
+
+
+class WithPenalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Penalised()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        output, slope = self.net(x)
+        return F.cross_entropy(output, labels) + 0.1 * slope.mean()
+
+
+def gradient_penalty_in_a_submodule(way: Way) -> None:
+    torch.manual_seed(0)
+    model = WithPenalised()
+    way.train(model, Points(), sgd(model.parameters()))
+
+
 class Casts(Net):
     def forward(self, x: Tensor) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -1576,6 +1602,7 @@ SITUATIONS = [
         gradient_penalty_in_forward,
         "",
         r"forward\(\) computes gradients itself at .*situations\.py:\d+",
+        gradient_penalty_in_a_submodule,
     ),
     Situation(
         "`torch.autocast` in forward",
