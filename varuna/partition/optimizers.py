@@ -162,6 +162,11 @@ def _check(optimizer: Any) -> None:
             "its own: they cannot be moved to another worker, or saved. Of optimizers with states in 8 bits those of "
             "bitsandbytes work, such as bitsandbytes.optim.AdamW8bit."
         )
+    if any(isinstance(part, torch.optim.SparseAdam) for part in parts_of(optimizer)):
+        raise UsageError(
+            "optimizer= returned SparseAdam, which wants sparse gradients. Varuna adds the gradients of micro-batches "
+            "and replicas up in dense ones: use torch.optim.Adam, and leave sparse=True out of nn.Embedding."
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UsageError(calls_closure(optimizer))

@@ -376,6 +376,31 @@ def closure_optimizer(way: Way) -> None:
     way.train(model, Points(), torch.optim.LBFGS(model.parameters()), loss=cross_entropy)
 
 
+class WithTable(Net):
+    """Its table has more rows than a batch uses."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 10, sparse=sparse)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x + self.table((10 * x[:, 0]).long() % 64))
+
+
+def sparse_adam(way: Way) -> None:
+    torch.manual_seed(0)
+    model = WithTable(sparse=True).requires_grad_(False)
+    model.table.requires_grad_()
+    optimizer = torch.optim.SparseAdam(list(model.table.parameters()), lr=0.01)
+    way.train(model, Points(), optimizer, loss=cross_entropy)
+
+
+def adam_for_a_table(way: Way) -> None:
+    torch.manual_seed(0)
+    model = WithTable(sparse=False)
+    way.train(model, Points(), torch.optim.Adam(model.parameters(), lr=0.01), loss=cross_entropy)
+
+
 class Sharpness(torch.optim.Optimizer):
     """SAM: climbs first, and needs the gradients there."""
 
@@ -1446,6 +1471,13 @@ SITUATIONS = [
         r"asked for the state of the optimizer \(situations\.py:\d+\)",
     ),
     Situation("LBFGS", closure_optimizer, "", r"a closure that runs the model again", fails_plainly=True),
+    Situation(
+        "SparseAdam, for `nn.Embedding(sparse=True)`",
+        sparse_adam,
+        "",
+        r"SparseAdam, which wants sparse gradients.*torch\.optim\.Adam",
+        adam_for_a_table,
+    ),
     Situation(
         "SAM: two passes a step",
         two_passes,
