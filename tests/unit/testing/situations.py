@@ -950,6 +950,51 @@ def gradient_penalty_in_forward(way: Way) -> None:
     way.train(model, Points(), sgd(model.parameters()))
 
 
+class Recurrent(nn.Module):
+    """An LSTM over sequences of several lengths, without padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(2, 2, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.cells(packed)[1][0][-1]
+
+
+class PacksItself(Recurrent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.loss_of(super().forward(x.view(-1, 5, 2), labels + 1), x, labels)
+
+    def loss_of(self, found: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x + found.mean(1, keepdim=True)), labels)
+
+
+class HasWhatPacks(PacksItself):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = Recurrent()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.loss_of(self.cells(x.view(-1, 5, 2), labels + 1), x, labels)
+
+
+def sequences_packed_in_forward(way: Way) -> None:
+    torch.manual_seed(0)
+    model = PacksItself()
+    way.train(model, Points(), sgd(model.parameters()))
+
+
+def sequences_packed_in_a_submodule(way: Way) -> None:
+    torch.manual_seed(0)
+    model = HasWhatPacks()
+    way.train(model, Points(), sgd(model.parameters()))
+
+
 class Penalised(Net):
     """Takes and returns tensors: the output, and the squared slope of each example."""
 
@@ -1629,6 +1674,13 @@ SITUATIONS = [
         lazy_layers_after_a_first_batch,
     ),
     Situation("forward stops at NaN and keeps what it saw", forward_checks_and_keeps_values, ""),
+    Situation(
+        "`pack_padded_sequence` in the model's own forward",
+        sequences_packed_in_forward,
+        "",
+        r"cannot be captured at .*situations\.py:\d+.*move what fails into a submodule that takes and returns tensors",
+        sequences_packed_in_a_submodule,
+    ),
     Situation(
         "a gradient penalty inside of forward",
         gradient_penalty_in_forward,

@@ -63,9 +63,10 @@ _UNKNOWN_IN_CONSTRUCTOR = (
 _ANY_OTHER = (
     "Varuna builds the model and calls forward(), loss= and metrics= once on tensors that have shapes but no data, of "
     "three samples. Try the same call in plain PyTorch, in training mode, on a collated batch of three samples. If it "
-    "works there, wrap what fails into one operator with torch.library.custom_op; see docs/partitioning.md, section "
-    "Refusals. If it needs more samples, such as the k largest losses of a batch, it is no mean over samples: "
-    "pass micro_batch= and loss=varuna.Loss(fn, per_micro_batch=True), as with gradient accumulation."
+    "works there, move what fails into a submodule that takes and returns tensors: it then runs as written. Or wrap it "
+    "into one operator with torch.library.custom_op; see docs/partitioning.md, section Refusals. If it needs more "
+    "samples, such as the k largest losses of a batch, it is no mean over samples: pass micro_batch= and "
+    "loss=varuna.Loss(fn, per_micro_batch=True), as with gradient accumulation."
 )
 ASKS_FOR_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException)
 _PLAIN = (NameError, AttributeError, TypeError, LookupError, ImportError)
