@@ -196,6 +196,7 @@ class Trainer:
             functions_of(self._spec, given.schedule),
             model=given.built.module if isinstance(given.built, GivenModel) else None,
             optimizer=given.steps,
+            schedule=given.schedule,
             kept=state,
         )
         self._tells_speed = True  # without a manager, which does
@@ -240,7 +241,7 @@ class Trainer:
                 if speed is not None and done.is_main:
                     speed.take(done.index, done.loss)
                 self._charts.take(done.index, values_of(done), is_main=done.is_main)
-                with handed.script(training.session.options()):
+                with handed.script(training.session.options(), steps=done.index + 1):
                     yield done
                 handed.check(sys._getframe(1))
                 training.session.write(handed.written(done.index))

@@ -72,6 +72,7 @@ ATTRIBUTES: dict[str, Callable[[], object]] = {
     "_engine_run_backward": lambda: torch.autograd,
     "_flat_weights": lambda: nn.LSTM(1, 1),
     "_forward_cls": _node,
+    "_forward_hooks": nn.Module,
     "_forward_pre_hooks": nn.Module,
     "_init_flat_weights": lambda: nn.LSTM(1, 1),
     "_is_compiling_flag": lambda: torch.compiler,

@@ -292,10 +292,11 @@ class AsFunctions(NamedTuple):
 
     def guard(self) -> None:
         """Training begins: from now on refuse to use them."""
-        for each in (self.optimizer, self.lr_scheduler):
-            if isinstance(each, OptimizerLike | SchedulerLike):
-                each.begin()
+        if isinstance(self.lr_scheduler, SchedulerLike):
+            self.lr_scheduler.begin()
         if isinstance(self.built, GivenModel):
+            if isinstance(self.optimizer, OptimizerLike):
+                self.optimizer.begin(list(self.built.whole.named_parameters()))
             self.built.guard()
         if self.steps is not None:
             self.steps.register_step_pre_hook(_refuse_step)

@@ -41,7 +41,19 @@ class OptimizerLike:
         Raises:
             UsageError: it is over other parameters, has made steps, or runs code that knows the script's own objects.
         """
-        names = {id(parameter): name for name, parameter in named}
+        self.whole, self._is_scheduled, self.in_loop = whole, is_scheduled, in_loop
+        self.begin(named)
+
+    def begin(self, named: NamedParameters) -> None:
+        """Take options and attributes as they are now: step 0 uses what the script has written before its loop.
+
+        Args:
+            named: the model's parameters as they are now; layers may have been replaced.
+
+        Raises:
+            UsageError: see the constructor.
+        """
+        whole, names = self.whole, {id(parameter): name for name, parameter in named}
         if not all(id(parameter) in names for group in whole.param_groups for parameter in group["params"]):
             raise UsageError(
                 f"optimizer= is {an(whole)} over parameters that model= does not have. Pass the module whose "
@@ -54,14 +66,9 @@ class OptimizerLike:
                 "resumes with its own state."
             )
         _refuse_closures(whole, frozenset(names))
-        self.whole, self._named, self._is_scheduled, self.in_loop = whole, list(named), is_scheduled, in_loop
         self._stand_ins = {name: _stand_in(parameter) for name, parameter in named}
-        self.begin()
-
-    def begin(self) -> None:
-        """Take options and attributes as they are now: step 0 uses what the script has written before its loop."""
-        exchanged = {id(parameter): self._stand_ins[name] for name, parameter in self._named}
-        self._first: torch.optim.Optimizer = ObjectCopier(exchanged).of(self.whole)
+        exchanged = {id(parameter): self._stand_ins[name] for name, parameter in named}
+        self._first: torch.optim.Optimizer = ObjectCopier(exchanged).of(whole)
         if self._is_scheduled:
             for group in self._first.param_groups:
                 if "initial_lr" in group:

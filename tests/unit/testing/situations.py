@@ -1630,7 +1630,7 @@ SITUATIONS = [
         "a forward hook that the loop adds",
         hook_added_in_the_loop,
         "meta-pytorch/torchtune#1430",
-        r"changed a forward hook of head of the model",
+        r"changed the hooks of head of the model",
     ),
     Situation(
         "a layer that the loop replaces",

@@ -1,17 +1,22 @@
 """Values that a function reads around it, found in its bytecode: closures, globals, attributes of its object.
 
-Functions that it calls by such a name count, too, unless a library has defined them. What it stores itself does not:
-a counter or a cache of its own. What is read by another way, such as ``globals()[name]`` or a C extension, is not seen.
+Functions that it calls by such a name count, too, unless a library has defined them; so do methods of its object's
+class and bases, what decorators add, imports within it, and classes that it builds objects of. What it stores itself
+does not: a counter or a cache of its own. What is read by another way, such as a file, ``globals()[name]`` or a C
+extension, is not seen.
 """
 
+import contextvars
 import dis
 import functools
+import importlib.util
 import inspect
 import sys
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import (
     Callable,
+    Collection,
     Iterator,
     Mapping,
     MutableMapping,
@@ -26,6 +31,7 @@ import torch
 from torch import nn
 
 from varuna.data.told import SETTERS
+from varuna.job.handed_over.marks import attributes
 from varuna.partition.watching.own_code import OWN
 from varuna.process.scripts import LIBRARIES
 
@@ -40,6 +46,9 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _SILENT = ("CACHE", "PUSH_NULL", "PRECALL", "NOP", "EXTENDED_ARG", "RESUME")
 _PLAIN = str | bytes | int | float | complex | None
 _NUMBERS, _DEEPEST = (int, float), 3
+_IMPORT = "import "
+"""Begins the name of a module that a function imports itself."""
+_WATCHED = (nn.Module, torch.Tensor, torch.optim.Optimizer)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 
 Key = tuple[str, Any]
@@ -94,17 +103,29 @@ class Reads:
     """all texts in it, such as keys"""
     modules: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
     """that the functions call"""
+    classes: dict[int, type] = field(default_factory=dict)
+    """of the user's, whose code the functions run"""
+    _stored: set[str] = field(default_factory=set)
+    """attributes that the functions store, of whatever object"""
     _seen: set[tuple[int, int]] = field(default_factory=set)
+    _near: set[str] = field(default_factory=set)
+    """names in the code that is looked into"""
     _owners: dict[int, tuple[Any, str]] = field(default_factory=dict)
     """objects whose methods are looked into"""
 
     def found(self) -> list[ReadPlace]:
         """All places but those that the functions write, or that lie in something that they write."""
-        return [
+        found = [
             place
             for (base, keys), place in self.places.items()
             if not any((base, keys[:stop]) in self.written for stop in range(1, len(keys) + 1))
         ]
+        known, named = {(id(each.base), each.keys) for each in found}, self.names | self.texts
+        named -= self._stored | {key for _, keys in self.written for kind, key in keys if kind == "."}
+        for each in self.classes.values():
+            places = (ReadPlace(each, ((".", key),), f"{each.__name__}.{key}") for key in vars(each) if key in named)
+            found += [place for place in places if (id(each), place.keys) not in known]
+        return found
 
     def numbers(self) -> list[ReadPlace]:
         """Places of numbers around the functions, and in the user's objects that they use, whoever writes them."""
@@ -116,46 +137,85 @@ class Reads:
         return found
 
     def follow(self, subject: Any, name: str) -> None:
-        """Look into a function, a method, or an object that can be called or indexed."""
+        """Look into a function, a method, a class, or an object that can be called or indexed."""
         if isinstance(subject, functools.partial):
             self.follow(subject.func, name)
             for key, each in ((".args", subject.args), (".keywords", subject.keywords)):
                 self._leaf(ReadPlace(subject, ((".", key[1:]),), f"{name}{key}"), each)
             return
         if isinstance(subject, types.MethodType):
-            self._code(inspect.unwrap(subject.__func__), subject.__self__, _label(subject.__self__, name))
-        elif isinstance(subject, types.FunctionType):
-            self._code(inspect.unwrap(subject), MISSING, name)
+            self._codes(subject.__func__, subject.__self__, _label(subject.__self__, name))
+        elif isinstance(subject, types.FunctionType | functools._lru_cache_wrapper):
+            self._codes(subject, MISSING, name)
+        elif isinstance(subject, type):
+            self._class(subject, name)
         elif isinstance(subject, nn.Module):
             self.modules.setdefault(id(subject), (subject, name))
             for path, each in subject.named_modules():
                 forward = vars(each).get("forward", type(each).forward)
-                self._code(
-                    inspect.unwrap(getattr(forward, "__func__", forward)), each, f"{name}.{path}" if path else name
-                )
+                self._codes(getattr(forward, "__func__", forward), each, f"{name}.{path}" if path else name)
+                for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values()):
+                    self.follow(hook, f"a hook of {path or name}")
         elif not isinstance(subject, _CODE):
             for method in ("__call__", "__getitem__", "__getitems__", "__len__", "index_at", *SETTERS):
                 function = inspect.getattr_static(type(subject), method, None)
                 if isinstance(function, types.FunctionType):
-                    self._code(inspect.unwrap(function), subject, name)
+                    self._codes(function, subject, name)
+
+    def _class(self, found: type, name: str) -> None:
+        """Look into what an instance of a class does when it is built, called or indexed, or by a method named here."""
+        for each in _users_classes(found):
+            for key, value in list(vars(each).items()):
+                if key == "forward" or key in self._near or (key.startswith("__") and callable(value)):
+                    self._codes(value, found, name)
+
+    def _codes(self, function: Any, owner: Any, name: str) -> None:
+        """Look into a function, and what it wraps."""
+        while isinstance(function, types.FunctionType | functools._lru_cache_wrapper):
+            wrapped = getattr(function, "__wrapped__", None)
+            if wrapped is None or not is_library(
+                function.__code__.co_filename if hasattr(function, "__code__") else "<frozen"
+            ):
+                self._code(function, owner, name)
+            function = wrapped
 
     def _code(self, function: Any, owner: Any, name: str) -> None:
         code = getattr(function, "__code__", None)
         if code is None or (id(code), id(owner)) in self._seen or len(self._seen) >= _MOST_FUNCTIONS:
             return
         self._seen.add((id(code), id(owner)))
-        self._owners.setdefault(id(owner), (owner, name))
-        if owner is MISSING and (is_library(code.co_filename) or code.co_filename.startswith(OWN)):
+        if (owner is MISSING or isinstance(owner, type)) and (
+            is_library(code.co_filename) or code.co_filename.startswith(OWN)
+        ):
             return
+        if not isinstance(owner, type):
+            self._owners.setdefault(id(owner), (owner, name))
+        if owner is not MISSING:
+            kinds = owner if isinstance(owner, type) else type(owner)
+            self.classes.update({id(each): each for each in _users_classes(kinds)})
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
         own = _defaults(function)
         if code.co_argcount and owner is not MISSING:
             own[code.co_varnames[0]] = (owner, (), name)
+        if "super" in code.co_names and "__class__" in cells:
+            self._supers(code, cells["__class__"].cell_contents, owner, name)
+        before, self._near = self._near, {name for each in _with_inner(code) for name in each.co_names}
         for each in _with_inner(code):
             self.names.update(each.co_names)
             self.texts.update(text for text in each.co_consts if isinstance(text, str))
+            if code.co_name != "__init__":
+                self._stored.update(step.argval for step in dis.get_instructions(each) if step.opname == "STORE_ATTR")
             for base, keys, stores in _loads(each, own):
                 self._take(function, cells, own, (base, keys, stores))
+        self._near = before
+
+    def _supers(self, code: types.CodeType, within: type, owner: Any, name: str) -> None:
+        """Look into methods of base classes that code calls by ``super()``."""
+        line = (owner if isinstance(owner, type) else within if owner is MISSING else type(owner)).__mro__
+        for method in code.co_names:
+            later = line[line.index(within) + 1 :] if within in line else ()
+            found = next((vars(each)[method] for each in later if method in vars(each)), None)
+            self._codes(getattr(found, "__func__", found), owner, name)
 
     def _take(self, function: Any, cells: Mapping[str, Any], own: Mapping[str, _Start], load: tuple[Any, ...]) -> None:
         base, keys, stores = load
@@ -166,6 +226,9 @@ class Reads:
             start, before, said = cells[base], ((".", "cell_contents"),), base
         elif base in function.__globals__:
             start, before, said = function.__globals__, (("[", base),), base
+        elif base.startswith(_IMPORT):
+            said = _module_name(base, function.__globals__)
+            start, before = sys.modules.get(said), ()
         else:
             return
         if stores:
@@ -184,22 +247,46 @@ class Reads:
                 if type(value) in (dict, list, set, deque) or not isinstance(value, Mapping) or key not in value:
                     break
                 kind = "["  # a dict whose entries are its attributes
-            if isinstance(value, _CODE) and not isinstance(value, types.ModuleType | type):
+            if self._ends(value, (kind, key), said):
                 break
-            found = inspect.getattr_static(type(value), key, None) if kind == "." else None
-            if isinstance(found, property) and found.fget is not None:
-                self._code(found.fget, value, said)
-                return
-            if isinstance(found, types.FunctionType) and not _is_own(value, key):
-                self._code(inspect.unwrap(found), value, said)
+            if kind == "." and self._is_code(value, key, said):
+                way = (*done, (kind, key))
+                if not isinstance(value, nn.Module):  # the loop may put another one there
+                    self.places.setdefault((id(start), way), ReadPlace(start, way, f"{said}.{key}"))
                 return
             done.append((kind, key))
-            said = f"{said}.{key}" if kind == "." else f"{said}[{key!r}]"
+            said = f"{said}()" if kind == "(" else f"{said}.{key}" if kind == "." else f"{said}[{key!r}]"
             value = _step(value, (kind, key))
             if value is MISSING:
                 break
         if done:
             self._leaf(ReadPlace(start, tuple(done), said), value)
+
+    def _ends(self, value: Any, key: Key, said: str) -> bool:
+        """Return whether there is no way into a value from outside of code that the function calls."""
+        if key[0] == "(":
+            return not isinstance(value, functools._lru_cache_wrapper)
+        if isinstance(value, contextvars.ContextVar):
+            return True
+        if isinstance(value, _CODE) and not isinstance(value, types.ModuleType | type):
+            if not _is_own(value, key[1]):
+                return True
+            self.follow(value, said)
+        return False
+
+    def _is_code(self, value: Any, name: str, said: str) -> bool:
+        """Look into a method or a property; return whether it is one."""
+        kinds = value if isinstance(value, type) else type(value)
+        found = inspect.getattr_static(kinds, name, None)
+        if isinstance(found, staticmethod | classmethod):
+            self._codes(found.__func__, kinds if isinstance(found, classmethod) else MISSING, said)
+        elif isinstance(found, property) and value is not kinds and _told(value, found) is MISSING:
+            self._codes(found.fget, value, said)
+        elif isinstance(found, types.FunctionType) and not _is_own(value, name):
+            self._codes(found, value, said)
+        else:
+            return False
+        return True
 
     def _leaf(self, place: ReadPlace, value: Any) -> None:
         self.places.setdefault((id(place.base), place.keys), place)
@@ -248,30 +335,76 @@ def _label(owner: Any, name: str) -> str:
     return "self" if name.endswith("=") else name
 
 
+def _users_classes(found: type) -> list[type]:
+    """The class and its bases, without those of libraries, and functions for autograd, which run in every step."""
+    if issubclass(found, torch.autograd.Function):
+        return []
+    files = (
+        (each, str(getattr(sys.modules.get(each.__module__), "__file__", None) or "<frozen")) for each in found.__mro__
+    )
+    return [each for each, file in files if not is_library(file) and not file.startswith(OWN)]
+
+
+def _told(value: Any, found: Any) -> Any:
+    """Return a plain value that a library, or C, computes for an attribute; MISSING: it is another thing."""
+    is_c = not isinstance(found, property) or is_library(getattr(found.fget, "__code__", _told.__code__).co_filename)
+    if not is_c or not hasattr(type(found), "__set__") or isinstance(value, _WATCHED):
+        return MISSING
+    try:
+        told = found.__get__(value)
+    except Exception:  # noqa: BLE001 - whatever a property raises
+        return MISSING
+    return told if isinstance(told, _PLAIN) else MISSING
+
+
+def _module_name(base: str, scope: Mapping[str, Any]) -> str:
+    name = base.removeprefix(_IMPORT)
+    try:
+        return importlib.util.resolve_name(name, scope.get("__package__") or "")
+    except ImportError:
+        return name
+
+
 def _step(value: Any, key: Key) -> Any:
     kind, name = key
+    if kind == "(":
+        is_kept = isinstance(value, functools._lru_cache_wrapper) and value.cache_info().currsize == 1
+        return value() if is_kept else MISSING
     if kind == "[":
         try:
             return value[name]
         except Exception:  # noqa: BLE001 - the user's __getitem__ may raise anything
             return MISSING
-    if isinstance(value, types.CellType):
+    if type(value) is types.CellType:
         try:
             return value.cell_contents
         except ValueError:
             return MISSING
-    own = getattr(value, "__dict__", None)
+    own = attributes(value)
     if own is not None and name in own:
         return own[name]
     if isinstance(value, nn.Module):
         for table in (value._parameters, value._buffers, value._modules):
             if name in table:
                 return table[name]
+    return _of_its_class(value, name)
+
+
+def _of_its_class(value: Any, name: str) -> Any:
     if isinstance(value, type):
         found = inspect.getattr_static(value, name, MISSING)
     else:  # faster than that
         found = next((vars(each)[name] for each in type(value).__mro__ if name in vars(each)), MISSING)
-    return found.__get__(value) if isinstance(found, types.MemberDescriptorType) else found
+    if isinstance(found, types.MemberDescriptorType):
+        return found.__get__(value)
+    if found is not MISSING and not isinstance(found, _CODE):
+        return found if (told := _told(value, found)) is MISSING else told
+    if found is MISSING and hasattr(type(value), "__getattr__") and not isinstance(value, _WATCHED):
+        try:
+            return getattr(value, name)
+        except Exception:  # noqa: BLE001 - the user's __getattr__ may raise anything
+            return MISSING
+    return found
 
 
 def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -294,35 +427,83 @@ def _defaults(function: types.FunctionType) -> dict[str, _Start]:
 def _loads(code: types.CodeType, own: Mapping[str, _Start]) -> Iterator[tuple[str, tuple[Key, ...], bool]]:
     """(name, way from it, whether it is stored to) of everything that a code loads from outside of it."""
     steps = [each for each in dis.get_instructions(code) if each.opname not in _SILENT]
+    stores = Counter(_stored_local(each) for each in steps)
+    aliases: dict[str, tuple[str, tuple[Key, ...]]] = {}
     for at, each in enumerate(steps):
-        name = _base(each, own)
         if each.opname in ("STORE_GLOBAL", "STORE_DEREF"):
             yield each.argval, (), True
+        if each.opname == "IMPORT_NAME":
+            aliases.update(_imported(steps, at))
+        name = _base(each, own.keys() | aliases.keys())
         if name is None:
             continue
-        keys: list[Key] = []
-        at += 1
-        while at < len(steps):
-            now, then = steps[at], steps[min(at + 1, len(steps) - 1)]
-            if now.opname in _ATTRIBUTES and now.argval == "get" and then.opname in _CONSTANTS:
-                keys.append(("[", then.argval))
-                break
-            if now.opname in _ATTRIBUTES:
-                keys.append((".", now.argval))
-                at += 1
-            elif now.opname in _CONSTANTS and _is_subscript(then):
-                keys.append(("[", now.argval))
-                at += 2
-            else:
-                break
-        yield name, tuple(keys), False
-        yield from ((name, (*keys, *more), True) for more in _stored(steps[at : at + 4]))
+        name, begin = aliases.get(name, (name, ())) if name not in own else (name, ())
+        keys, end = _way(steps, at + 1)
+        keys = (*begin, *keys)
+        by_text = at > 0 and (steps[at - 1].opname, steps[at - 1].argval) == ("LOAD_GLOBAL", "getattr")
+        if by_text and end < len(steps) and steps[end].opname in _CONSTANTS and isinstance(steps[end].argval, str):
+            keys = (*keys, (".", steps[end].argval))
+        stored = list(_stored(steps[end : end + 4]))
+        if not stored:
+            yield name, keys, False
+        yield from ((name, (*keys, *more), True) for more in stored)
+        local = _stored_local(steps[end]) if end < len(steps) else ""
+        if stores[local] == 1 and local and local not in own:
+            aliases[local] = (name, keys)
+
+
+def _way(steps: Sequence[dis.Instruction], at: int) -> tuple[tuple[Key, ...], int]:
+    """The way that is followed from an instruction on, and where it has ended."""
+    keys: list[Key] = []
+    while at < len(steps):
+        now, then = steps[at], steps[min(at + 1, len(steps) - 1)]
+        if now.opname in _ATTRIBUTES and now.argval in _LOOKUPS and then.opname in _CONSTANTS:
+            return (*keys, *_LOOKUPS[now.argval], ("[", then.argval)), at
+        if now.opname in _ATTRIBUTES:
+            keys.append((".", now.argval))
+            at += 1
+        elif now.opname == "CALL" and now.argval == 0:
+            keys.append(("(", ""))
+            at += 1
+        elif now.opname in _CONSTANTS and _is_subscript(then):
+            keys.append(("[", now.argval))
+            at += 2
+        else:
+            break
+    return tuple(keys), at
+
+
+_LOOKUPS: dict[str, tuple[Key, ...]] = {"get": (), "getenv": ((".", "environ"),)}
+"""Methods that look an item up by the text that follows, with the way to what has the items."""
+
+
+def _stored_local(step: dis.Instruction) -> str:
+    """Name of the local variable that an instruction stores to, the first of them; empty: none."""
+    if not step.opname.startswith("STORE_FAST"):
+        return ""
+    return str(step.argval[0] if isinstance(step.argval, tuple) else step.argval)
+
+
+def _imported(steps: Sequence[dis.Instruction], at: int) -> Iterator[tuple[str, tuple[str, tuple[Key, ...]]]]:
+    """Yield local variables of an import statement, each with the name of its module and the way from there."""
+    names, module = steps[at - 1].argval, "." * int(steps[at - 2].argval or 0) + steps[at].argval
+    keys: tuple[Key, ...] = ()
+    for step in steps[at + 1 :]:
+        if step.opname == "IMPORT_FROM":
+            keys = ((".", step.argval),) if names else ()
+        elif local := _stored_local(step):
+            whole = module if names or steps[at + 1].opname == "IMPORT_FROM" else module.partition(".")[0]
+            yield local, (f"{_IMPORT}{whole}", keys)
+            if not names:
+                return
+        elif step.opname not in ("SWAP", "ROT_TWO"):
+            return
 
 
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 
 
-def _base(step: dis.Instruction, own: Mapping[str, _Start]) -> str | None:
+def _base(step: dis.Instruction, own: Collection[str]) -> str | None:
     if step.opname in _BASES:
         return str(step.argval)
     if "LOAD_FAST" in step.opname:  # the last of two, as 3.13 fuses them

@@ -1,8 +1,11 @@
 """Marks of values, which differ once a value has changed, and values in words."""
 
+import dataclasses
 import sys
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextvars import ContextVar
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -54,12 +57,30 @@ def mark(value: Any, names: Collection[str] = (), depth: int = 0) -> Any:
         return [mark(each, names, depth + 1) for each in _spread(given, most)], len(given)
     if isinstance(value, Set):
         return frozenset(map(repr, list(value)[:_MOST])), len(value)
+    return _of_object(value, names, depth)
+
+
+def _of_object(value: Any, names: Collection[str], depth: int) -> Any:
+    if isinstance(value, array | bytearray):
+        return mark(np.asarray(memoryview(value)))
+    if isinstance(value, ContextVar):
+        return mark(value.get(None), names, depth)
     if isinstance(value, torch.Generator | np.random.Generator) or callable(value) or hasattr(value, "__getitem__"):
         return id(value)  # an object with code of its own is looked into where that is read
-    if not _is_plain_object(type(value).__module__):
+    is_config = dataclasses.is_dataclass(value) or hasattr(type(value), "to_dict")
+    if not is_config and not _is_plain_object(type(value).__module__):
         return id(value)
-    own = getattr(value, "__dict__", {})
-    return type(value).__name__, {k: mark(v, names, depth + 1) for k, v in list(own.items()) if k in names}
+    slots = (name for each in type(value).__mro__ for name in vars(each).get("__slots__", ()) if name in names)
+    own = {**{name: getattr(value, name, None) for name in slots}, **(attributes(value) or {})}
+    return type(value).__name__, {k: mark(v, names, depth + 1) for k, v in own.items() if k in names}
+
+
+def attributes(value: Any) -> Any:
+    """The attributes of an object, without code of its class; None: it has none of its own."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
 
 
 def _is_data(value: Sequence[Any]) -> bool:

@@ -5,9 +5,7 @@ also of ``.data`` and ``.grad``. That costs nothing in a step. Attributes, modes
 compared instead: plain Python values cannot tell, nor can memory that has another name.
 """
 
-import copy
 import sys
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -29,7 +27,8 @@ _METADATA = frozenset(_SAID.split())
 _IN_PLACE = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and")
 )
-_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Changed(NamedTuple):
@@ -71,12 +70,13 @@ class ModuleWatch:
         self._tensors: list[tuple[Tensor, int, bool]] = []
         self._versions: list[int] = []
         self._values = SomeValues(())
+        self._hooks: list[dict[Any, Any]] = []
+        self._hook_counts: list[int] = []
         self._live: list[dict[str, Any]] = []
         self._copies: list[dict[str, Any]] = []
         self._trained = module.training
         """else the whole module is put into training mode, whatever the modes of its parts are"""
         self._attributes: dict[str, Any] = {}
-        self._inner: list[tuple[str, str, Any, Any]] = []
 
     def begin(self) -> None:
         """Watch from now on."""
@@ -95,6 +95,7 @@ class ModuleWatch:
             value, kind = self._watched.pop()
             value.__class__ = kind
         self._before, self._tensors, self._versions, self._live, self._copies = [], [], [], [], []
+        self._hooks, self._hook_counts = [], []
 
     @contextmanager
     def engine(self) -> Iterator[None]:
@@ -120,20 +121,23 @@ class ModuleWatch:
     def look(self) -> None:
         """Remember how everything is now."""
         self.look_at_tensors()
-        self._trained = self._module.training
+        self._trained, reads = self._module.training, {"forward", *self._reads()}
         self._before = [
             (each, path, dict(vars(each)), tuple(dict(vars(each)[table]) for table in _TABLES))
             for path, each in self._module.named_modules()
         ]
         self._attributes = {
-            f"{path}.{key}" if path else key: mark(value)
+            f"{path}.{key}" if path else key: mark(value, reads)
             for each, path, own, _ in self._before
             for key, value in own.items()
-            if _is_attribute(key)
+            if _is_attribute(key) and key in reads
         }
+        self._hooks = [vars(each)[table] for each, *_ in self._before for table in _HOOKS]
+        self._hook_counts = list(map(len, self._hooks))
         self._live = [part for each, *_ in self._before for part in (vars(each), *(vars(each)[t] for t in _TABLES))]
+        self._live += [vars(value) for value, _, _ in self._tensors]
         self._copies = [part for _, _, own, tables in self._before for part in (own, *tables)]
-        self._inner = list(self._containers(self._reads()))
+        self._copies += [dict(vars(value)) for value, _, _ in self._tensors]
 
     def look_at_tensors(self) -> None:
         """Remember how the tensors are now: Varuna has written to them."""
@@ -144,18 +148,6 @@ class ModuleWatch:
             if [pointer for _, pointer, _ in before] != [pointer for _, pointer, _ in self._tensors]:
                 self._values = SomeValues(values)
             self._values.look()
-
-    def _containers(self, reads: Collection[str]) -> Iterator[tuple[str, str, Any, Any]]:
-        """(module's attribute, its name, a container or an object's attributes, a copy): all can change in place."""
-        seen = set[int]()
-        for _, path, own, _ in self._before:
-            for key, value in own.items():
-                if not _is_attribute(key) or key not in reads or id(value) in seen:
-                    continue
-                seen.add(id(value))
-                inner = value if isinstance(value, list | dict | set | deque) else getattr(value, "__dict__", None)
-                if inner and not isinstance(value, nn.Module | type) and not callable(value):
-                    yield f"{path}.{key}" if path else key, key, inner, copy.copy(inner)
 
     def changes(self) -> Iterator[Changed]:
         """Return what differs from what was seen by ``look``, of all that the module computes with."""
@@ -169,9 +161,10 @@ class ModuleWatch:
                         yield from self._of_tensor(value, trains)
         if not _same(self._live, self._copies):
             yield from self._of_modules()
-        for name, key, inner, before_all in self._inner:
-            if not _same(inner, before_all) and mark(inner, self._reads()) != mark(before_all, self._reads()):
-                yield from _inside(name, key, inner, before_all, self._reads())
+            yield from self._of_marks()
+        if (counts := list(map(len, self._hooks))) != self._hook_counts:
+            number = next(at for at, count in enumerate(counts) if count != self._hook_counts[at])
+            yield Changed(f"the hooks of {self._before[number // len(_HOOKS)][1] or 'the root'}", MISSING, MISSING, "")
 
     def _of_modules(self) -> Iterator[Changed]:
         for each, path, own, tables in self._before:
@@ -180,7 +173,16 @@ class ModuleWatch:
                 yield from self._of_attributes(each, path, own)
             for table, before in zip(_TABLES, tables, strict=True):
                 if not _same(now[table], before):
-                    yield from _of_table(path, before, now[table], of_hooks=table.endswith("_hooks"))
+                    yield from _of_table(path, before, now[table])
+
+    def _of_marks(self) -> Iterator[Changed]:
+        """Attributes of parameters and buffers."""
+        at = len(self._copies) - len(self._tensors)
+        for (value, _, _), now, before in zip(self._tensors, self._live[at:], self._copies[at:], strict=True):
+            for key in {**before, **now}:
+                if mark(before.get(key, MISSING)) != mark(now.get(key, MISSING)):
+                    name = f"{key} of {self._names.get(id(value), 'a tensor')}"
+                    yield Changed(name, before.get(key, "missing"), now.get(key, "missing"), key)
 
     def _of_tensor(self, value: Tensor, trains: bool) -> Iterator[Changed]:
         name = self._names.get(id(value), "a tensor")
@@ -199,7 +201,10 @@ class ModuleWatch:
                 if trained is not trains:
                     yield Changed(name, trained, trains, key)
             elif _is_attribute(key) and (key in reads or key == "forward"):
-                before, after = self._attributes.get(name, "nothing"), mark(now[key]) if key in now else "nothing"
+                before, after = (
+                    self._attributes.get(name, "nothing"),
+                    mark(now[key], reads) if key in now else "nothing",
+                )
                 if before != after:
                     yield Changed(name, own.get(key, "missing"), now.get(key, "missing"), key)
 
@@ -271,16 +276,6 @@ def _flat(value: Any) -> Iterator[Any]:
             yield from _flat(each)
 
 
-def _inside(name: str, key: str, inner: Any, before: Any, reads: Collection[str]) -> Iterator[Changed]:
-    if not isinstance(inner, dict):
-        yield Changed(name, before, inner, key)
-        return
-    for each in {**before, **inner}:
-        old, new = before.get(each, "missing"), inner.get(each, "missing")
-        if each in reads and mark(old, reads) != mark(new, reads):
-            yield Changed(f"{name}.{each}", old, new, str(each))
-
-
 def _is_called_by(name: str) -> bool:
     """Return whether a function of this name has touched the tensor."""
     frame: Any = sys._getframe(2)
@@ -294,7 +289,7 @@ def _is_called_by(name: str) -> bool:
 
 
 def _is_attribute(key: str) -> bool:
-    return key not in (*_TABLES, "training") and not (key.startswith("_") and "hooks" in key)
+    return key not in (*_TABLES, *_HOOKS, "training") and not (key.startswith("_") and "hooks" in key)
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -304,11 +299,10 @@ def _same(now: Any, before: Any) -> bool:
         return False
 
 
-def _of_table(path: str, before: dict[str, Any], now: dict[str, Any], *, of_hooks: bool) -> Iterator[Changed]:
+def _of_table(path: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[Changed]:
     for key in {**before, **now}:
         if before.get(key) is not now.get(key):
-            name = f"a forward hook of {path or 'the root'}" if of_hooks else f"{path}.{key}" if path else key
-            yield Changed(name, before.get(key), now.get(key), "" if of_hooks else key)
+            yield Changed(f"{path}.{key}" if path else key, before.get(key), now.get(key), key)
 
 
 def _pointer(value: Tensor) -> int:

@@ -18,21 +18,23 @@ import functools
 import inspect
 import sys
 import types
-from collections import defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from varuna.core.errors import UsageError
 from varuna.data.told import SETTERS, with_setters
 from varuna.engine.stage.parameter_groups import Writes
 from varuna.job.handed_over.code_reads import MISSING, ReadPlace, Reads, is_library, written_at
-from varuna.job.handed_over.marks import PLAIN, mark, shown, ways_into
+from varuna.job.handed_over.marks import PLAIN, attributes, mark, shown, ways_into
 from varuna.job.handed_over.module_watch import Changed, ModuleWatch
 from varuna.job.handed_over.script_options import ScriptOptions
 from varuna.partition.watching.own_code import OWN
@@ -121,8 +123,25 @@ SCHEDULER = Role("lr_scheduler=", False, _BUILDS)
 
 _PLAINLY = (bool, int, float, str, list, dict, tuple)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+"""Tables of hooks that torch calls for all modules."""
+
+
+class _All(frozenset[str]):
+    """All names."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+    def intersection(self, *others: Iterable[Any]) -> "frozenset[str]":
+        """Return those of the others."""
+        return frozenset(others[0])
+
+
+_ALL = _All()
 _FIXED = (bool, int, float, str, type(None), torch.dtype, torch.device, *_CODE)
 """Kinds of values that cannot change themselves."""
+_CONTAINERS = (torch.Tensor, Mapping, list, tuple, set, frozenset, deque)
 _MOST_COPIED = 256
 
 
@@ -137,7 +156,8 @@ class _Watched:
         """Remember what is there now; return whether that is something else than before."""
         value, before = self.place.value(), self.mark
         if not self._is_same(value):
-            self._value, self.mark, self._copy = value, self._mark_of(value), _copy_of_fixed(value)
+            self._value, self._is_fixed = value, _is_fixed(value)
+            self.mark, self._copy = self._mark_of(value), _copy_of_fixed(value, self._names)
         return bool(before != self.mark)
 
     def is_changed(self) -> bool:
@@ -145,25 +165,79 @@ class _Watched:
         value = self.place.value()
         return not self._is_same(value) and self._mark_of(value) != self.mark
 
+    def changed_from(self, before: Any) -> Changed:
+        """Tell the change since ``before``, a mark."""
+        read = f", which {self.role.name} reads" if self.role.name else ""
+        return Changed(f"{self.place.name}{read}", _said(before), self.place.value(), self.place.last)
+
     def _is_same(self, value: Any) -> bool:
-        return value is self._value and (isinstance(value, _FIXED) or (self._copy is not None and value == self._copy))
+        if value is not self._value or self._is_fixed:
+            return value is self._value
+        try:
+            return self._copy is not None and bool(_inside(value) == self._copy)
+        except Exception:  # noqa: BLE001 - tensors, or the user's own __eq__
+            return False
 
     def _mark_of(self, value: Any) -> Any:
         return mark(value, self._names, self._depth)
 
     _value: Any = MISSING
+    _is_fixed = True
     _copy: Any = None
     mark: Any = None
 
 
-def _copy_of_fixed(value: Any) -> Any:
-    """Copy a dict or a list of fixed values, which is compared faster than its mark; None: it is something else."""
-    if type(value) not in (dict, list) or len(value) > _MOST_COPIED:
+class _Own:
+    """Attributes of an optimizer or a schedule, with which its code may compute."""
+
+    def __init__(self, owner: Any, name: str, way_out: str) -> None:
+        self._own, self._name, self.way_out, role = vars(owner), name, way_out, Role("", True, way_out)
+        self._left_out = {"state", "param_groups", "optimizer", "_step_count", "_opt_called", "_last_lr"}
+        if type(owner).__module__.startswith("torch."):
+            self._left_out.add("defaults")  # for groups to come
+        self._count = len(self._own)
+        self.watched = {
+            key: _Watched(ReadPlace(owner, ((".", key),), f"{key} of {name}"), role, _ALL)
+            for key in self._own.keys() - self._left_out
+        }
+
+    def changes(self) -> Iterator[Changed]:
+        """Tell what differs from before."""
+        for each in self.watched.values():
+            if each.is_changed():
+                yield each.changed_from(each.mark)
+        if len(self._own) != self._count:
+            for key in self._own.keys() - self.watched.keys() - self._left_out:
+                if not hasattr(self._own[key], "_wrapped_by_lr_sched"):  # by a schedule of the loop's
+                    yield Changed(f"{key} of {self._name}", "missing", self._own[key], key)
+
+
+def _copy_of_fixed(value: Any, names: frozenset[str]) -> Any:
+    """Copy what has fixed values in it, which is compared faster than its mark; None: it has others."""
+    inside = None if isinstance(value, _FIXED) else _inside(value)
+    if inside is None or len(inside) > _MOST_COPIED:
         return None
-    inside = value.values() if type(value) is dict else value
-    return copy.copy(value) if all(isinstance(each, _FIXED) for each in inside) else None
+    keys = inside if inside is value else names.intersection(inside) if isinstance(inside, dict) else ()
+    values = [inside[key] for key in keys] if isinstance(inside, dict) else inside
+    return copy.copy(inside) if all(map(_is_fixed, values)) else None
 
 
+def _inside(value: Any) -> Any:
+    """Values in a container of Python's, or an object's attributes."""
+    if type(value) in (dict, OrderedDict, list, tuple, torch.Size):
+        return value
+    return None if issubclass(type(value), _CONTAINERS) else attributes(value)
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, _FIXED) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
+
+
+_COPIED = "Copies of it train on the workers. Set it before the loop, or keep it in param_groups."
+_SCHEDULED = (
+    "A copy of it advances on the workers. Set it before the loop; or write rates into the optimizer's param_groups, "
+    "with no lr_scheduler=, which all workers take over."
+)
 _ON_THE_WORKERS = (
     "The state is on the workers, where copies of the optimizer train: the loop can neither read nor change it. To "
     "begin anew with empty state, train in two runs: trainer.export(path) after the first, and weights=path in the "
@@ -200,6 +274,7 @@ class HandedOver:
         *,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        schedule: LRScheduler | None = None,
         kept: Mapping[str, Any] | None = None,
     ) -> None:
         """Look at everything; ``begin`` then watches.
@@ -208,15 +283,16 @@ class HandedOver:
             functions: of the user's, with their roles.
             model: if the script has built it.
             optimizer: if the script has built it.
+            schedule: of the optimizer, if the script has built it.
             kept: the user's ``state=``.
         """
         self._functions, self._kept = list(functions), {id(each) for each in (kept or {}).values()}
-        self._optimizer, self._model = optimizer, model
+        self._optimizer, self._schedule, self._model = optimizer, schedule, model
         self.options = None if optimizer is None else ScriptOptions(optimizer)
         self.watch = None if model is None else ModuleWatch(model, _refuse_touch, self._names_of_forward)
         self._watched: list[_Watched] = []
         self._modules: list[tuple[Role, ModuleWatch]] = []
-        self._plain: dict[str, Any] = {}
+        self._own: list[_Own] = []
         self._state: Any = None
         self._begun = False
 
@@ -237,11 +313,17 @@ class HandedOver:
         if self._model is not None:
             inside = {id(each) for each in self._model.modules()}
             self._take(FORWARD, self._reads_of_forward, inside | {id(vars(each)) for each in self._model.modules()})
+        self._watched += [_Watched(ReadPlace(torch_module, ((".", each),), each), FORWARD, _ALL) for each in _GLOBAL]
         if self.watch is not None:
             self.watch.begin()
         if self.options is not None:
             self.options.look()
-        self._look_at_optimizer()
+        if self._optimizer is not None:
+            self._state, vars(self._optimizer)["state"] = self._optimizer.state, _StateAway()
+            self._own.append(_Own(self._optimizer, "the optimizer", _COPIED))
+        if self._schedule is not None:
+            self._own.append(_Own(self._schedule, "the schedule", _SCHEDULED))
+            self._first_epoch = self._schedule.last_epoch
         for own, name in self._setters:
             own[name] = functools.partial(_refuse_setter, name)
         self._begun = True
@@ -269,11 +351,17 @@ class HandedOver:
         ]
 
     @contextmanager
-    def script(self, options: Any = None) -> Iterator[None]:
-        """In this block the script has control, with ``options`` of the next step in its optimizer's groups."""
+    def script(self, options: Any = None, *, steps: int = 0) -> Iterator[None]:
+        """In this block the script has control.
+
+        Args:
+            options: of the next step, for its optimizer's groups.
+            steps: that have been made.
+        """
         self._refuse_written_in_step()
         if self.options is not None:
             self.options.show(options)
+        self._show_schedule(steps)
         self._refresh()
         with nullcontext() if self.watch is None else self.watch.script():
             yield
@@ -290,9 +378,13 @@ class HandedOver:
         with self.watch.script():
             yield
 
-    def aside(self) -> AbstractContextManager[None]:
-        """In this block Varuna works, asked for by the script."""
-        return nullcontext() if self.watch is None else self.watch.engine()
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """In this block Varuna works, asked for by the script, and may call the user's functions."""
+        with nullcontext() if self.watch is None else self.watch.engine():
+            yield
+        for each in self._watched:
+            each.look()
 
     def check(self, where: FrameType | None, who: str = "the script") -> None:
         """Refuse what the script has changed of what training reads.
@@ -339,9 +431,12 @@ class HandedOver:
                 watch = ModuleWatch(module, _refuse_touch, functools.partial(set, names))
                 watch.look()
                 self._modules.append((role, watch))
-        others = {id(each) for module, _ in found.modules.values() for each in module.modules()}
-        for place in {(id(each.base), each.keys): each for each in map(_of_class, found.found())}.values():
-            if id(place.base) in inside | own | others or (not role.captured and self._is_kept(place)):
+        own |= inside | {id(each) for module, _ in found.modules.values() for each in module.modules()}
+        places = (_of_class(each) for each in found.found())
+        within = (_beside_modules(each) if id(each.base) in own else each for each in places)
+        for place in {(id(each.base), each.keys): each for each in within if each is not None}.values():
+            is_shown = self._optimizer is not None and (".", "param_groups") in place.keys
+            if not role.captured and (is_shown or self._is_kept(place)):
                 continue
             self._watch(place, role, names)
 
@@ -358,40 +453,39 @@ class HandedOver:
         )
 
     def _refresh(self) -> None:
-        """Take everything as it is now: the user's functions may have changed it in a step, a check or a capture.
+        """Take what functions of the step read as it is now: they may have changed it, too.
 
         What has changed meanwhile by those that read ahead may change in the script's turn, too: it is their own.
+        What was captured may not change at all.
         """
-        self._watched = [each for each in self._watched if not (each.look() and each.role.way_out is _AHEAD)]
+        self._watched = [
+            each for each in self._watched if each.role.captured or not (each.look() and each.role.way_out is _AHEAD)
+        ]
 
-    def _look_at_optimizer(self) -> None:
-        if self._optimizer is not None:
-            own = vars(self._optimizer)
-            self._plain = {key: mark(value) for key, value in own.items() if _is_option(key, value)}
-            self._state, own["state"] = self._optimizer.state, _StateAway()
+    def _show_schedule(self, steps: int) -> None:
+        """Let the script's schedule tell how far it is, and the rates of the next step."""
+        if self._schedule is None or self._optimizer is None:
+            return
+        vars(self._schedule)["_last_lr"] = [group["lr"] for group in self._optimizer.param_groups]
+        if not isinstance(self._schedule, ReduceLROnPlateau):
+            self._schedule.last_epoch = self._first_epoch + steps
+            self._own[-1].watched["last_epoch"].look()
 
     def _changes(self) -> Iterator[tuple[Changed, str]]:
         for each in self._watched:
             if each.is_changed():
-                place = each.place
-                name = f"{place.name}, which {each.role.name} reads"
-                yield Changed(name, _said(each.mark), place.value(), place.last), each.role.way_out
+                yield each.changed_from(each.mark), each.role.way_out
         for role, watch in self._modules:
             for change in watch.changes():
                 yield change._replace(name=f"{change.name} of a module that {role.name} uses"), role.way_out
         if self.watch is not None:
             for change in self.watch.changes():
                 yield change._replace(name=f"{change.name} of the model"), _way_out_of_model(change)
+        for own in self._own:
+            yield from ((change, own.way_out) for change in own.changes())
         if self._optimizer is not None:
-            own = vars(self._optimizer)
-            for key, before in self._plain.items():
-                if key not in own or mark(own[key]) != before:
-                    change = Changed(f"{key} of the optimizer", _said(before), own.get(key, "missing"), key)
-                    yield (
-                        change,
-                        "Copies of it train on the workers. Set it before the loop, or keep it in param_groups.",
-                    )
-            if own["state"] is not self._state and not isinstance(own["state"], _StateAway):
+            state = vars(self._optimizer)["state"]
+            if state is not self._state and not isinstance(state, _StateAway):
                 change = Changed("the state of the optimizer", "empty", "other state", "state")
                 yield change, _ON_THE_WORKERS
 
@@ -416,10 +510,16 @@ def _of_class(place: ReadPlace) -> ReadPlace:
     return place._replace(base=type(base))
 
 
-def _is_option(key: str, value: Any) -> bool:
-    """Return whether an optimizer's attribute is a value that its step may compute with."""
-    is_own = key not in ("state", "param_groups", "defaults") and not key.startswith("_")
-    return is_own and isinstance(value, (*PLAIN, list, dict))
+def _beside_modules(place: ReadPlace) -> ReadPlace | None:
+    """The inside of a module's attribute; None: the module is watched, and that is all."""
+    owner, value = place._replace(keys=place.keys[:-1]).value(), place.value()
+    if not isinstance(owner, nn.Module | dict) and owner is not MISSING:
+        return place._replace(base=owner, keys=place.keys[-1:])  # many layers share a configuration
+    if len(place.keys) > 1 and isinstance(owner, dict):
+        return place
+    is_seen = isinstance(value, nn.Module | nn.Parameter) or value is MISSING or _is_fixed(value)
+    is_buffer = isinstance(owner, nn.Module) and place.keys[-1][1] in owner._buffers
+    return None if is_seen or is_buffer or not isinstance(owner, nn.Module) else place
 
 
 def _said(before: Any) -> Any:
