@@ -230,6 +230,8 @@ class OverVaruna(OnMainRank):
         computes = own or told or self.model_accepts_loss_kwargs  # it is told how many targets the batch has
         self.create_optimizer()
         whole = check_optimizer(self.optimizer)
+        rates = self.lr_scheduler or self._fresh_scheduler(schedule.steps, torch.optim.SGD([torch.zeros(1)], lr=1.0))
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = whole, rates
         device = torch.device("cuda", _PLACE % torch.cuda.device_count()) if args.device.type == "cuda" else args.device
         options = {
             "collate": schedule.collate,
@@ -254,7 +256,9 @@ class OverVaruna(OnMainRank):
         )
         given = [(LOSS, self.compute_loss)] if own else []
         given += [(LOSS, self.compute_loss_func)] if self.compute_loss_func is not None else []
-        made._handed = HandedOver([*given, *functions_of(made._spec)], model=self.model, optimizer=whole)
+        made._handed = HandedOver(
+            [*given, *functions_of(made._spec)], model=self.model, optimizer=whole, schedule=rates
+        )
         return made
 
     @property
@@ -324,6 +328,20 @@ class OverVaruna(OnMainRank):
         self._say_who(step)
         self.state.global_step = step.index
         self._call("on_train_begin")
+        self._call_before(step.index, schedule)
+        options = self._job._handed.options if self._job is not None else None
+        if options is not None and (found := options.written()):
+            raise UsageError(
+                f"a callback wrote {next(iter(found))[1]!r} into the optimizer's groups before the first step, which "
+                "has been made. Give the first value to the optimizer, optimizers=(optimizer, None), and write those "
+                "of later steps in on_step_begin or on_step_end."
+            )
+
+    def _call_before(self, index: int, schedule: _Schedule) -> None:
+        """Give the callbacks control before a step."""
+        if index % schedule.steps_per_epoch == 0:
+            self._call("on_epoch_begin")
+        self._call("on_step_begin")
 
     def _agree(self, step: Step, losses: dict[int, float]) -> None:
         """In a new generation, ranks that came later learn what happened; a step that is redone is forgotten."""
@@ -343,9 +361,6 @@ class OverVaruna(OnMainRank):
         self.state.is_world_process_zero = self.state.is_local_process_zero = step.is_main
 
     def _after(self, step: Step, schedule: _Schedule, losses: dict[int, float], ignore_keys: Any) -> None:
-        if step.index % schedule.steps_per_epoch == 0:
-            self._call("on_epoch_begin")
-        self._call("on_step_begin")
         self.state.global_step = step.index + 1
         self.state.epoch = self.state.global_step / schedule.steps_per_epoch
         self._call("on_step_end")
@@ -357,6 +372,8 @@ class OverVaruna(OnMainRank):
         if self.state.global_step % schedule.steps_per_epoch == 0 or self.state.global_step == schedule.steps:
             self._call("on_epoch_end")
             self._do_what_is_due(step, losses, ignore_keys)
+        if self.state.global_step < schedule.steps and not self.control.should_training_stop:
+            self._call_before(step.index + 1, schedule)
 
     def _do_what_is_due(self, step: Step, losses: dict[int, float], ignore_keys: Any) -> None:
         """Log, evaluate and save, as callbacks ask for it."""

@@ -105,7 +105,7 @@ class Reads:
     """that the functions call"""
     classes: dict[int, type] = field(default_factory=dict)
     """of the user's, whose code the functions run"""
-    _stored: set[str] = field(default_factory=set)
+    stored: set[str] = field(default_factory=set)
     """attributes that the functions store, of whatever object"""
     _seen: set[tuple[int, int]] = field(default_factory=set)
     _near: set[str] = field(default_factory=set)
@@ -121,7 +121,7 @@ class Reads:
             if not any((base, keys[:stop]) in self.written for stop in range(1, len(keys) + 1))
         ]
         known, named = {(id(each.base), each.keys) for each in found}, self.names | self.texts
-        named -= self._stored | {key for _, keys in self.written for kind, key in keys if kind == "."}
+        named -= self.stored | {key for _, keys in self.written for kind, key in keys if kind == "."}
         for each in self.classes.values():
             places = (ReadPlace(each, ((".", key),), f"{each.__name__}.{key}") for key in vars(each) if key in named)
             found += [place for place in places if (id(each), place.keys) not in known]
@@ -204,7 +204,7 @@ class Reads:
             self.names.update(each.co_names)
             self.texts.update(text for text in each.co_consts if isinstance(text, str))
             if code.co_name != "__init__":
-                self._stored.update(step.argval for step in dis.get_instructions(each) if step.opname == "STORE_ATTR")
+                self.stored.update(step.argval for step in dis.get_instructions(each) if step.opname == "STORE_ATTR")
             for base, keys, stores in _loads(each, own):
                 self._take(function, cells, own, (base, keys, stores))
         self._near = before
@@ -261,6 +261,8 @@ class Reads:
                 break
         if done:
             self._leaf(ReadPlace(start, tuple(done), said), value)
+        elif not isinstance(start, (*_WATCHED, *_CODE)):  # passed to another function
+            self.places.setdefault((id(start), ()), ReadPlace(start, (), said))
 
     def _ends(self, value: Any, key: Key, said: str) -> bool:
         """Return whether there is no way into a value from outside of code that the function calls."""
@@ -444,7 +446,7 @@ def _loads(code: types.CodeType, own: Mapping[str, _Start]) -> Iterator[tuple[st
         if by_text and end < len(steps) and steps[end].opname in _CONSTANTS and isinstance(steps[end].argval, str):
             keys = (*keys, (".", steps[end].argval))
         stored = list(_stored(steps[end : end + 4]))
-        if not stored:
+        if not stored and (end >= len(steps) or steps[end].opname != "LOAD_SUPER_ATTR"):
             yield name, keys, False
         yield from ((name, (*keys, *more), True) for more in stored)
         local = _stored_local(steps[end]) if end < len(steps) else ""

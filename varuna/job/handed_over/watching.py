@@ -179,6 +179,9 @@ class _Watched:
             return False
 
     def _mark_of(self, value: Any) -> Any:
+        own = None if self.place.keys or issubclass(type(value), _CONTAINERS) else attributes(value)
+        if own is not None:
+            value = {key: each for key, each in own.items() if key in self._names}
         return mark(value, self._names, self._depth)
 
     _value: Any = MISSING
@@ -435,6 +438,10 @@ class HandedOver:
         places = (_of_class(each) for each in found.found())
         within = (_beside_modules(each) if id(each.base) in own else each for each in places)
         for place in {(id(each.base), each.keys): each for each in within if each is not None}.values():
+            if not place.keys:  # an object that is passed on; what its own code writes is its own
+                if role.captured:
+                    self._watch(place, role, names - found.stored)
+                continue
             is_shown = self._optimizer is not None and (".", "param_groups") in place.keys
             if not role.captured and (is_shown or self._is_kept(place)):
                 continue

@@ -259,3 +259,25 @@ def test_a_model_of_the_library_trains_on_after_it_was_saved(tmp_path: Path) -> 
     trainer = made(Trainer, tmp_path, built=tiny_llama, max_steps=2, save_strategy="steps", save_steps=1)
     assert len(losses(trainer)) == 2
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+
+
+class Decaying(TrainerCallback):
+    """Writes options before steps, as the library's loop lets it."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        if state.global_step >= self.first:
+            optimizer.param_groups[0].update(lr=0.05 / (1 + state.global_step))
+
+
+@pytest.mark.parametrize("first", [1, 0])
+def test_what_a_callback_writes_before_a_step_is_for_that_step(first: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 4, "optim": "sgd", "more": {"callbacks": [Decaying(first)]}}
+    if first == 0:
+        with pytest.raises(UsageError, match=r"wrote 'lr' .* before the first step.*optimizers="):
+            losses(made(Trainer, tmp_path, **options))
+        return
+    expected = losses(made(transformers.Trainer, tmp_path, **options))
+    assert losses(made(Trainer, tmp_path, **options)) == pytest.approx(expected, rel=1e-3)

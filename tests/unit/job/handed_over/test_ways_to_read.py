@@ -70,8 +70,15 @@ class Child(Losses):
     def own(self) -> float:
         return type(self).scale
 
+    def passed_on(self) -> float:
+        return scale_of(self)
+
     def by_text(self) -> float:
         return float(getattr(self, "scale"))  # noqa: B009 - as scripts do
+
+
+def scale_of(found: Any) -> float:
+    return float(found.scale)
 
 
 def multiplied(function: Callable[..., float]) -> Callable[..., float]:
@@ -245,6 +252,16 @@ def test_a_model_that_a_function_builds_reads_what_its_class_reads() -> None:
     with handed.script():
         more("scale", Scaled)
     with pytest.raises(UsageError, match=r"Scaled\.scale, which model= reads"):
+        handed.check(None)
+
+
+def test_an_object_that_captured_code_passes_on_is_watched() -> None:
+    child = Child()
+    handed = HandedOver([(LOSS, child.passed_on)])
+    handed.begin()
+    with handed.script():
+        more("scale", child)
+    with pytest.raises(UsageError, match="which loss= reads"):
         handed.check(None)
 
 
