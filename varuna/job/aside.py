@@ -12,6 +12,7 @@ from varuna.core.errors import ModelError, UsageError
 from varuna.engine.aside.evaluate import EvaluationWork
 from varuna.engine.aside.generate import Continuation
 from varuna.job.arguments import check_whole
+from varuna.job.handed_over.code_reads import seen_by
 from varuna.job.shared_capture import captured_once
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.job.text import capture_text, check_vocabulary, choice_of, length_for, texts_of, trained_length
@@ -83,7 +84,8 @@ class Aside:
         spec, source = self._spec, self._spec.reader_of(dataset, step=step, in_order=True)
         count = _count(dataset, examples)
         batch = source.micro_batch(range(min(CAPTURED_SAMPLES, count))).tensors
-        key = (output, tuple((name, value.dtype, value.shape[1:]) for name, value in sorted(batch.items())))
+        form = tuple((name, value.dtype, value.shape[1:]) for name, value in sorted(batch.items()))
+        key = (output, form, seen_by(output))  # what it reads may be other values in every call
         if key not in self._predicting:
             self._predicting = dict(list(self._predicting.items())[1 - _KEPT :])  # ``output`` may be new in every call
             self._predicting[key] = self._beside(for_prediction(spec.partitioned, spec.recipe, batch, output))

@@ -133,3 +133,23 @@ def test_a_script_predicts_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert session.current is not None
     session.current.inbox.abort(GenerationEnded(0))
     assert trainer.predict(OTHER) is None
+
+
+def test_an_output_that_reads_other_values_is_another_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    bound = {"least": 0.0}
+    trainer = Trainer(Classifier, Tokens(), adamw, 4, device="cpu")
+
+    def above(output: Any, _: Any) -> Any:
+        return (output["logits"] > bound["least"]).float()
+
+    for _ in trainer.steps(1):
+        logits, first = trainer.predict(OTHER, examples=2), trainer.predict(OTHER, above, examples=2)
+        bound["least"] = 0.3
+        second = trainer.predict(OTHER, above, examples=2)
+    assert logits is not None
+    assert first is not None
+    assert second is not None
+    assert [next(iter(each.values())).sum() for each in (first, second)] == [
+        (logits["logits"] > least).sum() for least in (0.0, 0.3)
+    ]

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from varuna.data.told import SETTERS
-from varuna.job.handed_over.marks import attributes
+from varuna.job.handed_over.marks import attributes, mark
 from varuna.partition.watching.own_code import OWN
 from varuna.process.scripts import LIBRARIES
 
@@ -300,6 +300,13 @@ class Reads:
                     self.follow(each, place.name)
             return
         self.follow(value, place.name)
+
+
+def seen_by(function: Any) -> str:
+    """All values that a function reads, in words that differ once one has changed."""
+    found = Reads()
+    found.follow(function, "")
+    return repr([mark(place.value(), found.names | found.texts) for place in found.found()])
 
 
 def is_library(file: str) -> bool:
