@@ -163,6 +163,8 @@ class _Watched:
     def is_changed(self) -> bool:
         """Return whether something else is there."""
         value = self.place.value()
+        if value is self._value and self._is_fixed:  # most are, and each of them is asked in each step
+            return False
         return not self._is_same(value) and self._mark_of(value) != self.mark
 
     def changed_from(self, before: Any) -> Changed:
