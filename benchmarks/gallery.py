@@ -49,7 +49,7 @@ class Example:
         return " && ".join(f"python {run}" for run in self.runs)
 
     def row(self, minutes: float, compared: float, last: float) -> str:
-        """Of the page's table."""
+        """Return its row of the page's table."""
         return f"| {self.name} | {self.shows} | `{self.command}` | {minutes:.1f} | {compared:.4f} | {last:.4f} |"
 
 

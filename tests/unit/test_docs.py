@@ -172,7 +172,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_pages_are_few_enough_words_to_be_read() -> None:
-    """Whoever adds some takes others out: each fact has one home."""
+    """All pages together stay within 50,000 words, so that each fact keeps one home."""
     words = {page: len(page.read_text().split()) for page in (*PAGES, ROOT / "CHANGELOG.md")}
     assert sum(words.values()) <= 50_000
     assert words[ROOT / "README.md"] <= 800

@@ -23,7 +23,7 @@ from varuna.checkpoint.names import (
 from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectExists, ObjectMissing
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.core.sample_digest import is_same_sample
+from varuna.core.sample_digest import OF_SETS, begin_alike
 from varuna.core.saved import Piece, SavedShard
 from varuna.core.value import Value
 from varuna.store.base import Store
@@ -323,12 +323,11 @@ def check_compatible(manifest: Manifest, job: JobFacts) -> None:
             "other_data=True): positions go on in the order of the new length. To begin anew, start afresh with "
             f"{START_AFRESH}, which moves the old checkpoints aside."
         )
-    digests = manifest.first_samples, job.first_samples
-    if all(digests) and not is_same_sample(*(int(each, 16) for each in digests)):
+    are_known = manifest.first_samples and job.first_samples
+    if are_known and not begin_alike(manifest.first_samples, job.first_samples):
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} (run {manifest.run_id}) was trained on other samples: this "
-            "dataset does not begin with those that the run began with. Resume with the dataset that wrote it. If the "
-            "script goes through a set, as in enumerate(set(words)), the order differs in each process: sort it, or "
-            "set PYTHONHASHSEED=0. If the data changed on purpose, pass checkpoints=varuna.Checkpoints(path, "
+            "dataset does not begin with those that the run began with. Resume with the dataset that wrote it. "
+            f"{OF_SETS}. If the data changed on purpose, pass checkpoints=varuna.Checkpoints(path, "
             f"other_data=True). To begin anew, start afresh with {START_AFRESH}, which moves the old checkpoints aside."
         )

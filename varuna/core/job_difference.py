@@ -4,14 +4,14 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
 from varuna.core.model import JobFacts
-from varuna.core.sample_digest import is_same_sample
+from varuna.core.sample_digest import OF_SETS, begin_alike
 from varuna.core.value import Value
 
 
 def job_difference(theirs: JobFacts, ours: JobFacts) -> str | None:
     """Name the first field in which a worker's job differs from the run's; None: they are the same job."""
     ours = ours.for_comparison()
-    if _have_same_samples(theirs, ours):  # also if they were rounded differently
+    if begin_alike(theirs.first_samples, ours.first_samples):  # also if they were rounded differently
         theirs = theirs.model_copy(update={"first_samples": ours.first_samples})
     found = first_difference("job", theirs.for_comparison(), ours)
     if found is None:
@@ -30,18 +30,12 @@ def job_difference(theirs: JobFacts, ours: JobFacts) -> str | None:
         )
     if field == "job.first_samples":
         return (
-            "its dataset has other samples than the run's. Give all workers the same data and libraries. If the script "
-            "goes through a set, as in enumerate(set(words)), the order differs in each process: sort it, or set "
-            "PYTHONHASHSEED=0 everywhere"
+            f"its dataset has other samples than the run's. Give all workers the same data and libraries. {OF_SETS} "
+            "everywhere"
         )
     if field == "job.torch":
         return f"it has torch {its}, but the run {the_runs}: other versions round differently"
     return f"its {field} is {its!r}, but the run's is {the_runs!r}"
-
-
-def _have_same_samples(theirs: JobFacts, ours: JobFacts) -> bool:
-    digests = theirs.first_samples, ours.first_samples
-    return all(digests) and is_same_sample(*(int(each, 16) for each in digests))
 
 
 def first_difference(path: str, theirs: object, ours: object) -> tuple[str, object, object] | None:

@@ -15,6 +15,12 @@ PROJECTION_STEPS, NORM_STEPS = 2**14, 2**11
 _PROJECTION_APART, _NORM_APART = 2**4, 2
 """Most steps by which rounding changes a sketch: a thousandth. Of other samples one in thousands is that near."""
 
+OF_SETS = (
+    "If the script goes through a set, as in enumerate(set(words)), the order differs in each process: sort it, or set "
+    "PYTHONHASHSEED=0"
+)
+"""The likeliest reason that one script reads several sets of samples, and what to do."""
+
 
 def is_same_sample(mine: int, theirs: int) -> bool:
     """Return whether two digests, signed or not, are of the same sample, rounded alike or not."""
@@ -22,6 +28,11 @@ def is_same_sample(mine: int, theirs: int) -> bool:
         return True
     exact, projection, norm = (_apart(one, other) for one, other in zip(_parts(mine), _parts(theirs), strict=True))
     return not exact and projection <= _PROJECTION_APART and norm <= _NORM_APART
+
+
+def begin_alike(mine: str, theirs: str) -> bool:
+    """Return whether two runs begin with the same samples, by their digests in hexadecimal; empty: nobody knows."""
+    return mine == theirs or bool(mine and theirs and is_same_sample(int(mine, 16), int(theirs, 16)))
 
 
 def _parts(digest: int) -> tuple[int, int, int]:

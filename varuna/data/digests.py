@@ -14,7 +14,7 @@ from varuna.core.sample_digest import FIELD, NORM_STEPS, PROJECTION_STEPS
 
 _SIGNS = 2**16
 _LARGEST = 1e100
-"""Of a number in a sketch: its square must be finite."""
+"""Bound on a number in a sketch, so that its square is finite."""
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> int:

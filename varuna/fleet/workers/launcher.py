@@ -80,8 +80,7 @@ class Launcher:
         self._log_bytes, self._kill_s, self._drain_s = log_bytes, kill_s, drain_s
         self._command = [sys.executable, *command]
         inherited = {name: value for name, value in os.environ.items() if name != JOIN_VARIABLE}
-        # A pipe would hold back what a script prints, and a kill would lose it.
-        self._environment = {**DEFAULTS, "PYTHONUNBUFFERED": "1", **inherited, **environment}
+        self._environment = {**DEFAULTS, **inherited, **environment}
         self._run_dir = run_dir
         self._on_exit = on_exit
         self._write = write

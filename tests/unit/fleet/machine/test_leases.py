@@ -189,7 +189,7 @@ def test_main_rank_out_of_sight_other_ranks_beats_prove_that_steps_go_on() -> No
     driver = on_machines("abcd")
     train(driver, 60, hidden=("a",))
     assert not lost(driver)
-    assert driver.fleet.recorded.step == 1  # nobody reports, but everybody lives
+    assert driver.fleet.recorded.step == 1  # no step is reported, but all ranks live
     driver.wait(1, still=False)
     driver.voted(*range(2, 62))
     assert driver.fleet.recorded.step == 61

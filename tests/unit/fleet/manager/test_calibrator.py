@@ -348,7 +348,7 @@ def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path
         heard.take(nominal(name=name, created="today").model_dump_json())
     heard.plan(JOB, workers, 2)
     assert plans[-1] is not None
-    assert plans[-1].names == ("b",), "nothing is known of a, and nobody has c"
+    assert plans[-1].names == ("b",), "class a was not measured, and no worker is of class c"
     both = fleet()
     record = both.record.model_copy(update={"plan": plan})
     known = [replace(each, device_class=name) for each, name in zip(both.workers.values(), "ab", strict=True)]

@@ -22,7 +22,7 @@ class Stopper:
 
 
 def steps(found: list[str]) -> Iterator[float]:
-    """As the trainer's: asked for in the middle of the loop."""
+    """Yield steps as the Trainer does, and look at the loop once in the middle of it."""
     for loss in (2.0, 1.0):
         found[:] = carried(sys._getframe(1), KEPT)
         yield loss
