@@ -224,6 +224,8 @@ class Trainer:
             raise UsageError(f"steps(n): n is the total number of steps of the run and must be >= 0 (got {n})")
         if self._training is not None:
             raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
+        handed = self._handed
+        handed.before_capture()
         offer(self._spec, n)
         self._given.guard()
         generators = generators_of_script()
@@ -231,7 +233,7 @@ class Trainer:
         at_end(self._charts.close)
         speed = SpeedLines(n, self._spec.examples_before) if self._tells_speed and not training.is_managed else None
         self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
-        committed, handed = training.steps(), self._handed
+        committed = training.steps()
         handed.begin()
         try:
             for turn, step in enumerate(committed):

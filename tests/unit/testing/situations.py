@@ -54,6 +54,8 @@ class Way:
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.metrics: Mapping[str, float] = {}
+        """of the newest step"""
 
     def train(
         self,
@@ -91,6 +93,7 @@ class OverVaruna(Way):
         before(0)
         for step in trainer.steps(STEPS):
             self.losses.append(step.loss)
+            self.metrics = step.metrics
             told(step.index, step.loss)
             before(step.index + 1)
 
@@ -134,6 +137,9 @@ class PlainLoop(Way):
             for first in range(0, count, size):
                 some = samples[first : first + size]
                 part = _loss(model, collate(some), loss) * len(some) / count
+                if metrics is not None:
+                    told_now = metrics(model(collate(some)["x"]), collate(some))
+                    self.metrics = {key: float(value.detach()) for key, value in told_now.items()}
                 part.backward()  # type: ignore[no-untyped-call]
                 total += float(part.detach())
             if before_step is not None:
@@ -1084,6 +1090,43 @@ def loss_that_counts_for_a_log(way: Way) -> None:
     way.train(model, Points(), optimizer, loss=WarmingUp(0))
 
 
+class Sure(Net):
+    """A model that keeps how sure it is."""
+
+    entropy: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x)
+        self.entropy = entropy_of(output).mean().detach()
+        return output
+
+
+def entropy_of(output: Tensor) -> Tensor:
+    return -(output.softmax(-1) * output.log_softmax(-1)).sum(-1)
+
+
+def rate_of_what_forward_keeps(way: Way) -> None:
+    model = Sure()
+    optimizer = sgd(model.parameters())
+
+    def told(step: int, loss: float) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 * float(model.entropy)
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, told=told)
+
+
+def rate_of_a_metric(way: Way) -> None:
+    model, optimizer = built()
+
+    def entropy(output: Any, batch: Any) -> dict[str, Tensor]:
+        return {"entropy": entropy_of(output).sum()}
+
+    def told(step: int, loss: float) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 * way.metrics["entropy"] / BATCH
+
+    way.train(model, Points(), optimizer, loss=cross_entropy, told=told, metrics=entropy)
+
+
 def loss_of_the_step(way: Way) -> None:
     model, optimizer = built()
     at = [0]
@@ -1716,6 +1759,13 @@ SITUATIONS = [
         "",
         r"a number that forward\(\) itself changes: loss=\.calls.*batch\[\"step\"\] in loss=",
         loss_of_the_step,
+    ),
+    Situation(
+        "a rate that follows what forward or the loss keeps",
+        rate_of_what_forward_keeps,
+        "",
+        r"asked for model\.entropy, which forward\(\) writes \(situations\.py:\d+\).*metrics=.*step\.metrics",
+        rate_of_a_metric,
     ),
     Situation("a loss that counts its calls for a log", loss_that_counts_for_a_log, ""),
     Situation(

@@ -34,12 +34,12 @@ from varuna.integrations.transformers.arguments import (
     precision_of,
 )
 from varuna.integrations.transformers.data import Ordered, one_length
-from varuna.integrations.transformers.main_rank import IS_LAUNCHED, OnMainRank
+from varuna.integrations.transformers.main_rank import IS_LAUNCHED, Found, OnMainRank
 from varuna.integrations.transformers.overrides import by_name, check_overrides
 from varuna.job.built import GivenModel, SchedulerLike, fill
 from varuna.job.given_optimizer import OptimizerLike
 from varuna.job.handed_functions import functions_of
-from varuna.job.handed_over.watching import LOSS, HandedOver
+from varuna.job.handed_over.watching import COMPUTE_LOSS, LOSS, HandedOver
 from varuna.membership.launched import watch_exceptions
 from varuna.process.console import say_once
 from varuna.results import Step
@@ -254,7 +254,7 @@ class OverVaruna(OnMainRank):
             args.per_device_train_batch_size * args.gradient_accumulation_steps,
             **options,
         )
-        given = [(LOSS, self.compute_loss)] if own else []
+        given = [(COMPUTE_LOSS, self.compute_loss)] if own else []
         given += [(LOSS, self.compute_loss_func)] if self.compute_loss_func is not None else []
         made._handed = HandedOver(
             [*given, *functions_of(made._spec)], model=self.model, optimizer=whole, schedule=rates
@@ -381,7 +381,7 @@ class OverVaruna(OnMainRank):
         if self.control.should_log and self.state.global_step > before:
             newest = [loss for index, loss in losses.items() if index >= before]
             logs = {"loss": sum(newest) / len(newest), "grad_norm": step.grad_norm, "learning_rate": step.lr}
-            self.log(logs)
+            self._give_control(functools.partial(self.log, logs), "log()")
         if self.control.should_evaluate:
             is_best = self._is_best(self.evaluate(ignore_keys=ignore_keys))
             if self.args.save_strategy == "best":
@@ -447,13 +447,19 @@ class OverVaruna(OnMainRank):
             self.state = transformers.TrainerState.load_from_json(str(folder / _STATE))
 
     def _call(self, event: str) -> None:
-        """Give the callbacks control; what they do to the model and the optimizer is taken over or refused."""
+        """Give the callbacks control."""
+        heard = getattr(self.callback_handler, event)
+        self.control = self._give_control(lambda: heard(self.args, self.state, self.control), f"a callback's {event}()")
+
+    def _give_control(self, call: Callable[[], Found], name: str) -> Found:
+        """Call what may be the user's; what it does to the model and the optimizer is taken over or refused."""
         handed = None if self._job is None else self._job._handed
         is_new = self._is_main and self._at == (self._generation, self.state.global_step)
         with nullcontext() if handed is None else handed.callbacks(may_read=is_new):
-            self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+            given = call()
         if handed is not None:
-            handed.check(None, f"a callback's {event}()")
+            handed.check(None, name)
+        return given
 
 
 _Theirs: Any = transformers.Trainer

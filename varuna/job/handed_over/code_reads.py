@@ -38,7 +38,7 @@ from varuna.process.scripts import LIBRARIES
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "missing", "__reduce__": lambda _: "MISSING"})()
 _MOST_FUNCTIONS = 300
 _OF_CONTAINERS = """append appendleft extend extendleft insert add update setdefault pop popleft popitem clear remove
-    discard sort reverse"""
+    discard sort reverse __setitem__"""
 _WRITES = frozenset(_OF_CONTAINERS.split())
 """Methods of containers, for whose sake alone a function does not read one."""
 _BASES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
@@ -48,6 +48,8 @@ _PLAIN = str | bytes | int | float | complex | None
 _NUMBERS, _DEEPEST = (int, float), 3
 _IMPORT = "import "
 """Begins the name of a module that a function imports itself."""
+_GLOBAL = "global "
+"""Begins the name of a global that a function stores, which there may not be yet."""
 _WATCHED = (nn.Module, torch.Tensor, torch.optim.Optimizer)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 
@@ -95,8 +97,10 @@ class Reads:
     """Places that some functions read."""
 
     places: dict[tuple[int, tuple[Key, ...]], ReadPlace] = field(default_factory=dict)
-    written: set[tuple[int, tuple[Key, ...]]] = field(default_factory=set)
+    written: dict[tuple[int, tuple[Key, ...]], ReadPlace] = field(default_factory=dict)
     """places that the functions store to themselves"""
+    kept: list[ReadPlace] = field(default_factory=list)
+    """those of them to which no library's code stores"""
     names: set[str] = field(default_factory=set)
     """all attributes and globals that the code names"""
     texts: set[str] = field(default_factory=set)
@@ -110,6 +114,8 @@ class Reads:
     _seen: set[tuple[int, int]] = field(default_factory=set)
     _near: set[str] = field(default_factory=set)
     """names in the code that is looked into"""
+    _is_users: bool = True
+    """no library has defined it"""
     _owners: dict[int, tuple[Any, str]] = field(default_factory=dict)
     """objects whose methods are looked into"""
 
@@ -199,7 +205,9 @@ class Reads:
             own[code.co_varnames[0]] = (owner, (), name)
         if "super" in code.co_names and "__class__" in cells:
             self._supers(code, cells["__class__"].cell_contents, owner, name)
-        before, self._near = self._near, {name for each in _with_inner(code) for name in each.co_names}
+        before = self._near, self._is_users
+        self._near = {name for each in _with_inner(code) for name in each.co_names}
+        self._is_users = not is_library(code.co_filename)
         for each in _with_inner(code):
             self.names.update(each.co_names)
             self.texts.update(text for text in each.co_consts if isinstance(text, str))
@@ -207,7 +215,7 @@ class Reads:
                 self.stored.update(step.argval for step in dis.get_instructions(each) if step.opname == "STORE_ATTR")
             for base, keys, stores in _loads(each, own):
                 self._take(function, cells, own, (base, keys, stores))
-        self._near = before
+        self._near, self._is_users = before
 
     def _supers(self, code: types.CodeType, within: type, owner: Any, name: str) -> None:
         """Look into methods of base classes that code calls by ``super()``."""
@@ -224,17 +232,25 @@ class Reads:
             start, before, said = own[base]
         elif base in cells:
             start, before, said = cells[base], ((".", "cell_contents"),), base
-        elif base in function.__globals__:
-            start, before, said = function.__globals__, (("[", base),), base
+        elif base in function.__globals__ or base.startswith(_GLOBAL):
+            said = base.removeprefix(_GLOBAL)
+            start, before = function.__globals__, (("[", said),)
         elif base.startswith(_IMPORT):
             said = _module_name(base, function.__globals__)
             start, before = sys.modules.get(said), ()
         else:
             return
         if stores:
-            self.written.add((id(start), (*before, *keys)))
+            self._wrote(ReadPlace(start, (*before, *keys), f"{said}{''.join(map(_shown, keys))}"))
             return
         self._resolve(start, before, keys, said)
+
+    def _wrote(self, place: ReadPlace) -> None:
+        if len(place.keys) > 1 and place.keys[-2] == (".", "__dict__"):
+            place = place._replace(keys=(*place.keys[:-2], (".", place.keys[-1][1])))
+        self.written.setdefault((id(place.base), place.keys), place)
+        if self._is_users:
+            self.kept.append(place)
 
     def _resolve(self, start: Any, before: tuple[Key, ...], keys: Sequence[Key], said: str) -> None:
         """Follow a way as far as there are values, and note where it ends."""
@@ -242,11 +258,14 @@ class Reads:
         for kind, key in keys:
             if isinstance(value, MutableMapping | MutableSequence | MutableSet | deque) and kind == ".":
                 if key in _WRITES:
-                    self.written.add((id(start), tuple(done)))
+                    self._wrote(ReadPlace(start, tuple(done), said))
                     return
                 if type(value) in (dict, list, set, deque) or not isinstance(value, Mapping) or key not in value:
                     break
                 kind = "["  # a dict whose entries are its attributes
+            if isinstance(value, torch.Tensor) and kind == "." and key.endswith("_") and not key.endswith("__"):
+                self._wrote(ReadPlace(start, tuple(done), said))
+                return
             if self._ends(value, (kind, key), said):
                 break
             if kind == "." and self._is_code(value, key, said):
@@ -255,7 +274,7 @@ class Reads:
                     self.places.setdefault((id(start), way), ReadPlace(start, way, f"{said}.{key}"))
                 return
             done.append((kind, key))
-            said = f"{said}()" if kind == "(" else f"{said}.{key}" if kind == "." else f"{said}[{key!r}]"
+            said = f"{said}{_shown((kind, key))}"
             value = _step(value, (kind, key))
             if value is MISSING:
                 break
@@ -354,6 +373,12 @@ def _users_classes(found: type) -> list[type]:
     return [each for each, file in files if not is_library(file) and not file.startswith(OWN)]
 
 
+def _shown(key: Key) -> str:
+    """Return a step of a way as code has it."""
+    kind, name = key
+    return "()" if kind == "(" else f".{name}" if kind == "." else f"[{name!r}]"
+
+
 def _told(value: Any, found: Any) -> Any:
     """Return a plain value that a library, or C, computes for an attribute; MISSING: it is another thing."""
     is_c = not isinstance(found, property) or is_library(getattr(found.fget, "__code__", _told.__code__).co_filename)
@@ -440,7 +465,7 @@ def _loads(code: types.CodeType, own: Mapping[str, _Start]) -> Iterator[tuple[st
     aliases: dict[str, tuple[str, tuple[Key, ...]]] = {}
     for at, each in enumerate(steps):
         if each.opname in ("STORE_GLOBAL", "STORE_DEREF"):
-            yield each.argval, (), True
+            yield f"{_GLOBAL if each.opname == 'STORE_GLOBAL' else ''}{each.argval}", (), True
         if each.opname == "IMPORT_NAME":
             aliases.update(_imported(steps, at))
         name = _base(each, own.keys() | aliases.keys())
@@ -449,10 +474,12 @@ def _loads(code: types.CodeType, own: Mapping[str, _Start]) -> Iterator[tuple[st
         name, begin = aliases.get(name, (name, ())) if name not in own else (name, ())
         keys, end = _way(steps, at + 1)
         keys = (*begin, *keys)
-        by_text = at > 0 and (steps[at - 1].opname, steps[at - 1].argval) == ("LOAD_GLOBAL", "getattr")
-        if by_text and end < len(steps) and steps[end].opname in _CONSTANTS and isinstance(steps[end].argval, str):
+        called = steps[at - 1].argval if at and steps[at - 1].opname == "LOAD_GLOBAL" else ""
+        is_text = end < len(steps) and steps[end].opname in _CONSTANTS and isinstance(steps[end].argval, str)
+        if called == "getattr" and is_text:
             keys = (*keys, (".", steps[end].argval))
-        stored = list(_stored(steps[end : end + 4]))
+        by_text = called == "setattr" and is_text
+        stored = [((".", steps[end].argval),)] if by_text else list(_stored(steps[end : end + 4]))
         if not stored and (end >= len(steps) or steps[end].opname != "LOAD_SUPER_ATTR"):
             yield name, keys, False
         yield from ((name, (*keys, *more), True) for more in stored)

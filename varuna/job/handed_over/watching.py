@@ -34,6 +34,7 @@ from varuna.core.errors import UsageError
 from varuna.data.told import SETTERS, with_setters
 from varuna.engine.stage.parameter_groups import Writes
 from varuna.job.handed_over.code_reads import MISSING, ReadPlace, Reads, is_library, written_at
+from varuna.job.handed_over.kept_values import KeptValues
 from varuna.job.handed_over.marks import PLAIN, attributes, mark, shown, ways_into
 from varuna.job.handed_over.module_watch import Changed, ModuleWatch
 from varuna.job.handed_over.script_options import ScriptOptions
@@ -104,6 +105,7 @@ _AHEAD = (
 )
 _BUILDS = "It is called again whenever workers come or go. Let it depend on values that do not change."
 LOSS, METRICS = Role("loss=", True, _CAPTURED), Role("metrics=", True, _CAPTURED)
+COMPUTE_LOSS = Role("compute_loss()", True, _CAPTURED)
 FORWARD = Role("forward()", True, _CAPTURED)
 _KEPT = (
     "A worker that joins and a resumed run would begin with another value. Keep it in a dict that state= names: "
@@ -119,6 +121,8 @@ COLLATE, WEIGHT, DATASET = (
 )
 MODEL, OPTIMIZER = Role("model=", True, _CAPTURED), Role("optimizer=", False, _BUILDS)
 SCHEDULER = Role("lr_scheduler=", False, _BUILDS)
+_KEEPING = (LOSS, METRICS, COMPUTE_LOSS, FORWARD)
+"""Those that may keep values, and run once."""
 
 
 _PLAINLY = (bool, int, float, str, list, dict, tuple)
@@ -254,6 +258,21 @@ def _refuse_state(*_: object, **__: object) -> NoReturn:
     raise UsageError(f"the script asked for the state of the optimizer{_place('', _script_frame())}. {_ON_THE_WORKERS}")
 
 
+def _of_kept(writer: str) -> str:
+    instead = (
+        "Evaluations run it as it is written: log the value there, or compute it in compute_metrics=."
+        if writer == COMPUTE_LOSS.name
+        else "Let metrics=, a function of the output of forward() and the batch, return it as a scalar by name: "
+        "step.metrics has the sum over the global batch."
+    )
+    return f"{writer} was captured before step 0, and does not write in a step. {instead}"
+
+
+def _refuse_kept(writer: str, name: str) -> NoReturn:
+    place = _place("", _script_frame())
+    raise UsageError(f"the script asked for {name}, which {writer} writes{place}. {_of_kept(writer)}")
+
+
 def _refuse_setter(name: str, *_: object, **__: object) -> NoReturn:
     raise UsageError(
         f"the script called {name}() of the dataset{_place('', _script_frame())}. Samples are read ahead, by other "
@@ -295,6 +314,8 @@ class HandedOver:
         self._optimizer, self._schedule, self._model = optimizer, schedule, model
         self.options = None if optimizer is None else ScriptOptions(optimizer)
         self.watch = None if model is None else ModuleWatch(model, _refuse_touch, self._names_of_forward)
+        self._kept_values = KeptValues((), (), _refuse_kept)
+        self._read_in_steps: list[tuple[str, ReadPlace]] = []
         self._watched: list[_Watched] = []
         self._modules: list[tuple[Role, ModuleWatch]] = []
         self._own: list[_Own] = []
@@ -311,13 +332,32 @@ class HandedOver:
     def _names_of_forward(self) -> set[str]:
         return self._reads_of_forward.names | self._reads_of_forward.texts
 
+    def before_capture(self) -> None:
+        """Remember what is where captured code will keep values."""
+        written, read = list[tuple[str, ReadPlace]](), list[tuple[str, ReadPlace]]()
+        for role, function in [*self._functions, (FORWARD, self._model)]:
+            if role in _KEEPING and function is not None:
+                found = Reads()
+                found.follow(function, "model" if role is FORWARD else role.name)
+                written += [(role.name, each) for each in found.kept]
+                own = getattr(
+                    function, "__self__", None
+                )  # such as a Trainer of Hugging Face's, which others change, too
+                read += [(role.name, each) for each in found.places.values() if each.base is not own or own is None]
+        self._kept_values = KeptValues(written, read, _refuse_kept)
+
     def begin(self) -> None:
-        """Remember how everything is, before the script gets control for the first time."""
+        """Remember how everything is, before the script gets control for the first time.
+
+        Raises:
+            UsageError: a function that runs in steps reads what captured code writes.
+        """
         for role, function in self._functions:
             self._add(role, function)
         if self._model is not None:
             inside = {id(each) for each in self._model.modules()}
             self._take(FORWARD, self._reads_of_forward, inside | {id(vars(each)) for each in self._model.modules()})
+        self._refuse_reads_of_kept()
         self._watched += [_Watched(ReadPlace(torch_module, ((".", each),), each), FORWARD, _ALL) for each in _GLOBAL]
         if self.watch is not None:
             self.watch.begin()
@@ -364,11 +404,13 @@ class HandedOver:
             steps: that have been made.
         """
         self._refuse_written_in_step()
+        if self._kept_values.restored_first():
+            self._refuse_reads_of_kept()
         if self.options is not None:
             self.options.show(options)
         self._show_schedule(steps)
         self._refresh()
-        with nullcontext() if self.watch is None else self.watch.script():
+        with self._kept_values.hidden(), nullcontext() if self.watch is None else self.watch.script():
             yield
 
     @contextmanager
@@ -380,13 +422,13 @@ class HandedOver:
         """
         assert self.watch is not None
         self.watch.may_read = may_read
-        with self.watch.script():
+        with self._kept_values.hidden(), self.watch.script():
             yield
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """In this block Varuna works, asked for by the script, and may call the user's functions."""
-        with nullcontext() if self.watch is None else self.watch.engine():
+        with self._kept_values.shown(), nullcontext() if self.watch is None else self.watch.engine():
             yield
         for each in self._watched:
             each.look()
@@ -447,6 +489,8 @@ class HandedOver:
             is_shown = self._optimizer is not None and (".", "param_groups") in place.keys
             if not role.captured and (is_shown or self._is_kept(place)):
                 continue
+            if not role.captured:
+                self._read_in_steps.append((role.name, place))
             self._watch(place, role, names)
 
     def _watch(self, place: ReadPlace, role: Role, names: frozenset[str] = frozenset()) -> None:
@@ -455,6 +499,11 @@ class HandedOver:
             name = "".join(f".{key}" if kind == "." else f"[{key!r}]" for kind, key in way)
             inside = ReadPlace(place.base, (*place.keys, *way), f"{place.name}{name}")
             self._watched.append(_Watched(inside, role, names, len(way)))
+
+    def _refuse_reads_of_kept(self) -> None:
+        for reader, place in self._read_in_steps:
+            if writer := self._kept_values.writer_of(place):
+                raise UsageError(f"{reader} reads {place.name}, which {writer} writes. {_of_kept(writer)}")
 
     def _is_kept(self, place: ReadPlace) -> bool:
         return any(
@@ -562,9 +611,11 @@ def _refuse_touch(name: str, what: str) -> NoReturn:
 
 
 def _script_frame() -> FrameType | None:
-    """The innermost frame that is neither torch's, nor ours, nor a deepcopy's."""
+    """The innermost frame that is neither a library's nor ours."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((*OWN, "<", copy.__file__)):
+    while frame is not None and (
+        is_library(frame.f_code.co_filename) or frame.f_code.co_filename.startswith((*OWN, "<"))
+    ):
         frame = frame.f_back
     return frame
 
