@@ -27,11 +27,12 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from varuna.data.told import SETTERS
-from varuna.job.handed_over.marks import attributes, mark
+from varuna.job.handed_over.marks import attributes, is_users_object, mark
 from varuna.partition.watching.own_code import OWN
 from varuna.process.scripts import LIBRARIES
 
@@ -51,6 +52,7 @@ _IMPORT = "import "
 _GLOBAL = "global "
 """Begins the name of a global that a function stores, which there may not be yet."""
 _WATCHED = (nn.Module, torch.Tensor, torch.optim.Optimizer)
+_OF_C = (types.MethodDescriptorType, types.ClassMethodDescriptorType, types.WrapperDescriptorType)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 
 Key = tuple[str, Any]
@@ -133,6 +135,14 @@ class Reads:
             found += [place for place in places if (id(each), place.keys) not in known]
         return found
 
+    def singletons(self) -> list[ReadPlace]:
+        """Objects of the user's that the functions have put into places of theirs, as singletons are."""
+        written = [(place.name, place.value()) for place in self.written.values()]
+        written += [
+            (name, each) for name, found in written if type(found) is dict for each in list(found.values())[:16]
+        ]
+        return [ReadPlace(value, (), name) for name, value in written if is_users_object(value)]
+
     def numbers(self) -> list[ReadPlace]:
         """Places of numbers around the functions, and in the user's objects that they use, whoever writes them."""
         found = [place for place in self.places.values() if isinstance(place.base, dict | types.CellType)]
@@ -173,12 +183,17 @@ class Reads:
         for each in _users_classes(found):
             for key, value in list(vars(each).items()):
                 if key == "forward" or key in self._near or (key.startswith("__") and callable(value)):
-                    self._codes(value, found, name)
+                    self._codes(getattr(value, "__func__", value), found, name)  # __new__ is a static method
+        for each in _users_classes(type(found)):
+            self._codes(vars(each).get("__call__"), found, name)
 
     def _codes(self, function: Any, owner: Any, name: str) -> None:
         """Look into a function, and what it wraps."""
         while isinstance(function, types.FunctionType | functools._lru_cache_wrapper):
             wrapped = getattr(function, "__wrapped__", None)
+            if isinstance(registry := getattr(function, "registry", None), types.MappingProxyType):  # singledispatch
+                for each in registry.values():
+                    self._codes(each, owner, name)
             if wrapped is None or not is_library(
                 function.__code__.co_filename if hasattr(function, "__code__") else "<frozen"
             ):
@@ -266,7 +281,7 @@ class Reads:
             if isinstance(value, torch.Tensor) and kind == "." and key.endswith("_") and not key.endswith("__"):
                 self._wrote(ReadPlace(start, tuple(done), said))
                 return
-            if self._ends(value, (kind, key), said):
+            if self._ends(value, (kind, key), said) or (kind == "." and _is_of_c(value, key)):
                 break
             if kind == "." and self._is_code(value, key, said):
                 way = (*done, (kind, key))
@@ -353,6 +368,13 @@ def _numbers_in(owner: Any, name: str, seen: set[int], depth: int) -> Iterator[R
                 yield ReadPlace(owner, ((".", key),), f"{name}.{key}")
             elif not isinstance(value, _PLAIN):
                 yield from _numbers_in(value, f"{name}.{key}", seen, depth + 1)
+
+
+def _is_of_c(value: Any, key: str) -> bool:
+    """Return whether an attribute is a method without code in Python, or of a value that is compared as a whole."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return True
+    return not isinstance(value, type) and isinstance(inspect.getattr_static(type(value), key, None), _OF_C)
 
 
 def _is_own(value: Any, key: str) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from varuna.job.handed_over.code_reads import MISSING, Key, ReadPlace
-from varuna.job.handed_over.marks import attributes
+from varuna.job.handed_over.marks import attributes, is_users_object
 
 _ASKED = """float int index complex bool len iter next getitem contains reversed call enter array str format round trunc
     neg pos abs invert eq ne lt le gt ge reduce_ex copy deepcopy getattr delitem setitem
@@ -189,7 +189,7 @@ class KeptValues:
 
 def _is_kept(place: ReadPlace) -> bool:
     """Return whether there is an owner to which a value can be given, and the value is none that is watched itself."""
-    if not place.keys:
+    if not place.keys or is_users_object(place.value()):  # such as a singleton, which the script may use
         return False
     owner, key = _owner(place), place.keys[-1][1]
     if isinstance(owner, tuple):  # which keeps what it has, whatever that holds

@@ -103,6 +103,12 @@ def ways_into(value: Any) -> Iterator[tuple[tuple[str, Any], ...]]:
         yield from ((("[", number), key) for key in inner[:_SMALL]) if inner else [(("[", number),)]
 
 
+def is_users_object(value: Any) -> bool:
+    """Return whether a value has attributes, and a class of the user's, or one for any attributes."""
+    is_code = isinstance(value, type | Tensor | torch.nn.Module) or hasattr(value, "__code__")
+    return not is_code and attributes(value) is not None and _is_plain_object(type(value).__module__)
+
+
 @lru_cache(maxsize=1024)
 def _is_plain_object(module: str) -> bool:
     """Return whether objects of classes from there are the user's values, not a library's, as a logger is."""

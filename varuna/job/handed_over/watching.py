@@ -173,8 +173,9 @@ class _Watched:
 
     def changed_from(self, before: Any) -> Changed:
         """Tell the change since ``before``, a mark."""
-        read = f", which {self.role.name} reads" if self.role.name else ""
-        return Changed(f"{self.place.name}{read}", _said(before), self.place.value(), self.place.last)
+        read, now = f", which {self.role.name} reads" if self.role.name else "", self.place.value()
+        now = now if self.place.keys else _said(self._mark_of(now))
+        return Changed(f"{self.place.name}{read}", _said(before), now, self.place.last)
 
     def _is_same(self, value: Any) -> bool:
         if value is not self._value or self._is_fixed:
@@ -478,6 +479,8 @@ class HandedOver:
                 watch = ModuleWatch(module, _refuse_touch, functools.partial(set, names))
                 watch.look()
                 self._modules.append((role, watch))
+        for place in found.singletons():
+            self._watch(place, role, names - found.stored)
         own |= inside | {id(each) for module, _ in found.modules.values() for each in module.modules()}
         places = (_of_class(each) for each in found.found())
         within = (_beside_modules(each) if id(each.base) in own else each for each in places)

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -77,6 +77,66 @@ class Child(Losses):
         return float(getattr(self, "scale"))  # noqa: B009 - as scripts do
 
 
+class Single:
+    """Is made once, when it is asked for."""
+
+    made: Any = None
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    @classmethod
+    def get(cls) -> Any:
+        cls.made = cls.made or cls()
+        return cls.made
+
+
+class New(Single):
+    def __new__(cls) -> Any:
+        cls.made = cls.made or super().__new__(cls)
+        return cls.made
+
+    def __init__(self) -> None:
+        pass
+
+    scale = 1.0
+
+
+class Once(type):
+    """Makes one object of each class."""
+
+    made: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls) -> Any:
+        if cls not in cls.made:
+            cls.made[cls] = super().__call__()
+        return cls.made[cls]
+
+
+class ByMeta(metaclass=Once):
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+def single() -> Any:
+    global made_once
+    made_once = made_once or SimpleNamespace(scale=1.0)
+    return made_once
+
+
+made_once: Any = None
+
+
+@functools.singledispatch
+def by_kind(_: Any) -> float:
+    return 0.0
+
+
+@by_kind.register
+def _(_: int) -> float:
+    return SCALE
+
+
 def scale_of(found: Any) -> float:
     return float(found.scale)
 
@@ -124,6 +184,7 @@ def ways() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     hidden, slotted, child = Hidden(), Slotted(), Child()
     deep: dict[str, Any] = {"a": {"b": {"c": {"d": {"scale": 1.0}}}}}
     context = contextvars.ContextVar("context", default=1.0)
+    tensor, table = torch.ones(100), np.ones(1)
     shared, number, values = multiprocessing.Value("d", 1.0), ctypes.c_double(1.0), array.array("d", [1.0])
     at, event = 0, threading.Event()
 
@@ -147,6 +208,14 @@ def ways() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
         "an attribute that the class computes": (lambda: hidden.scale, lambda: more("scale", hidden)),
         "a slot": (lambda: slotted.scale, lambda: more("scale", slotted)),
         "a variable in between": (through_a_variable, lambda: more_of(deep["a"]["b"]["c"]["d"])),
+        "a singleton": (lambda: Single.get().scale, lambda: more("scale", Single.get())),
+        "a singleton by its constructor": (lambda: New().scale, lambda: more("scale", New())),
+        "a singleton by its metaclass": (lambda: ByMeta().scale, lambda: more("scale", ByMeta())),
+        "an object that a function makes once": (lambda: single().scale, lambda: more("scale", single())),
+        "a function that the kind of its argument chooses": (lambda: by_kind(1), more),
+        "a number of a tensor": (lambda: tensor.mean().item(), lambda: tensor.add_(1)),
+        "an element of a tensor": (lambda: tensor[50].item(), lambda: tensor.add_(1)),
+        "a sum of an array": (lambda: table.sum(), lambda: table.fill(2.0)),
         "a variable of the context": (lambda: context.get(), lambda: context.set(2.0)),
         "the environment": (
             lambda: os.getenv("VARUNA_TEST_SCALE", "1"),
@@ -167,6 +236,7 @@ def more_of(entries: dict[str, float]) -> None:
 @pytest.mark.parametrize("way", ways())
 def test_a_value_is_found_on_every_way_that_code_takes(way: str, role: Role) -> None:
     reads, change = ways()[way]
+    reads()
     handed = HandedOver([(role, reads)])
     handed.begin()
     with handed.script():
