@@ -693,6 +693,12 @@ def variance_of_adam_logged(way: Way) -> None:
     way.train(model, Points(), optimizer, loss=cross_entropy, told=told)
 
 
+def moments_read_after_the_loop(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Points(), optimizer, loss=cross_entropy)
+    way.losses += [float(entries["momentum_buffer"].norm()) for entries in optimizer.state.values()]
+
+
 def rolled_back_in_the_loop(way: Way) -> None:
     model, optimizer = built()
     best = {name: value.clone() for name, value in model.state_dict().items()}
@@ -1557,6 +1563,12 @@ SITUATIONS = [
         variance_of_adam_logged,
         "pytorch/pytorch#37410",
         r"asked for the state of the optimizer \(situations\.py:\d+\)",
+    ),
+    Situation(
+        "the optimizer's state after the loop",
+        moments_read_after_the_loop,
+        "",
+        r"asked for the state of the optimizer \(situations\.py:\d+\).*after the loop.*checkpoints=",
     ),
     Situation("LBFGS", closure_optimizer, "", r"a closure that runs the model again", fails_plainly=True),
     Situation(

@@ -249,9 +249,9 @@ _SCHEDULED = (
     "with no lr_scheduler=, which all workers take over."
 )
 _ON_THE_WORKERS = (
-    "The state is on the workers, where copies of the optimizer train: the loop can neither read nor change it. To "
-    "begin anew with empty state, train in two runs: trainer.export(path) after the first, and weights=path in the "
-    "second."
+    "The state is on the workers, where copies of the optimizer train: the script can neither read nor change it, also "
+    "after the loop. To train on with it, checkpoints=: the same command goes on from there. To begin anew with empty "
+    "state, train in two runs: trainer.export(path) after the first, and weights=path in the second."
 )
 
 
@@ -320,7 +320,6 @@ class HandedOver:
         self._watched: list[_Watched] = []
         self._modules: list[tuple[Role, ModuleWatch]] = []
         self._own: list[_Own] = []
-        self._state: Any = None
         self._begun = False
 
     @functools.cached_property
@@ -365,7 +364,7 @@ class HandedOver:
         if self.options is not None:
             self.options.look()
         if self._optimizer is not None:
-            self._state, vars(self._optimizer)["state"] = self._optimizer.state, _StateAway()
+            vars(self._optimizer)["state"] = _StateAway()  # for good: nothing brings the state here after the loop
             self._own.append(_Own(self._optimizer, "the optimizer", _COPIED))
         if self._schedule is not None:
             self._own.append(_Own(self._schedule, "the schedule", _SCHEDULED))
@@ -379,8 +378,6 @@ class HandedOver:
         self._begun = False
         for own, name in self._setters:
             own.pop(name, None)
-        if self._optimizer is not None and isinstance(self._optimizer.state, _StateAway):
-            vars(self._optimizer)["state"] = self._state
         if self.watch is not None:
             self.watch.end()
 
@@ -544,11 +541,9 @@ class HandedOver:
                 yield change._replace(name=f"{change.name} of the model"), _way_out_of_model(change)
         for own in self._own:
             yield from ((change, own.way_out) for change in own.changes())
-        if self._optimizer is not None:
-            state = vars(self._optimizer)["state"]
-            if state is not self._state and not isinstance(state, _StateAway):
-                change = Changed("the state of the optimizer", "empty", "other state", "state")
-                yield change, _ON_THE_WORKERS
+        if self._optimizer is not None and not isinstance(vars(self._optimizer)["state"], _StateAway):
+            change = Changed("the state of the optimizer", "empty", "other state", "state")
+            yield change, _ON_THE_WORKERS
 
     def _refuse_written_in_step(self) -> None:
         if self.options is not None and (found := self.options.written()):
