@@ -36,6 +36,7 @@ from varuna.job.charts import Tracker, charts_of
 from varuna.job.handed_functions import functions_of
 from varuna.job.handed_over.loop_variables import say_begun_anew
 from varuna.job.handed_over.watching import HandedOver
+from varuna.job.left_over import left_over
 from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Publish, Weights
 from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
@@ -412,7 +413,8 @@ class Trainer:
             if spec.built.has_adapters:
                 export_adapter(generation, spec, Path(path), average=ema)
             else:
-                export_model(generation, spec.partitioned, Path(path), spec.built.json, average=ema)
+                rest = partial(left_over, spec)
+                export_model(generation, spec.partitioned, Path(path), spec.built.json, average=ema, left_over=rest)
 
         with self._handed.aside():
             self._training.export(write, Path(path))

@@ -226,6 +226,38 @@ def test_a_loss_with_parameters_trains_is_exported_and_given_back_with_a_model_f
     torch.testing.assert_close(mine.centres.detach(), saved)
 
 
+class WithSpares(Net):
+    """Has a layer that forward() does not use, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.eval()
+        self.spare = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.full((5,), 2.0))
+        self.register_buffer("unused", torch.arange(3))
+        self.register_buffer("unsaved", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("is_built", [True, False], ids=["built", "function"])
+def test_an_export_has_all_that_a_state_dict_has(is_built: bool, tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    first = WithSpares()
+    model: Any = first if is_built else WithSpares
+    optimizer: Any = sgd(first.parameters()) if is_built else lambda named: sgd([each for _, each in named])
+    trainer = varuna.Trainer(model, Points(), optimizer, BATCH, loss=cross_entropy, device="cpu")
+    trained(trainer)
+    trainer.export(tmp_path / "weights.safetensors")
+    saved, other = load_file(tmp_path / "weights.safetensors"), WithSpares()
+    other.load_state_dict(saved)
+    for name in ("spare.weight", "scale", "unused"):
+        torch.testing.assert_close(saved[name], first.state_dict()[name])
+
+
 def test_two_stages_and_two_replicas_train_modes_penalties_and_loss_parameters_as_one_process() -> None:
     model, loss, more = proxies_in_a_function()
     regularised = lambda o, b: loss(o, b) + 1e-2 * sum(each.pow(2).sum() for each in model.parameters())  # noqa: E731

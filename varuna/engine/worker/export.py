@@ -1,7 +1,7 @@
 """The trained model as one safetensors file under its own names."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from safetensors.torch import load, save, save_file
@@ -31,6 +31,7 @@ def export_model(
     config: str | None = None,
     *,
     average: bool = False,
+    left_over: Callable[[Collection[str]], dict[str, Tensor]] = lambda held: {},
 ) -> None:
     """Gather the model on the main rank and write it; other ranks send their part, spares do nothing.
 
@@ -43,6 +44,7 @@ def export_model(
         path: of the file, which is replaced as a whole.
         config: the model's configuration, for a folder's ``config.json``.
         average: write averages of the parameters in their place.
+        left_over: makes, on the main rank, the entries that are not among these names, which training has not changed.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -51,6 +53,7 @@ def export_model(
     tensors = gather_model(generation, model, wanted=is_exported, average=average)
     if tensors is None:
         return
+    tensors |= {name: value.contiguous() for name, value in left_over(tensors.keys()).items()}
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     write_tensors(tensors, file, {"format": "pt", **model.aliases})
     if config is not None and file.parent == path:
