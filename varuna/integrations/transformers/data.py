@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from varuna.data.randomness import seeded
+from varuna.data.told import told
 from varuna.process.console import say_once
 
 _OF_TOKENS = ("input_ids", "labels")
@@ -34,11 +35,13 @@ class Ordered:
         self._per_epoch = per_epoch
         self.order_length = len(dataset)
         """on which the order depends, as on the length of other datasets"""
-        self._lock = threading.Lock()
+        self._lock, self._told = threading.Lock(), told(dataset)
         self._order = lru_cache(maxsize=3)(self._ordered)
 
     def __getitem__(self, position: int) -> Any:
         epoch, place = divmod(position, self._per_epoch)
+        for each in self._told:  # as the library's own loop does
+            each.tell("set_epoch", epoch)
         order = self._order(epoch)
         return self._dataset[order[place % len(order)]]
 

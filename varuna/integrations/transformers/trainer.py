@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,7 @@ class OverVaruna(OnMainRank):
         self._check_resuming(resume_from_checkpoint)
         schedule = self._schedule()
         self._job = self._over_varuna(schedule)
+        self._decided = {f"args.{key}": getattr(self.args, key) for key in _IN_EACH_STEP}
         self._job._tells_speed = False  # the library has its own progress bar
         steps = self._job.steps(schedule.steps)
         self.is_in_train, losses, began_s, first = True, dict[int, float](), time.time(), None
@@ -182,8 +184,8 @@ class OverVaruna(OnMainRank):
                     self._begin(step, schedule)
                 self._agree(step, losses)
                 losses[step.index] = step.loss
-                self._after(step, schedule, losses, ignore_keys_for_eval)
-            if self.control.should_training_stop and self._training is not None:
+                is_last = self._after(step, schedule, losses, ignore_keys_for_eval)
+            if is_last and self._training is not None:
                 self._training.session.stop()  # all ranks leave together, after one more step if there are several
         return self._end(losses, first, schedule, began_s)
 
@@ -255,7 +257,7 @@ class OverVaruna(OnMainRank):
             **options,
         )
         given = [(COMPUTE_LOSS, self.compute_loss)] if own else []
-        given += [(LOSS, self.compute_loss_func)] if self.compute_loss_func is not None else []
+        given += [(LOSS, each) for each in (self.compute_loss_func, self.label_smoother) if each is not None]
         made._handed = HandedOver(
             [*given, *functions_of(made._spec)], model=self.model, optimizer=whole, schedule=rates
         )
@@ -360,7 +362,8 @@ class OverVaruna(OnMainRank):
         self._is_main = step.is_main
         self.state.is_world_process_zero = self.state.is_local_process_zero = step.is_main
 
-    def _after(self, step: Step, schedule: _Schedule, losses: dict[int, float], ignore_keys: Any) -> None:
+    def _after(self, step: Step, schedule: _Schedule, losses: dict[int, float], ignore_keys: Any) -> bool:
+        """Give the callbacks control after a step; return whether they stop, which before a step means after it."""
         self.state.global_step = step.index + 1
         self.state.epoch = self.state.global_step / schedule.steps_per_epoch
         self._call("on_step_end")
@@ -372,8 +375,10 @@ class OverVaruna(OnMainRank):
         if self.state.global_step % schedule.steps_per_epoch == 0 or self.state.global_step == schedule.steps:
             self._call("on_epoch_end")
             self._do_what_is_due(step, losses, ignore_keys)
-        if self.state.global_step < schedule.steps and not self.control.should_training_stop:
+        stops: bool = self.control.should_training_stop
+        if self.state.global_step < schedule.steps and not stops:
             self._call_before(step.index + 1, schedule)
+        return stops
 
     def _do_what_is_due(self, step: Step, losses: dict[int, float], ignore_keys: Any) -> None:
         """Log, evaluate and save, as callbacks ask for it."""
@@ -455,13 +460,26 @@ class OverVaruna(OnMainRank):
         """Call what may be the user's; what it does to the model and the optimizer is taken over or refused."""
         handed = None if self._job is None else self._job._handed
         is_new = self._is_main and self._at == (self._generation, self.state.global_step)
+        step, most = self.state.global_step, self.state.max_steps
         with nullcontext() if handed is None else handed.callbacks(may_read=is_new):
             given = call()
         if handed is not None:
             handed.check(None, name)
+        decided = {**self._decided, "state.global_step": step, "state.max_steps": min(most, self.state.max_steps)}
+        for name, value in decided.items():
+            now = attrgetter(name)(self)
+            if now != value and self.is_in_train:
+                raise UsageError(
+                    f"while train() was running, a callback, or a method that is overridden, changed {name} from "
+                    f"{value!r} to {now!r}. The library's loop reads it in each step; over Varuna it is decided "
+                    "before step 0. Leave it as it is, or train twice: the second time with the other value. What the "
+                    "optimizer reads, such as lr, can be written into its param_groups."
+                )
         return given
 
 
+_IN_EACH_STEP = ("max_grad_norm", "gradient_accumulation_steps")
+"""Arguments that the library's loop reads in each step."""
 _Theirs: Any = transformers.Trainer
 _TheirSeq2Seq: Any = transformers.Seq2SeqTrainer
 

@@ -189,11 +189,12 @@ class KeptValues:
 
 def _is_kept(place: ReadPlace) -> bool:
     """Return whether there is an owner to which a value can be given, and the value is none that is watched itself."""
-    if not place.keys or is_users_object(place.value()):  # such as a singleton, which the script may use
+    value = place.value()
+    if not place.keys or (value is not MISSING and is_users_object(value)):  # a singleton, which the script may use
         return False
     owner, key = _owner(place), place.keys[-1][1]
     if isinstance(owner, tuple):  # which keeps what it has, whatever that holds
-        return isinstance(place.value(), _CONTAINERS)
+        return isinstance(value, _CONTAINERS)
     if owner is MISSING or isinstance(owner, str | int | float | frozenset | None):
         return False
     if isinstance(owner, type):  # its methods store to the objects of it that they are given

@@ -281,3 +281,67 @@ def test_what_a_callback_writes_before_a_step_is_for_that_step(first: int, tmp_p
         return
     expected = losses(made(transformers.Trainer, tmp_path, **options))
     assert losses(made(Trainer, tmp_path, **options)) == pytest.approx(expected, rel=1e-3)
+
+
+class Doing(TrainerCallback):
+    """Does something at an event, when there is a number of steps."""
+
+    def __init__(self, event: str, does: Callable[..., Any], *, at: int = 1) -> None:
+        def act(args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == at:
+                does(args, state, control)
+
+        setattr(self, event, act)
+
+
+CHANGED: dict[str, tuple[Callable[..., Any], str]] = {
+    "clipping": (lambda args, *_: setattr(args, "max_grad_norm", 0.1), r"args\.max_grad_norm from 1\.0 to 0\.1"),
+    "accumulation": (lambda args, *_: setattr(args, "gradient_accumulation_steps", 2), "args.gradient_accumulation"),
+    "the number of steps": (lambda _, state, *__: setattr(state, "max_steps", 9), r"state\.max_steps from 4 to 9"),
+    "the step": (lambda _, state, *__: setattr(state, "global_step", 3), r"state\.global_step from 1 to 3"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_what_the_librarys_loop_reads_in_each_step_may_not_change(case: str, tmp_path: Path) -> None:
+    change, words = CHANGED[case]
+    with pytest.raises(UsageError, match=f"changed {words}.*decided before step 0"):
+        losses(made(Trainer, tmp_path, max_steps=4, more={"callbacks": [Doing("on_step_end", change)]}))
+
+
+def test_a_label_smoother_may_not_change(tmp_path: Path) -> None:
+    trainer = made(Trainer, tmp_path, max_steps=4, label_smoothing_factor=0.1)
+    trainer.add_callback(Doing("on_step_end", lambda *_: setattr(trainer.label_smoother, "epsilon", 0.5)))
+    with pytest.raises(UsageError, match=r"changed .*epsilon, which loss= reads: it was 0\.1"):
+        losses(trainer)
+
+
+@pytest.mark.parametrize(
+    ("event", "at"), [("on_step_begin", 2), ("on_step_end", 2), ("on_log", 2), ("on_epoch_begin", 3)]
+)
+def test_a_run_ends_after_the_step_in_which_a_callback_stops_it(event: str, at: int, tmp_path: Path) -> None:
+    stops = Doing(event, lambda _, __, control: setattr(control, "should_training_stop", True), at=at)
+    options: dict[str, Any] = {"max_steps": 6, "per_device_train_batch_size": 8, "more": {"callbacks": [stops]}}
+    expected = losses(made(transformers.Trainer, tmp_path, **options))
+    assert losses(made(Trainer, tmp_path, **options)) == pytest.approx(expected, rel=1e-3)
+
+
+class Epochs(Tokens):
+    """Other samples in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return super().__getitem__((index + self.epoch) % len(self))
+
+
+def test_a_dataset_is_told_the_epoch(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 5, "per_device_train_batch_size": 4, "learning_rate": 0.1}
+    expected, found = (
+        losses(kind(model(), arguments(tmp_path, **options), train_dataset=Epochs(size=8)))
+        for kind in (transformers.Trainer, Trainer)
+    )
+    assert found == pytest.approx(expected, rel=1e-3)
