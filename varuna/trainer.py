@@ -35,6 +35,7 @@ from varuna.job.built import GivenModel, as_functions
 from varuna.job.charts import Tracker, charts_of
 from varuna.job.handed_functions import functions_of
 from varuna.job.handed_over.loop_variables import say_begun_anew
+from varuna.job.handed_over.sample_watch import SampleWatch
 from varuna.job.handed_over.watching import HandedOver
 from varuna.job.left_over import left_over
 from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Publish, Weights
@@ -234,7 +235,7 @@ class Trainer:
         at_end(self._charts.close)
         speed = SpeedLines(n, self._spec.examples_before) if self._tells_speed and not training.is_managed else None
         self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
-        committed = training.steps()
+        committed, samples = training.steps(), SampleWatch(self._spec.source)
         handed.begin()
         try:
             for turn, step in enumerate(committed):
@@ -247,6 +248,7 @@ class Trainer:
                 with handed.script(training.session.options(), steps=done.index + 1):
                     yield done
                 handed.check(sys._getframe(1))
+                samples.check(sys._getframe(1))
                 training.session.write(handed.written(done.index))
             self._give_back()
         except GeneratorExit:

@@ -7,8 +7,10 @@ words with a way out, which is a script that trains as its plain loop does.
 import copy
 import math
 import random
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -1495,6 +1497,23 @@ def level_of_the_dataset_rises(way: Way) -> None:
     way.train(model, dataset, optimizer, loss=cross_entropy, before=before)
 
 
+def level_in_a_file(way: Way) -> None:
+    model, optimizer = built()
+    with tempfile.TemporaryDirectory() as folder:
+        level = Path(folder, "level.txt")
+
+        class OfFile(Harder):
+            def __getitem__(self, index: int) -> dict[str, Any]:
+                self.level = int(level.read_text())
+                return super().__getitem__(index)
+
+        def told(step: int, loss: float) -> None:
+            level.write_text(str((step + 1) // 2))
+
+        level.write_text("0")
+        way.train(model, OfFile(), optimizer, loss=cross_entropy, told=told)
+
+
 def level_told_by_readers(way: Way) -> None:
     told_by_readers(way, level_of_the_dataset_rises, HarderBySteps())
 
@@ -1823,6 +1842,13 @@ SITUATIONS = [
         level_of_the_dataset_rises,
         "pytorch/pytorch#97326",
         r"changed dataset\.level, which dataset reads.*set_step\(step\)",
+        level_told_by_readers,
+    ),
+    Situation(
+        "a file that the loop writes and `dataset[i]` reads; a database, an event, a queue",
+        level_in_a_file,
+        "",
+        r"dataset\[\d+\] became another sample \(situations\.py:\d+\).*a file.*set_step\(step\)",
         level_told_by_readers,
     ),
     Situation("`TensorDataset`", tensor_dataset, ""),

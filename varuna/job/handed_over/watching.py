@@ -256,7 +256,9 @@ _ON_THE_WORKERS = (
 
 
 def _refuse_state(*_: object, **__: object) -> NoReturn:
-    raise UsageError(f"the script asked for the state of the optimizer{_place('', _script_frame())}. {_ON_THE_WORKERS}")
+    raise UsageError(
+        f"the script asked for the state of the optimizer{at_line('', _script_frame())}. {_ON_THE_WORKERS}"
+    )
 
 
 def _of_kept(writer: str) -> str:
@@ -270,13 +272,13 @@ def _of_kept(writer: str) -> str:
 
 
 def _refuse_kept(writer: str, name: str) -> NoReturn:
-    place = _place("", _script_frame())
+    place = at_line("", _script_frame())
     raise UsageError(f"the script asked for {name}, which {writer} writes{place}. {_of_kept(writer)}")
 
 
 def _refuse_setter(name: str, *_: object, **__: object) -> NoReturn:
     raise UsageError(
-        f"the script called {name}() of the dataset{_place('', _script_frame())}. Samples are read ahead, by other "
+        f"the script called {name}() of the dataset{at_line('', _script_frame())}. Samples are read ahead, by other "
         f"threads or processes: Varuna calls {name}() itself, just before it reads a sample, with the "
         f"{'pass over the dataset' if name == 'set_epoch' else 'step'} that the sample belongs to. Leave it out of the "
         "loop over trainer.steps(n)."
@@ -445,7 +447,7 @@ class HandedOver:
             values = f": it was {shown(change.before)}, and is now {shown(change.now)}"
             raise UsageError(
                 f"while trainer.steps(n) was running, {who} changed {change.name}"
-                f"{'' if change.before is MISSING else values}{_place(change.last, where)}. {way_out}"
+                f"{'' if change.before is MISSING else values}{at_line(change.last, where)}. {way_out}"
             )
 
     def written(self, step: int) -> Writes:
@@ -604,7 +606,7 @@ def _way_out_of_model(change: Changed) -> str:
 
 
 def _refuse_touch(name: str, what: str) -> NoReturn:
-    place = _place("", _script_frame())
+    place = at_line("", _script_frame())
     raise UsageError(f"the script {_DONE[what].format(name=name)} {_COPIES}, {_INSTEAD[what]}{place}")
 
 
@@ -618,7 +620,7 @@ def _script_frame() -> FrameType | None:
     return frame
 
 
-def _place(last: str, frame: FrameType | None) -> str:
+def at_line(last: str, frame: FrameType | None) -> str:
     """File and line, for a message: of the statement that writes to ``last``, else where ``frame`` is."""
     if frame is None:
         return ""
