@@ -39,7 +39,7 @@ class OptimizerLike:
             in_loop: the training loop may write options of its groups.
 
         Raises:
-            UsageError: it is over other parameters, has made steps, or runs code that knows the script's own objects.
+            UsageError: it is over other parameters, or runs code that knows the script's own objects.
         """
         self.whole, self._is_scheduled, self.in_loop = whole, is_scheduled, in_loop
         self.begin(named)
@@ -59,11 +59,6 @@ class OptimizerLike:
                 f"optimizer= is {an(whole)} over parameters that model= does not have. Pass the module whose "
                 "parameters it was built from, or a function, such as "
                 "lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
-            )
-        if any(not _is_new(entries) for entries in whole.state.values()):
-            raise UsageError(
-                f"optimizer= is {an(whole)} that has state from steps before. Pass a new one; with checkpoints= a run "
-                "resumes with its own state."
             )
         _refuse_closures(whole, frozenset(names))
         self._stand_ins = {name: _stand_in(parameter) for name, parameter in named}
@@ -95,11 +90,6 @@ def an(found: object) -> str:
     """The name of its class, with an article."""
     name = type(found).__name__
     return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
-
-
-def _is_new(entries: Any) -> bool:
-    """Return whether a parameter's state is from the constructor, as Adagrad's is."""
-    return isinstance(entries, Mapping) and "step" in entries and float(entries["step"]) == 0
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

@@ -456,6 +456,22 @@ def optimizer_as_built(way: Way) -> None:
     way.train(model, Points(), optimizer, loss=cross_entropy)
 
 
+def optimizer_that_goes_on(way: Way) -> None:
+    """Momentum and rates are those of a training before, and the scheduler counts on."""
+    model, optimizer = built()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.1)
+    optimizer.step()
+    schedule.step()
+    saved = copy.deepcopy((optimizer.state_dict(), schedule.state_dict()))
+    optimizer = sgd(model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    optimizer.load_state_dict(saved[0])
+    schedule.load_state_dict(saved[1])
+    way.train(model, Points(), optimizer, loss=cross_entropy, lr_scheduler=schedule)
+
+
 class SlowWeights(torch.optim.Optimizer):
     """Lookahead, as scripts copy it: a wrapper that is never set up as an optimizer itself."""
 
@@ -1564,6 +1580,7 @@ SITUATIONS = [
         layers_frozen_by_step,
     ),
     Situation("a layer drawn for each step (LISA)", layers_drawn_for_each_step, "OptimalScale/LMFlow#726"),
+    Situation("`optimizer.load_state_dict()` before the loop", optimizer_that_goes_on, "NM512/dreamerv3-torch#38"),
     Situation("`p.grad = ...` in `before_step=`", gradients_replaced_before_the_update, ""),
     Situation(
         "an optimizer that keeps `p.grad` itself for the next step",

@@ -188,14 +188,6 @@ def test_parts_that_do_not_belong_together_are_refused(given: Any, text: str) ->
         as_functions(**{"lr_scheduler": None, **given()})
 
 
-def test_an_optimizer_that_has_made_steps_is_refused() -> None:
-    model, optimizer, _ = built()
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    with pytest.raises(UsageError, match="has state from steps before"):
-        as_functions(model, optimizer, None)
-
-
 def test_an_optimizer_that_another_training_has_used_is_refused() -> None:
     model, optimizer, _ = built()
     as_functions(model, optimizer, None)
