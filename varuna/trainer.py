@@ -36,6 +36,7 @@ from varuna.job.charts import Tracker, charts_of
 from varuna.job.handed_functions import functions_of
 from varuna.job.handed_over.loop_variables import say_begun_anew
 from varuna.job.handed_over.sample_watch import SampleWatch
+from varuna.job.handed_over.schedules import wholes
 from varuna.job.handed_over.watching import HandedOver
 from varuna.job.left_over import left_over
 from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Publish, Weights
@@ -241,7 +242,7 @@ class Trainer:
             for turn, step in enumerate(committed):
                 done = self._told(step)
                 if done.is_main and done.index and not turn:
-                    say_begun_anew(done.index, sys._getframe(1), self._spec.kept.values())
+                    say_begun_anew(done.index, sys._getframe(1), wholes(self._spec.kept))
                 if speed is not None and done.is_main:
                     speed.take(done.index, done.loss)
                 self._charts.take(done.index, values_of(done), is_main=done.is_main)

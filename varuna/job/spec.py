@@ -27,7 +27,7 @@ from varuna.job.built import GivenModel, SchedulerLike, WithLoss, loss_of
 from varuna.job.charts import Tracker
 from varuna.job.given_optimizer import OptimizerLike
 from varuna.job.handed_over.code_reads import ReadPlace, Reads
-from varuna.job.handed_over.schedules import schedules_of_loop
+from varuna.job.handed_over.schedules import steering_of_loop
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Publish, Weights
 from varuna.job.shared_capture import captured_once
@@ -244,12 +244,12 @@ class JobSpec:
 
     @cached_property
     def kept(self) -> Mapping[str, Kept]:
-        """Objects of the script that hold state of the run: those of ``state=``, and schedulers of its loop."""
+        """Objects of the script that hold state of the run: those of ``state=``, and what steers its loop's rates."""
         named = dict(self.state or {})
         if not (isinstance(self.optimizer, OptimizerLike) and self.optimizer.in_loop):
             return named
         passed = [self.lr_scheduler.whole] if isinstance(self.lr_scheduler, SchedulerLike) else []
-        return {**schedules_of_loop(self.optimizer.whole, [*named.values(), *passed]), **named}
+        return {**steering_of_loop(self.optimizer.whole, [*named.values(), *passed]), **named}
 
     @cached_property
     def update_check(self) -> UpdateCheck:

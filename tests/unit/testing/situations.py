@@ -472,6 +472,24 @@ def optimizer_that_goes_on(way: Way) -> None:
     way.train(model, Points(), optimizer, loss=cross_entropy, lr_scheduler=schedule)
 
 
+class Noam:
+    """Rates as of "The Annotated Transformer", which count their own steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.count = optimizer, 0
+
+    def advance(self) -> None:
+        self.count += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.3 * min(self.count**-0.5, self.count * 2**-1.5)
+
+
+def rates_that_count_by_themselves(way: Way) -> None:
+    model, optimizer = built()
+    noam = Noam(optimizer)
+    way.train(model, Points(), optimizer, loss=cross_entropy, before=lambda step: noam.advance())
+
+
 class SlowWeights(torch.optim.Optimizer):
     """Lookahead, as scripts copy it: a wrapper that is never set up as an optimizer itself."""
 
@@ -1562,6 +1580,11 @@ SITUATIONS = [
     Situation("weight decay that follows a schedule", weight_decay_follows_a_cosine, ""),
     Situation("ReduceLROnPlateau, stepped in the loop", plateau_scheduler_in_the_loop, ""),
     Situation("momentum that warms up", momentum_warms_up, ""),
+    Situation(
+        "rates by an object around the optimizer, which counts its steps (Noam)",
+        rates_that_count_by_themselves,
+        "k2-fsa/snowfall#110",
+    ),
     Situation("a batch that grows during warm-up", batch_that_grows, "NVIDIA/Megatron-LM#1109"),
     Situation("a learning rate that is a tensor", rate_as_a_tensor, ""),
     Situation("`maximize=True`, `foreach=True`", gradients_maximised, ""),

@@ -103,6 +103,45 @@ def test_a_resumed_run_names_what_its_loop_counts_and_nobody_saves(capsys: pytes
     assert capsys.readouterr().err.count("the loop begins with its own best as the script has made it") == 1
 
 
+class Noam:
+    """As scripts copy it: around an optimizer, with a count of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.warmup, self.count = optimizer, 3, 0
+
+    def advance(self) -> None:
+        self.count += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 * min(self.count**-0.5, self.count * self.warmup**-1.5)
+
+
+def noam_script(steps: int = STEPS, checkpoints: Any = None) -> tuple[list[float], int]:
+    torch.manual_seed(0)
+    model = SmallLanguage()
+    noam = Noam(torch.optim.AdamW(model.parameters()))
+    noam.advance()
+    trainer = varuna.Trainer(model, Tokens(), noam.optimizer, 8, micro_batch=2, checkpoints=checkpoints)
+    rates = []
+    for step in trainer.steps(steps):
+        rates.append(step.lr)
+        noam.advance()
+    return rates, noam.count
+
+
+def test_an_object_around_the_optimizer_counts_on_after_a_loss_and_after_a_resume(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rates, count = run(noam_script).returned["w0"]
+    assert count == STEPS + 1
+    lived = run(noam_script, workers=3, stages={3: 3, 2: 2}, faults=[fail_at(rank=1, step=2)])
+    assert all(found[1] == count for found in lived.returned.values())
+    place = varuna.Checkpoints(FailingStore().url, every=1)
+    run(lambda: noam_script(3, place))
+    resumed, count_then = run(lambda: noam_script(STEPS, place)).returned["w0"]
+    assert (resumed[-3:], count_then) == (rates[-3:], count)
+    assert "begins with its own" not in capsys.readouterr().err
+
+
 def plateau(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.005)
 

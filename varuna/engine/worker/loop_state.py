@@ -24,6 +24,8 @@ from varuna.process.console import say_once, warn
 LOOP = "run/loop"
 """Key of this state among the scalars of section 0 in a checkpoint."""
 LARGEST_BYTES = 4 * 2**20
+MAY_DIFFER = "the script's"
+"""Begins names of state that the script has not named itself; it may have times in it, which differ between workers."""
 
 
 @runtime_checkable
@@ -195,14 +197,16 @@ def agree(group: Group, rank: int, members: int, mine: Told) -> JSON:
     """
     text = json.dumps(mine.value).encode()
     owed = 0 if mine.value is None else len(cast(dict[str, Any], mine.value)["owed"])
-    table = torch.zeros(members, 4, dtype=torch.int64)
-    table[rank] = torch.tensor([mine.turns + owed, mine.turns, len(text), _digest(mine.value)])
+    table = torch.zeros(members, 5, dtype=torch.int64)
+    table[rank] = torch.tensor(
+        [mine.turns + owed, mine.turns, len(text), _digest(mine.value), _digest(_named(mine.value))]
+    )
     group.all_reduce(table)
     rows = [tuple(row) for row in table.tolist()]
     best = max(range(members), key=lambda member: (rows[member][:2], -member))
     if all(row[2:] == rows[best][2:] for row in rows):
         return mine.value
-    if rank == best and any(row[:2] == rows[best][:2] and row[3] != rows[best][3] for row in rows):
+    if rank == best and any(row[:2] == rows[best][:2] and row[4] != rows[best][4] for row in rows):
         warn(
             "what state= names differs between workers, so all go on with that of one. Every worker must change it in "
             "the same way: by what the steps say, not by time, rank or is_main."
@@ -212,6 +216,14 @@ def agree(group: Group, rank: int, members: int, mine: Told) -> JSON:
         words += torch.frombuffer(bytearray(text), dtype=torch.uint8)
     group.all_reduce(words)
     return cast(JSON, json.loads(bytes(words.tolist())))
+
+
+def _named(value: JSON) -> JSON:
+    """Without what may differ between workers."""
+    if not isinstance(value, dict):
+        return value
+    state = cast(dict[str, JSON], value["state"])
+    return {**value, "state": {name: each for name, each in state.items() if not name.startswith(MAY_DIFFER)}}
 
 
 def _state_of(kept: Kept) -> object:
