@@ -16,7 +16,7 @@ from varuna.core.model import Memory, Network
 from varuna.core.precision import PRECISIONS, Precision
 from varuna.data.columns import STEP
 from varuna.data.ramp import Ramp, RampFunction
-from varuna.data.samples import SampleSource
+from varuna.data.samples import LOOKED_AT, SampleSource
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage.job import Frozen
 from varuna.engine.stage.optimizer import BeforeStep, OptimizerFactory, SchedulerFactory
@@ -216,9 +216,10 @@ class JobSpec:
     @cached_property
     def checks(self) -> SelfCheck:
         """The checks of the job before step 0."""
+        step = (LOOKED_AT - 1) // self.global_batch  # of all samples: the parts of a batch are of one step
         return SelfCheck(
             self.recipe,
-            self.source,
+            self.reader_of(self.dataset, step=step),
             self.loss.weight,
             self.fixed_micro_batch,
             self.loss.per_micro_batch,

@@ -1183,6 +1183,20 @@ def loss_of_the_step(way: Way) -> None:
     way.train(model, Points(), optimizer, loss=in_loop if is_plain else over_step, before=partial(at.__setitem__, 0))
 
 
+def loss_of_one_number_of_the_step(way: Way) -> None:
+    model, optimizer = built()
+    at, temperatures = [0], torch.linspace(1.0, 2.0, STEPS)
+
+    def of(step: Any, output: Tensor, batch: Any) -> Any:
+        return F.cross_entropy(output / temperatures[step], batch["labels"]) * (1 + 0.1 * step)
+
+    if isinstance(way, PlainLoop):
+        before = partial(at.__setitem__, 0)
+        way.train(model, Points(), optimizer, loss=lambda output, batch: of(at[0], output, batch), before=before)
+    else:
+        way.train(model, Points(), optimizer, loss=lambda output, batch: of(batch["step"][0], output, batch))
+
+
 def smoothing_of_a_loss_module_changes(way: Way) -> None:
     model, optimizer = built()
     loss = nn.CrossEntropyLoss(label_smoothing=0.2)
@@ -1763,6 +1777,7 @@ SITUATIONS = [
         r"a number that forward\(\) itself changes: passes",
         forward_reads_the_step,
     ),
+    Situation('a table or a factor by `batch["step"][0]`', loss_of_one_number_of_the_step, ""),
     Situation("forward reads the step", forward_reads_the_step, "PlaytikaOSS/pybandits#137"),
     Situation(
         "LayerDrop with numpy's numbers",

@@ -30,7 +30,12 @@ FAST = {
     ),
     *("layers_dropped_by_numpy", "lazy_layers", "weighted_sampler_in_a_loader", "two_passes"),
     *("weight_decay_follows_a_cosine", "layers_unfrozen_in_the_loop", "gradients_replaced_before_the_update"),
-    *("epoch_of_the_dataset_set_in_the_loop", "optimizer_that_goes_on", "rate_of_what_forward_keeps"),
+    *(
+        "epoch_of_the_dataset_set_in_the_loop",
+        "loss_of_one_number_of_the_step",
+        "optimizer_that_goes_on",
+        "rate_of_what_forward_keeps",
+    ),
 }
 """one of each way to be found out"""
 DRAWS = {layers_dropped_by_torch}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from varuna.data.columns import STEP
 from varuna.partition.graph.captured import Capture
 from varuna.partition.graph.flow import is_random
 from varuna.partition.graph.operations import flat, op_name
@@ -80,6 +81,10 @@ class Tracking:
     def blame(self, node: Node, what: str, *states: State, certain: bool = True) -> Blames:
         """Blames of the states, or a new one."""
         return joined(*states) or (MixingSource(node, what, certain),)
+
+    def is_step(self, argument: object) -> bool:
+        """Whether an argument is the number of the step, which all examples of a batch have alike."""
+        return isinstance(argument, Node) and self._capture.inputs.get(argument.name) == STEP
 
     def is_drawn(self, node: Node) -> bool:
         """Whether no parameter goes in: only inputs and random numbers."""

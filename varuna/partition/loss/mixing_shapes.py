@@ -198,7 +198,7 @@ def part(t: Tracking, node: Node) -> Found:
     if dim != state.dim:
         return at(state, state.dim + 1) if is_select and dim > state.dim else state
     if is_select:
-        return doubted(t, node, PLACES, certain=True)
+        return Fixed(given=True) if t.is_step(node.args[0]) else doubted(t, node, PLACES, certain=True)
     whole, left = (multiple_of(each.shape[each.dim() + dim], t.batch) for each in (value, value_of(node)))
     start, order = argument(node, "start", 0) or 0, state.order or IN_TURN
     begin = start if isinstance(start, int) else start.meta["val"]
