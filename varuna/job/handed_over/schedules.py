@@ -69,11 +69,11 @@ def steering_of_loop(optimizer: torch.optim.Optimizer, but: Iterable[Any]) -> di
     """
     others = {id(each) for each in but}
     every: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
-    mine = [each for each in every if getattr(each, "optimizer", None) is optimizer]
-    found: list[Schedule | Holder] = [*map(Schedule, mine), *map(Holder, _holders(optimizer))]
-    wanted = [each for each in found if id(each.whole) not in others]
-    wanted.sort(key=lambda each: (_name(each), repr(each.first)))  # the order of gc is another one on each worker
-    return {f"{each.of} {_name(each)} ({number})": each for number, each in enumerate(wanted)}
+    mine = [each for each in every if getattr(each, "optimizer", None) is optimizer and id(each) not in others]
+    around = [each for each in _holders(optimizer) if id(each) not in others]
+    found: list[Schedule | Holder] = [*map(Schedule, mine), *map(Holder, around)]
+    found.sort(key=lambda each: (_name(each), repr(each.first)))  # the order of gc is another one on each worker
+    return {f"{each.of} {_name(each)} ({number})": each for number, each in enumerate(found)}
 
 
 def wholes(kept: Mapping[str, Any]) -> list[Any]:
