@@ -7,6 +7,7 @@ of parts gives. An operation that is not known may mix: what it makes is doubted
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -168,7 +169,7 @@ def _ungiven(found: Found) -> Found:
     if isinstance(found, tuple):
         return tuple(_ungiven(each) for each in found)  # type: ignore[misc]
     if isinstance(found, Rows):
-        return Rows(found.dim, found.order, False, found.blames, found.by_fact)
+        return replace(found, given=False, number=False)
     if isinstance(found, Fixed):
         return Fixed(given=False)
     return Total(frozenset({ONE})) if isinstance(found, BatchConstant) else found
@@ -215,19 +216,23 @@ def meet(t: Tracking, node: Node, sources: Iterable[Node], *, dim: int | None = 
 def pointwise(t: Tracking, node: Node) -> Found:
     """State after an operation element by element, with broadcasting; sizes are numbers here."""
     sources = flat((*node.args, *node.kwargs.values()))
+    return (meet if any(isinstance(t.of(source), Rows) for source in sources) else level)(t, node, sources)
+
+
+def level(t: Tracking, node: Node, sources: Iterable[Node]) -> Found:
+    """State after an operation on values none of which has an element for each example."""
     states = [t.of(source) for source in sources]
-    if any(isinstance(state, Rows) for state in states):
-        return meet(t, node, sources)
     if any(isinstance(state, Total | Uniform) for state in states):
         return combined(t, node, states)
+    given = all(isinstance(state, BatchConstant) or (isinstance(state, Fixed) and state.given) for state in states)
     if any(isinstance(state, BatchConstant) for state in states):
-        given = all(isinstance(state, BatchConstant) or (isinstance(state, Fixed) and state.given) for state in states)
         return BatchConstant() if given else Uniform(t.blame(node, NO_SUM))
-    return Fixed(given=all(getattr(state, "given", False) for state in states))
+    return Fixed(given)
 
 
 ADDITIONS = ("aten::add", "aten::sub", "aten::rsub", "aten::add_", "aten::sub_")
 PRODUCTS = ("aten::mul", "aten::mul_")
+MATRIX_PRODUCTS = ("aten::matmul", "aten::mm", "aten::bmm", "aten::mv", "aten::dot", "aten::linear", "aten::einsum")
 QUOTIENTS = ("aten::div", "aten::div_", "aten::true_divide")
 
 
@@ -236,14 +241,17 @@ def combined(t: Tracking, node: Node, states: list[State]) -> State:
     name, totals = op_name(node), [state for state in states if isinstance(state, Total)]
     counts = frozenset[Count]().union(*(total.counts for total in totals))
     other = frozenset({Count("other", (node,))})
-    t.undecided.update(blame for state in states if isinstance(state, Uniform) for blame in state.blames)
+    if totals:
+        t.undecided.update(joined(*(state for state in states if isinstance(state, Uniform))))
     if name in ADDITIONS:
         return Total(counts, joined(*states)) if totals else Uniform(joined(*states))
     if name == "aten::neg":
         return states[0]
     if not totals:
         return Uniform(joined(*states))
-    if name in PRODUCTS and len(totals) == 1 and not any(isinstance(state, Uniform) for state in states):
+    moved = [state for state in states if isinstance(state, Total | Uniform)]
+    is_product = name in (*PRODUCTS, *MATRIX_PRODUCTS)
+    if is_product and len(totals) == len(moved) == 1 and len(states) <= 2:  # a third one is added
         return Total(other if any(isinstance(s, BatchConstant) for s in states) else counts, joined(*states))
     if name in QUOTIENTS and not node.kwargs.get("rounding_mode"):
         divisor = t.of(node.args[1])
@@ -262,7 +270,7 @@ def combined(t: Tracking, node: Node, states: list[State]) -> State:
         and not any(isinstance(s, Uniform) for s in states)
     ):
         return Total(other, joined(*states))
-    what = PRODUCT if name in PRODUCTS else NO_SUM
+    what = PRODUCT if is_product and len(moved) > 1 else NO_SUM
     return Uniform((*joined(*states), MixingSource(node, what, True)))
 
 
@@ -306,6 +314,18 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
                 return node.args[position]
             return node.kwargs.get(name, each.default_value if each.has_default_value() else default)
     return default
+
+
+def value_of(node: object) -> Tensor:
+    """The captured tensor of a node."""
+    value = node.meta["val"]  # type: ignore[attr-defined]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def at(rows: Rows, dim: int) -> Rows:
+    """The same along another dimension."""
+    return replace(rows, dim=dim)
 
 
 def negative(dim: int, value: Tensor) -> int:

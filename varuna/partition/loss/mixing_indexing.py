@@ -1,5 +1,6 @@
 """Dimensions of the examples after indexing: by numbers, masks, and the places where a mask is true."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch.fx import Node
 
 from varuna.partition.graph.operations import flat, op_name
 from varuna.partition.graph.shared_memory import written_arguments
-from varuna.partition.loss.batch_dimension import ONE, BatchConstant, Fixed, RowOrder, Rows, carriers
+from varuna.partition.loss.batch_dimension import ONE, BatchConstant, Fixed, RowOrder, Rows, carriers, joined
 from varuna.partition.loss.mixing import (
     COMPARES,
     PLACES,
@@ -15,13 +16,16 @@ from varuna.partition.loss.mixing import (
     Rule,
     Tracking,
     argument,
+    at,
     doubted,
+    level,
     meet,
     negative,
     operands,
     pointwise,
+    unknown,
+    value_of,
 )
-from varuna.partition.loss.mixing_shapes import at, unsure, value_of
 from varuna.partition.loss.mixing_sums import total
 
 
@@ -36,14 +40,14 @@ def index(t: Tracking, node: Node) -> Found:
     moving = [each for each in found.values() if isinstance(each, Rows)]
     nodes = [source, *(each for _, each in indices)]
     if any(not isinstance(each, Rows | Fixed) for each in (state, *found.values())):
-        return unsure(t, node)
+        return unknown(t, node)
     own = value.dim() + state.dim if isinstance(state, Rows) else None
     if not moving:
         if own is None:
             return Fixed(getattr(state, "given", False))
         if own in found:
             return doubted(t, node, PLACES, certain=True)
-        return at(state, dims[0]) if len(dims) == 1 and isinstance(state, Rows) else unsure(t, node)
+        return at(state, dims[0]) if len(dims) == 1 and isinstance(state, Rows) else unknown(t, node)
     if len(indices) == 1 and value_of(indices[0][1]).dtype is torch.bool:
         return _picked(t, node, indices[0])
     if len(dims) != 1:
@@ -66,18 +70,13 @@ def _picked(t: Tracking, node: Node, chosen: tuple[int, Node]) -> Found:
     source = node.args[0]
     state, which, value = t.of(source), t.of(mask), value_of(source)
     dims = carriers(value_of(node))
-    if not isinstance(which, Rows) or len(dims) != 1:
-        return unsure(t, node)
+    if not isinstance(which, Rows) or not isinstance(state, Rows | Fixed) or len(dims) != 1:
+        return unknown(t, node)
     left = value_of(mask).dim() + which.dim + place
     if isinstance(state, Rows) and (value.dim() + state.dim != left or _unlike(state.order, which.order)):
         return doubted(t, node, COMPARES, certain=True)
-    return meet(t, node, [source, mask], dim=dims[0]).__class__(  # type: ignore[list-item]
-        dims[0],
-        RowOrder(1, 1, mask),
-        getattr(state, "given", False) and which.given,
-        tuple(dict.fromkeys((*getattr(state, "blames", ()), *which.blames))),
-        getattr(state, "by_fact", False) or which.by_fact,
-    )
+    met = meet(t, node, flat([source, mask]), dim=dims[0])
+    return replace(met, order=RowOrder(1, 1, mask), blames=joined(state, which))
 
 
 def _unlike(one: RowOrder | None, two: RowOrder | None) -> bool:
@@ -87,10 +86,9 @@ def _unlike(one: RowOrder | None, two: RowOrder | None) -> bool:
 def _along_picks(t: Tracking, node: Node, mask: Node, moving: list[Rows], dim: int) -> Found:
     state, which = t.of(node.args[0]), t.of(mask)
     if not isinstance(state, Rows) or not isinstance(which, Rows) or _unlike(state.order, which.order):
-        return unsure(t, node)
+        return unknown(t, node)
     given = state.given and all(each.given for each in moving)
-    blames = tuple(dict.fromkeys(blame for each in (state, *moving) for blame in each.blames))
-    return Rows(dim, RowOrder(1, 1, mask), given, blames, state.by_fact)
+    return Rows(dim, RowOrder(1, 1, mask), given, joined(state, *moving), state.by_fact)
 
 
 def put(t: Tracking, node: Node) -> Found:
@@ -101,15 +99,15 @@ def put(t: Tracking, node: Node) -> Found:
     """
     source, places, given = node.args[:3]
     if written_arguments(node) and not value_of(source).is_floating_point():
-        return unsure(t, node)
+        return unknown(t, node)
     indices = [(place, each) for place, each in enumerate(places) if isinstance(each, Node)]  # type: ignore[arg-type]
     if len(indices) != 1 or value_of(indices[0][1]).dtype is not torch.bool or argument(node, "accumulate", False):
-        return unsure(t, node)
+        return unknown(t, node)
     ((place, mask),) = indices
     state, which, new = t.of(source), t.of(mask), t.of(given)
     picked = isinstance(new, Rows) and new.order is not None and new.order.picked is mask
     if not isinstance(which, Rows) or not isinstance(state, Rows | Fixed) or not (picked or isinstance(new, Fixed)):
-        return unsure(t, node)
+        return unknown(t, node)
     dim = value_of(mask).dim() + which.dim + place - value_of(source).dim()
     if isinstance(state, Rows) and (state.dim != dim or _unlike(state.order, which.order)):
         return doubted(t, node, COMPARES, certain=False)
@@ -120,7 +118,7 @@ def masked(t: Tracking, node: Node) -> Found:
     """``masked_select``, as indexing by a mask; both may be broadcast."""
     source, mask = operands(node)
     alike = value_of(source).dim() == value_of(mask).dim()
-    return _picked(t, node, (0, mask)) if alike else unsure(t, node)
+    return _picked(t, node, (0, mask)) if alike else unknown(t, node)
 
 
 def nonzero(t: Tracking, node: Node) -> Found:
@@ -128,9 +126,8 @@ def nonzero(t: Tracking, node: Node) -> Found:
     source = node.args[0]
     state = t.of(source)
     if not isinstance(state, Rows) or not isinstance(source, Node) or "nonzero.default" in str(node.target):
-        return unsure(t, node)
-    one = Rows(-1, RowOrder(1, 1, source), state.given, state.blames, state.by_fact)
-    return tuple(one for _ in node.meta["val"])
+        return unknown(t, node)
+    return replace(state, dim=-1, order=RowOrder(1, 1, source), number=False)
 
 
 def gather(t: Tracking, node: Node) -> Found:
@@ -142,7 +139,7 @@ def gather(t: Tracking, node: Node) -> Found:
     if isinstance(own, Fixed) and any(isinstance(state, Rows) and state.dim == dim for state in states[1:]):
         return scattered(t, node)
     if not any(isinstance(state, Rows) for state in states):
-        return own if all(isinstance(state, Fixed) for state in states) else unsure(t, node)
+        return level(t, node, sources)
     if isinstance(own, Rows) and own.dim == dim:
         return doubted(t, node, PLACES, certain=False)
     return meet(t, node, sources)
@@ -154,7 +151,7 @@ def scattered(t: Tracking, node: Node) -> Found:
     into = name == "bincount" or op_name(sources[0]).removeprefix("aten::") in ZEROS
     rows = [state for source in sources if isinstance(state := t.of(source), Rows)]
     if not rows or not into or name not in ADDING or carriers(node.meta["val"]):
-        return unsure(t, node)
+        return unknown(t, node)
     met = meet(t, node, [source for source in sources if isinstance(t.of(source), Rows)])
     return total(t, node, met, ONE) if not met.given or met.blames or met.by_fact else BatchConstant()
 
@@ -163,23 +160,16 @@ ADDING = ("scatter_add", "index_add", "bincount")
 ZEROS = ("zeros", "new_zeros", "zeros_like")
 
 
-def select(t: Tracking, node: Node) -> Found:
-    """Rows or columns by a list of their numbers."""
-    source, where = t.of(node.args[0]), t.of(node.args[2])
-    dim = negative(int(argument(node, "dim")), value_of(node.args[0]))
-    if isinstance(source, Fixed) and isinstance(where, Rows):
-        return Rows(dim, where.order, source.given and where.given, where.blames, where.by_fact)
-    if isinstance(source, Rows) and isinstance(where, Fixed) and source.dim != dim:
-        return source
-    return Fixed(False) if isinstance(source, Fixed) and isinstance(where, Fixed) else unsure(t, node)
-
-
-def embedding(t: Tracking, node: Node) -> Found:
-    """Rows of a table."""
-    table, where = t.of(node.args[0]), t.of(node.args[1])
-    if isinstance(where, Rows) and isinstance(table, Fixed):
-        return Rows(where.dim - 1, where.order, where.given and table.given, where.blames, where.by_fact)
-    return Fixed(False) if isinstance(where, Fixed) and isinstance(table, Fixed) else unsure(t, node)
+def taken(t: Tracking, node: Node) -> Found:
+    """Rows of a table, or rows or columns of a matrix, by a list of their numbers."""
+    table, place = operands(node)
+    dim = negative(int(argument(node, "dim")), value_of(table)) if "select" in str(node.target) else None
+    source, where = t.of(table), t.of(place)
+    if isinstance(source, Rows):
+        return source if isinstance(where, Fixed) and dim not in (None, source.dim) else unknown(t, node)
+    if isinstance(where, Rows):
+        return meet(t, node, [table, place], dim=where.dim - 1 if dim is None else dim)
+    return level(t, node, [table, place])
 
 
 def where(t: Tracking, node: Node) -> Found:
@@ -195,7 +185,6 @@ INDEXING: dict[str, Rule] = {
     **dict.fromkeys(("nonzero_numpy", "nonzero"), nonzero),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "take_along_dim", "scatter_reduce"), gather),
     **dict.fromkeys(("index_add", "bincount"), scattered),
-    "embedding": embedding,
-    "index_select": select,
+    **dict.fromkeys(("embedding", "index_select"), taken),
 }
 """By the operation's name, without ``aten::``."""

@@ -1,5 +1,7 @@
-"""Dimensions of the examples after an operation that moves elements: views, concatenations, indexing."""
+"""Dimensions of the examples after an operation along some dimensions, or one that moves elements (views, slices)."""
 
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,29 +20,82 @@ from varuna.partition.loss.batch_dimension import (
     Total,
     Uniform,
     carriers,
+    joined,
     multiple_of,
+    viewed,
 )
-from varuna.partition.loss.batch_dimension import viewed as _viewed
 from varuna.partition.loss.mixing import (
     COMPARES,
     PLACES,
     UNKNOWN,
     Found,
+    Rule,
     Tracking,
     argument,
+    at,
     doubted,
+    level,
     meet,
     negative,
     operands,
     pointwise,
+    unknown,
+    value_of,
 )
 
+Dimensions = Callable[[Node, Tensor], Collection[int]]
+"""Dimensions, negative, of an operand."""
 
-def value_of(node: object) -> Tensor:
-    """The captured tensor of a node."""
-    value = node.meta["val"]  # type: ignore[attr-defined]
-    assert isinstance(value, Tensor)
-    return value
+
+def along(dims: Dimensions, what: str, *, certain: bool = True) -> Rule:
+    """A rule for operations that take elements along some dimensions together: of each example, or of all."""
+
+    def rule(t: Tracking, node: Node) -> Found:
+        rows = [(source, state) for source in operands(node) if isinstance(state := t.of(source), Rows)]
+        if not rows:
+            return level(t, node, operands(node))
+        if any(state.dim in dims(node, value_of(source)) for source, state in rows):
+            return doubted(t, node, what, certain=certain)
+        source, state = rows[0]
+        made = node.meta["val"]
+        gone = value_of(source).dim() - (made[0] if isinstance(made, list | tuple) else made).dim()
+        moves = min(gone, sum(dim > state.dim for dim in dims(node, value_of(source))))
+        return meet(t, node, operands(node), dim=state.dim + moves if moves else None)
+
+    return rule
+
+
+def named(node: Node, value: Tensor) -> list[int]:
+    """Dimensions that an operation names; all, if it names none."""
+    dims = argument(node, "dims", argument(node, "dim", argument(node, "dimension")))
+    many = dims if isinstance(dims, list | tuple) else [] if dims is None else [dims]
+    return [negative(int(dim), value) for dim in many] or list(range(-value.dim(), 0))
+
+
+def none(node: Node, value: Tensor) -> list[int]:
+    """No dimension: there may be a new last one."""
+    return []
+
+
+def last(number: int) -> Dimensions:
+    """The last ones."""
+    return lambda node, value: range(-number, 0)
+
+
+def but_first(node: Node, value: Tensor) -> range:
+    """All but the first."""
+    return range(1 - value.dim(), 0)
+
+
+def normalised(node: Node, value: Tensor) -> range:
+    """Those of a norm over the last ones."""
+    return range(-len(node.args[1]), 0)  # type: ignore[arg-type]
+
+
+def padded(node: Node, value: Tensor) -> list[int]:
+    """Those whose ends get elements more."""
+    sizes: Any = node.args[1]
+    return [-1 - place // 2 for place, size in enumerate(sizes) if not isinstance(size, int) or size]
 
 
 def same(t: Tracking, node: Node) -> Found:
@@ -48,60 +103,46 @@ def same(t: Tracking, node: Node) -> Found:
     return t.of(node.args[0])
 
 
-def at(rows: Rows, dim: int) -> Rows:
-    """The same along another dimension."""
-    return Rows(dim, rows.order, rows.given, rows.blames, rows.by_fact, rows.number)
-
-
 def view(t: Tracking, node: Node) -> Found:
     """The same elements in the same row-major order."""
     state = t.of(node.args[0])
     if not isinstance(state, Rows):
         return state
-    found = _viewed(state, value_of(node.args[0]), value_of(node))
-    return found or doubted(t, node, UNKNOWN, certain=False)
+    return viewed(state, value_of(node.args[0]), value_of(node)) or unknown(t, node)
 
 
 def permute(t: Tracking, node: Node) -> Found:
     """Dimensions in another order."""
-    state, value = t.of(node.args[0]), value_of(node.args[0])
-    rest: Any = node.args[1:]
+    state, rank, target = t.of(node.args[0]), value_of(node.args[0]).dim(), node.target
     if not isinstance(state, Rows):
         return state
-    name = str(node.target)
-    order = list(range(value.dim()))
-    if "permute" in name:
-        order = [dim % value.dim() for dim in rest[0]]
-    elif "movedim" in name:
-        order = [int(size) for size in torch.empty(tuple(range(value.dim()))).movedim(*rest).shape]
-    else:
-        a, b = rest[:2] if len(rest) > 1 else (-2, -1)  # t(), mT
-        a, b = a % value.dim(), b % value.dim()
-        order[a], order[b] = order[b], order[a]
-    return at(state, order.index(value.dim() + state.dim) - value.dim())
+    order = target(torch.empty(tuple(range(rank)), device="meta"), *node.args[1:]).shape  # type: ignore[operator]
+    return at(state, order.index(rank + state.dim) - rank)
 
 
 def expand(t: Tracking, node: Node) -> Found:
     """Repeats along dimensions of size 1, or new ones in front."""
-    state = t.of(node.args[0])
-    dims = carriers(value_of(node))
+    state, dims = t.of(node.args[0]), carriers(value_of(node))
     if isinstance(state, Rows):
         return doubted(t, node, COMPARES, certain=True) if len(dims) > 1 else state
-    if not dims:
-        return state
-    if len(dims) == 1 and isinstance(state, Fixed):
-        return Rows(dims[0], None, state.given)
-    if len(dims) == 1 and isinstance(state, BatchConstant):
-        return Rows(dims[0], None, True, (), True)
-    return doubted(t, node, UNKNOWN, certain=False)
+    if not dims or isinstance(state, Total | Uniform):
+        return unknown(t, node) if dims else state
+    by_fact = isinstance(state, BatchConstant)
+    spread = sized(t, node, given=by_fact or getattr(state, "given", False))
+    return replace(spread, by_fact=by_fact) if isinstance(spread, Rows) and len(dims) == 1 else spread
+
+
+def sized(t: Tracking, node: Node, *, given: bool) -> Found:
+    """State of what is the same for all examples, however many there are."""
+    dims = carriers(value_of(node))
+    if len(dims) > 1:
+        return unknown(t, node)
+    return Rows(dims[0], None, given) if dims else Fixed(given)
 
 
 def uniform(t: Tracking, node: Node) -> Found:
     """Made of sizes and numbers: the same for all examples."""
-    dims = carriers(value_of(node))
-    if len(dims) > 1:
-        return doubted(t, node, UNKNOWN, certain=False)
-    return Rows(dims[0], None, True) if dims else Fixed(given=True)
+    return sized(t, node, given=True)
 
 
 def numbers(t: Tracking, node: Node) -> Found:
@@ -110,16 +151,14 @@ def numbers(t: Tracking, node: Node) -> Found:
     if not dims:
         return Fixed(given=True)
     copies = multiple_of(value_of(node).shape[dims[0]], t.batch) or 1  # as many as a batch that was put together
-    return Rows(dims[0], RowOrder(copies, 1), True, (), False, number=True)
+    return Rows(dims[0], RowOrder(copies, 1), True, number=True)
 
 
 def random(t: Tracking, node: Node) -> Found:
     """Drawn: nobody expects the same draws of another batch."""
-    states = [t.of(source) for source in operands(node)]
-    if any(isinstance(state, Rows) for state in states):
+    if any(isinstance(t.of(source), Rows) for source in operands(node)):
         return meet(t, node, operands(node))
-    dims = carriers(value_of(node))
-    return Rows(dims[0], None, False) if dims else Fixed(given=False)
+    return sized(t, node, given=False)
 
 
 def written(t: Tracking, node: Node) -> Found:
@@ -137,55 +176,12 @@ def permutation(t: Tracking, node: Node) -> Found:
     return Rows(dims[0], IN_TURN, False, blame) if dims else Fixed(given=False)
 
 
-def along(t: Tracking, node: Node) -> Found:
-    """Elements change along one dimension or several (softmax, flip, sort): of one example each, or of all."""
-    state, value = t.of(node.args[0]), value_of(node.args[0])
-    if not isinstance(state, Rows):
-        return doubted(t, node, UNKNOWN, certain=False) if not isinstance(state, Fixed) else state
-    name = str(node.target)
-    default: Any = 0 if any(each in name for each in ("stack", "index_select")) else -1
-    dims = argument(node, "dims", argument(node, "dim", default))
-    many = list(dims) if isinstance(dims, list | tuple) else [default if dims is None else dims]
-    if state.dim in [negative(dim, value) for dim in many]:
-        moves = any(each in name for each in ("flip", "roll", "sort", "cum"))
-        return doubted(t, node, PLACES if moves else COMPARES, certain="sort" not in name and "cum" not in name)
-    result = meet(t, node, operands(node))
-    return tuple(result for _ in node.meta["val"]) if isinstance(node.meta["val"], list | tuple) else result
-
-
-def windows(t: Tracking, node: Node) -> Found:
-    """``unfold``: parts of one dimension, each along a new last one."""
-    state, value = t.of(node.args[0]), value_of(node.args[0])
-    if not isinstance(state, Rows):
-        return state if isinstance(state, Fixed) else unsure(t, node)
-    return unsure(t, node) if negative(argument(node, "dimension"), value) == state.dim else at(state, state.dim - 1)
-
-
-def spectrum(t: Tracking, node: Node) -> Found:
-    """Fourier transforms of some dimensions."""
-    state, dims = t.of(node.args[0]), argument(node, "dim")
-    if isinstance(state, Rows) and dims is not None:
-        many = dims if isinstance(dims, list | tuple) else [dims]
-        if state.dim not in [negative(dim, value_of(node.args[0])) for dim in many]:
-            return meet(t, node, operands(node))
-    return state if isinstance(state, Fixed) else doubted(t, node, COMPARES, certain=False)
-
-
-def triangle(t: Tracking, node: Node) -> Found:
-    """The upper or lower triangle of the matrices of the last two dimensions."""
-    state = t.of(node.args[0])
-    return unsure(t, node) if not isinstance(state, Rows | Fixed) or getattr(state, "dim", -3) > -3 else state
-
-
 def looked_up(t: Tracking, node: Node) -> Found:
     """Each element in a list that is the same for all: its place, or whether it is there."""
     states = [t.of(source) for source in operands(node)]
-    if all(isinstance(state, Fixed) for state in states):
-        return pointwise(t, node)
-    one = sum(isinstance(state, Rows) for state in states) == 1
-    return (
-        meet(t, node, operands(node)) if one and all(isinstance(s, Rows | Fixed) for s in states) else unsure(t, node)
-    )
+    rows = sum(isinstance(state, Rows) for state in states)
+    alike = all(isinstance(state, Fixed | Rows) for state in states)
+    return unknown(t, node) if rows > 1 or (rows and not alike) else pointwise(t, node)
 
 
 def part(t: Tracking, node: Node) -> Found:
@@ -203,10 +199,10 @@ def part(t: Tracking, node: Node) -> Found:
     start, order = argument(node, "start", 0) or 0, state.order or IN_TURN
     begin = start if isinstance(start, int) else start.meta["val"]
     from_start = begin == 0 if isinstance(begin, int) else (multiple_of(begin, t.batch) or 1) % order.inner == 0
-    if left and whole and left == whole:
+    if left and left == whole:
         return state
     if left and whole and from_start and left % order.inner == 0 and (argument(node, "step", 1) or 1) == 1:
-        return Rows(dim, RowOrder(left // order.inner, order.inner, order.picked), state.given, state.blames)
+        return replace(state, order=order._replace(outer=left // order.inner), number=False)
     return doubted(t, node, PLACES, certain=True)
 
 
@@ -214,16 +210,16 @@ def parts(t: Tracking, node: Node) -> Found:
     """Split, chunk or unbind."""
     state, value, made = t.of(node.args[0]), value_of(node.args[0]), node.meta["val"]
     dim = negative(int(argument(node, "dim", 0)), value)
-    if isinstance(state, Rows) and dim == state.dim:
-        order = state.order or IN_TURN
-        times = [multiple_of(each.shape[each.dim() + dim], t.batch) for each in made]
-        if any(time is None or time % order.inner for time in times):
-            return doubted(t, node, PLACES, certain=True)
-        orders = [RowOrder(int(time or 0) // order.inner, order.inner, order.picked) for time in times]
-        return tuple(Rows(dim, each, state.given, state.blames, state.by_fact) for each in orders)
-    if isinstance(state, Rows) and "unbind" in str(node.target) and dim > state.dim:
-        state = at(state, state.dim + 1)
-    return tuple(state for _ in made)
+    if not isinstance(state, Rows):
+        return state
+    if dim != state.dim:
+        return at(state, state.dim + 1) if "unbind" in str(node.target) and dim > state.dim else state
+    order = state.order or IN_TURN
+    times = [multiple_of(each.shape[each.dim() + dim], t.batch) for each in made]
+    if any(time is None or time % order.inner for time in times):
+        return doubted(t, node, PLACES, certain=True)
+    orders = (order._replace(outer=int(time or 0) // order.inner) for time in times)
+    return tuple(replace(state, order=each, number=False) for each in orders)
 
 
 def joining(t: Tracking, node: Node) -> Found:
@@ -231,39 +227,36 @@ def joining(t: Tracking, node: Node) -> Found:
     sources = flat([node.args[0]])
     states = [t.of(source) for source in sources]
     value = value_of(node)
-    is_stack = "stack" in str(node.target)
     dim = negative(int(argument(node, "dim", 0)), value)
     rows = [state for state in states if isinstance(state, Rows)]
     if not rows:
         return _joined_level(t, node, states)
     met = meet(t, node, sources)
-    if is_stack:
-        return at(met, carriers(value)[0]) if len(carriers(value)) == 1 else unsure(t, node)
+    if "stack" in str(node.target):
+        return at(met, carriers(value)[0]) if len(carriers(value)) == 1 else unknown(t, node)
     if dim != met.dim:
         return met
-    orders = [state.order if isinstance(state, Rows) else None for state in states]
-    known = {order.inner for order in orders if order is not None}
+    known = {state.order.inner for state in rows if state.order is not None}
     outer = [multiple_of(value_of(source).shape[dim], t.batch) for source in sources]
     if len(rows) < len(states) or len(known) > 1 or any(each is None for each in outer):
-        return doubted(t, node, UNKNOWN, certain=False)
+        return unknown(t, node)
     inner = next(iter(known), 1)
     order = RowOrder(sum(int(each or 0) for each in outer) // inner, inner)
     blames = tuple(blame for blame in met.blames if blame.node is not node)  # unlike parts may follow each other
-    return Rows(dim, order, met.given, blames, met.by_fact)
+    return replace(met, dim=dim, order=order, blames=blames)
 
 
 def _joined_level(t: Tracking, node: Node, states: list[State]) -> Found:
-    if any(isinstance(state, Uniform) for state in states) and not any(isinstance(state, Total) for state in states):
-        return doubted(t, node, UNKNOWN, certain=False)
     totals = [state for state in states if isinstance(state, Total)]
+    others = [state for state in states if isinstance(state, Uniform)]
     if totals:
-        blames = tuple(dict.fromkeys(blame for state in states for blame in getattr(state, "blames", ())))
-        return Total(frozenset().union(*(total.counts for total in totals)), blames)
+        t.undecided.update(joined(*others))
+        return Total(frozenset().union(*(total.counts for total in totals)), joined(*states))
+    if others:
+        return unknown(t, node)
     if any(isinstance(state, BatchConstant) for state in states):
         return BatchConstant()
-    dims = carriers(value_of(node))
-    given = all(getattr(state, "given", False) for state in states)
-    return Rows(dims[0], None, given) if dims else Fixed(given)
+    return sized(t, node, given=all(getattr(state, "given", False) for state in states))
 
 
 def repeat(t: Tracking, node: Node) -> Found:
@@ -274,40 +267,11 @@ def repeat(t: Tracking, node: Node) -> Found:
     small = multiple_of(before.shape[before.dim() + state.dim], t.batch)
     large = multiple_of(after.shape[after.dim() + state.dim], t.batch)
     if len(carriers(after)) > 1 or not small or not large:
-        return doubted(t, node, UNKNOWN, certain=False)
+        return unknown(t, node)
     order, times = state.order or IN_TURN, large // small
     each = "interleave" in str(node.target)
     order = RowOrder(order.outer, order.inner * times) if each else RowOrder(order.outer * times, order.inner)
-    return Rows(state.dim, order, state.given, state.blames, state.by_fact)
-
-
-def one_hot(t: Tracking, node: Node) -> Found:
-    """A new last dimension."""
-    state = t.of(node.args[0])
-    return at(state, state.dim - 1) if isinstance(state, Rows) else state
-
-
-def complexes(t: Tracking, node: Node) -> Found:
-    """The last dimension comes or goes."""
-    state = t.of(node.args[0])
-    step = -1 if "real" in str(node.target) else 1
-    return at(state, state.dim + step) if isinstance(state, Rows) else state
-
-
-def unsure(t: Tracking, node: Node) -> Found:
-    """No rule decides."""
-    return doubted(t, node, UNKNOWN, certain=False)
-
-
-def pad(t: Tracking, node: Node) -> Found:
-    """Elements more at the ends of the last dimensions."""
-    state = t.of(node.args[0])
-    sizes: Any = node.args[1]
-    padded = len(sizes) // 2
-    if isinstance(state, Rows) and -state.dim <= padded:
-        sides = sizes[2 * (-state.dim - 1) : 2 * -state.dim]
-        return state if not any(sides) else doubted(t, node, PLACES, certain=True)
-    return state if isinstance(state, Rows | Fixed) else unsure(t, node)
+    return replace(state, order=order, number=False)
 
 
 def broadcast(t: Tracking, node: Node) -> Found:
@@ -320,7 +284,7 @@ def broadcast(t: Tracking, node: Node) -> Found:
     return tuple(found)
 
 
-SHAPES = {
+SHAPES: dict[str, Rule] = {
     **dict.fromkeys(("clone", "contiguous", "to", "_to_copy", "detach", "alias", "lift_fresh_copy", "lift", "type_as",
                      "resolve_conj", "real", "imag", "float", "pin_memory", "data"), same),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as",
@@ -328,35 +292,53 @@ SHAPES = {
     **dict.fromkeys(("permute", "transpose", "t", "movedim", "swapaxes", "swapdims", "mT", "numpy_T"), permute),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), expand),
     **dict.fromkeys(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like",
-                     "ones_like", "full_like", "empty_like", "scalar_tensor", "full_like"), uniform),
+                     "ones_like", "full_like", "empty_like", "scalar_tensor"), uniform),
     "arange": numbers,
     **dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "bernoulli", "dropout",
                      "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "normal", "uniform", "exponential",
-                     "bernoulli.p", "rrelu", "poisson", "cauchy", "geometric", "log_normal"), random),
+                     "rrelu", "poisson", "cauchy", "geometric", "log_normal"), random),
     **dict.fromkeys(("copy", "fill"), written),
     **dict.fromkeys(("hardswish", "prelu", "rsub", "subtract", "multiply", "divide", "negative", "absolute", "fix",
                      "less", "less_equal", "greater", "greater_equal", "not_equal", "arccos", "arcsin", "arctan",
                      "arctan2", "arccosh", "arcsinh", "arctanh", "complex", "polar", "conj", "special_ndtr",
-                     "log_sigmoid"), pointwise),
-    **dict.fromkeys(("__and__", "__or__", "__xor__", "floor_divide", "true_divide", "masked_fill", "clamp_min",
-                     "clamp_max"), pointwise),
-    "unfold": windows,
+                     "log_sigmoid", "__and__", "__or__", "__xor__", "floor_divide", "true_divide", "masked_fill",
+                     "clamp_min", "clamp_max"), pointwise),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "glu", "diff", "cosine_similarity"),
+                    along(named, COMPARES)),
+    **dict.fromkeys(("flip", "roll"), along(named, PLACES)),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort"),
+                    along(named, PLACES, certain=False)),
     **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft", "fft_fft2", "fft_ifft2",
                      "fft_rfft2", "fft_irfft2", "fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn", "fft_fftshift",
-                     "fft_ifftshift"), spectrum),
-    **dict.fromkeys(("tril", "triu"), triangle),
+                     "fft_ifftshift"), along(named, COMPARES, certain=False)),
+    **dict.fromkeys(("unfold", "unfold_copy"), along(named, UNKNOWN, certain=False)),
+    **dict.fromkeys(("tril", "triu"), along(last(2), UNKNOWN, certain=False)),
+    **dict.fromkeys(("scaled_dot_product_attention", "cdist", "_cdist_forward"), along(last(2), COMPARES)),
+    "pairwise_distance": along(last(1), COMPARES),
+    **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm"), along(normalised, COMPARES)),
+    **dict.fromkeys(("one_hot", "view_as_real"), along(none, UNKNOWN)),
+    "view_as_complex": along(last(1), UNKNOWN),
+    **dict.fromkeys(("batch_norm", "instance_norm"), along(none, COMPARES)),  # for which ``micro_batch=`` answers
+    **dict.fromkeys(("pad", "constant_pad_nd"), along(padded, PLACES)),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d",
+                     "conv_transpose3d", "max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices",
+                     "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+                     "adaptive_avg_pool3d", "adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
+                     "upsample_bicubic2d", "upsample_linear1d", "upsample_nearest1d", "pixel_shuffle",
+                     "pixel_unshuffle", "bilinear", "lstm_cell", "gru_cell", "grid_sampler", "im2col", "col2im",
+                     "channel_shuffle", "adaptive_max_pool1d", "adaptive_max_pool3d",
+                     "max_pool1d_with_indices", "max_pool3d_with_indices", "max_unpool2d", "max_unpool3d",
+                     "upsample_nearest3d", "upsample_trilinear3d", "grid_sampler_2d", "grid_sampler_3d",
+                     "affine_grid_generator", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+                     "replication_pad1d", "replication_pad2d", "replication_pad3d", "multi_head_attention",
+                     "group_norm"), along(but_first, UNKNOWN, certain=False)),
     **dict.fromkeys(("bucketize", "searchsorted", "isin"), looked_up),
     "randperm": permutation,
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort",
-                     "argsort", "flip", "roll", "glu", "renorm", "cummax", "cummin", "diff"), along),
     **dict.fromkeys(("slice", "select", "narrow"), part),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split",
                      "unsafe_split_with_sizes", "unsafe_chunk"), parts),
     **dict.fromkeys(("cat", "concat", "stack"), joining),
     **dict.fromkeys(("repeat", "tile", "repeat_interleave"), repeat),
-    "one_hot": one_hot,
-    **dict.fromkeys(("view_as_real", "view_as_complex"), complexes),
-    **dict.fromkeys(("pad", "constant_pad_nd"), pad),
     "broadcast_tensors": broadcast,
 }  # fmt: skip
 """By the operation's name, without ``aten::``."""

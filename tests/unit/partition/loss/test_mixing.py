@@ -129,6 +129,29 @@ def attended(x: Tensor, batch: Any) -> Tensor:
     return F.scaled_dot_product_attention(y[:, None], y[:, None], y[:, None]).pow(2).mean()
 
 
+def matched(x: Tensor, batch: Any) -> Tensor:
+    """Statistics of the batch against given ones."""
+    return F.mse_loss(x.mean(0), torch.ones(6, 8))
+
+
+def offset(x: Tensor, batch: Any) -> Tensor:
+    return torch.addmm(x.mean((0, 1)), x[:, 0], torch.eye(8)).pow(2).mean()
+
+
+def scaled(x: Tensor, batch: Any) -> Tensor:
+    return F.layer_norm(x, (8,), weight=x.mean((0, 1))).pow(2).mean()
+
+
+def rolled(x: Tensor, batch: Any) -> Tensor:
+    """Without dimensions: all elements, one after the other."""
+    return (x - x.roll(1)).pow(2).mean()
+
+
+def stacked(x: Tensor, batch: Any) -> Tensor:
+    found: Tensor = torch.stack([x.pow(2).mean(), x.amax()]).sum()
+    return found
+
+
 MIXING: dict[LossFunction, str] = {
     contrastive: "compares",
     supervised_contrastive: "compares",
@@ -143,11 +166,16 @@ MIXING: dict[LossFunction, str] = {
     dice: "divides by",
     neighbours: "by their place",
     attended: "compares",
+    matched: "computes something",
+    offset: "for each example",
+    scaled: "for each example",
+    rolled: "by their place",
+    stacked: "chooses among",
 }
 
 
 @pytest.mark.parametrize(
-    "loss", by_depth([contrastive, balanced, hardest, dice], list(MIXING)), ids=lambda loss: loss.__name__
+    "loss", by_depth([contrastive, balanced, hardest, dice, matched], list(MIXING)), ids=lambda loss: loss.__name__
 )
 def test_what_mixes_examples_is_found_in_the_graph_and_told_with_its_line(loss: LossFunction) -> None:
     found = [each for each in mixing(loss) if each.certain]
@@ -193,8 +221,28 @@ def windowed(x: Tensor, batch: Any) -> Tensor:
     return found
 
 
+def multiplied(x: Tensor, batch: Any) -> Tensor:
+    """Products, similarities and the like with dimensions that go: within each example, or summed over all of them."""
+    each = [
+        x @ torch.ones(8),
+        torch.ones(6) @ x,
+        torch.addmm(x[:, 0], x[:, 1], torch.eye(8)),
+        torch.baddbmm(x, x @ x.mT, x),
+        F.linear(torch.ones(3, 8), x[:, 0]).T,
+        F.cosine_similarity(x, 2 * x),
+        F.pairwise_distance(x, 2 * x),
+        x.kthvalue(2, dim=1).values,
+        x.view(-1, 3, 2, 8).sum((1, 3)),
+        torch.stack(x.unbind(2)).mean(0),
+    ]
+    sums = batch["mask"][:, 0] @ x[:, 0, 0] + (x[:, 0].T @ torch.ones(x.shape[0])).sum()
+    found: Tensor = torch.stack([part.flatten(1).mean(1) for part in each]).mean() + sums
+    return found
+
+
 @pytest.mark.nightly
 def test_what_keeps_examples_apart_is_not_suspected() -> None:
+    assert mixing(multiplied) == ()
     assert mixing(windowed) == ()
     found = [each for each in mixing(apart) if "diagonal" not in (each.where or "")]
     assert not [each for each in found if each.certain], found
@@ -215,6 +263,25 @@ def misplaced(x: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(tokens[order].view(-1, 6, 8)[:, 0, :3], batch["kind"])
 
 
+def stabilised(x: Tensor, batch: Any) -> Tensor:
+    """Takes off what cancels out."""
+    powers = (x - x.amax().clamp(min=0)).exp()
+    return (powers / powers.sum(-1, keepdim=True)).pow(2).mean()
+
+
+def misplaced_product(x: Tensor, batch: Any) -> Tensor:
+    """The same, and adds up in a product."""
+    tokens = x.reshape(-1, 8)
+    order = tokens.argmax(-1).argsort(stable=True)
+    found: Tensor = torch.einsum("btd,bt->", tokens[order].view(-1, 6, 8), batch["mask"])
+    return found
+
+
+def renormed(x: Tensor, batch: Any) -> Tensor:
+    """Limits the norm of each column, over all examples."""
+    return x[:, 0].renorm(2, 1, 0.1).sum()
+
+
 class Normed(Hidden):
     """Mixes examples by its normalisation alone, which ``micro_batch=`` answers for."""
 
@@ -228,18 +295,26 @@ class Normed(Hidden):
 
 
 MODELS: list[type[nn.Module]] = [Hidden, Normed]
+DECIDED: dict[LossFunction, str | None] = {
+    reordered: None,
+    stabilised: None,
+    misplaced: "by their place",
+    misplaced_product: "by their place",
+    renormed: "may mix",
+}
+"""Losses with operations that may mix, and the words for how they do."""
 
 
 @pytest.mark.parametrize("build", by_depth(MODELS[:1], MODELS))
-@pytest.mark.parametrize(("loss", "mixes"), [(reordered, False), (misplaced, True)])
-def test_a_run_decides_about_operations_that_may_mix(loss: LossFunction, mixes: bool, build: type[nn.Module]) -> None:
+@pytest.mark.parametrize("loss", DECIDED)
+def test_a_run_decides_about_operations_that_may_mix(loss: LossFunction, build: type[nn.Module]) -> None:
     recipe, source = Recipe(build, loss), SampleSource(Sentences(), seed=0)
     model = partition(recipe, source.micro_batch([0, 1]).tensors)
     initial = materialise(recipe, 0)
     assert [each.certain for each in model.mixing] == [False] * len(model.mixing)
     assert model.mixing
-    if mixes:
-        with pytest.raises(ModelError, match=r"by their place .*test_mixing\.py"):
+    if how := DECIDED[loss]:
+        with pytest.raises(ModelError, match=rf"{how} .*test_mixing\.py"):
             try_mixing(model, recipe, initial, source, None, accepted=False)
         try_mixing(model, recipe, initial, source, 2, accepted=True)
     else:
