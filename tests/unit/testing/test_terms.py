@@ -151,6 +151,15 @@ class PerToken(Model):
         return (b.each * share).sum() + classes.mean()
 
 
+class PerTokenInPlace(Model):
+    """The same, written over a part of the tokens."""
+
+    def terms(self, x: Tensor, b: Batch) -> Tensor:
+        share = torch.ones_like(b.mask)
+        share[:, 2:] = b.mask[:, 2:] / b.mask.sum()
+        return (b.each * share).mean()
+
+
 class Many(Model):
     """Loss operations of many kinds, weighted."""
 
@@ -164,7 +173,18 @@ class Many(Model):
         return binary + weighted * 2 - smooth / 3 + 0.1 * divergence + nll
 
 
-CASES = [MaskedAndNext, HandMasked, HandMaskedClamped, Regularised, Sums, Detection, Picked, PerToken, Many]
+CASES = [
+    MaskedAndNext,
+    HandMasked,
+    HandMaskedClamped,
+    Regularised,
+    Sums,
+    Detection,
+    Picked,
+    PerToken,
+    PerTokenInPlace,
+    Many,
+]
 
 
 def by_kind(b: Batch, values: Tensor) -> Tensor:

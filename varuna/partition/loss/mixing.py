@@ -138,15 +138,14 @@ class Tracking:
 
     def _partly(self, base: Node, state: State) -> State:
         """State of a value, a part of which has become ``state``."""
-        before, value = self.of(base), base.meta.get("val")
-        dims = carriers(value)
+        before, dims = self.of(base), carriers(base.meta.get("val"))
         if isinstance(before, Rows) and isinstance(state, Rows | Fixed):
-            order = before.order or (state.order if isinstance(state, Rows) else None)
-            return Rows(before.dim, order, False, joined(before, state), before.by_fact)
+            order = before.order or getattr(state, "order", None)
+            by_fact = before.by_fact or getattr(state, "by_fact", False)
+            blames = joined(before, state)
+            return replace(before, order=order, given=False, blames=blames, by_fact=by_fact, number=False)
         if isinstance(before, Fixed) and isinstance(state, Fixed):
             return Fixed(before.given and state.given)
-        if dims and isinstance(state, Rows):
-            return Rows(dims[0], state.order, False, joined(before, state), state.by_fact)
         blames = self.blame(base, UNKNOWN, before, state, certain=False)
         return Rows(dims[0], IN_TURN, False, blames) if dims else Uniform(blames)
 
