@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from varuna.core.errors import ModelError, UsageError, VarunaError
 from varuna.data.randomness import derive_key, seeded
 from varuna.partition.graph.captured import TensorKind
+from varuna.partition.graph.operations import closure
 from varuna.partition.object_copies import independent
 from varuna.partition.watching.fake_mode import FakeMode
 
@@ -57,13 +58,7 @@ class Following:
 
     def needed_by(self, names: Iterable[str]) -> Names:
         """Return what must be held with some names, so that the function makes of them what it makes in one process."""
-        found, stack = set[str](), list(names)
-        while stack:
-            name = stack.pop()
-            if name not in found:
-                found.add(name)
-                stack += self.sources.get(name, ())
-        return frozenset(found)
+        return frozenset(closure(names, lambda name: self.sources.get(name, ())))
 
 
 class _ByName(dict[str, Tensor]):

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from varuna.partition.capture.parameter_limits import LIMITED
 from varuna.partition.graph.captured import Truth
 from varuna.partition.graph.flow import is_random
-from varuna.partition.graph.operations import op_name
+from varuna.partition.graph.operations import closure, op_name
 from varuna.partition.graph.sample_guards import Conditions
 from varuna.partition.graph.shared_memory import SharedMemory
 from varuna.partition.watching.explaining import line_of
@@ -61,15 +61,11 @@ class _Past:
 
     def of(self, values: Sequence[Any]) -> set[Node]:
         """Everything that ``values`` are computed from, and the values themselves."""
-        found: set[Node] = set()
-        stack = list(values)
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found.add(node)
-                stack.extend(node.all_input_nodes)
-                stack.extend(each for each in self.memory.writers(node) if each < max(values))
-        return found
+
+        def behind(node: Node) -> list[Node]:
+            return [*node.all_input_nodes, *(each for each in self.memory.writers(node) if each < max(values))]
+
+        return closure(values, behind)
 
 
 def taken_for_granted(

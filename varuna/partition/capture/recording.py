@@ -7,7 +7,7 @@ checkpoint (rotary tables) come out exactly as the constructor makes them.
 Memory is followed by storage, not by tensor: views, ``.data`` and ``nn.Parameter`` need no special case.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from varuna.core.errors import ModelError
 from varuna.data.randomness import seeded
+from varuna.partition.capture.real_values import written_tensors
 
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 _OVERWRITES = frozenset({"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::copy_"})
@@ -71,7 +72,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self.replay(arguments[0]).item()
         results = func(*args, **kwargs)
         name = func._schema.name
-        written = [self.view(value) for value in _written(func, args, kwargs)]
+        written = [self.view(value) for value in written_tensors(func, args, kwargs)]
         draws = torch.Tag.nondeterministic_seeded in func.tags
         self._note(func, name, arguments, structure, written, tree_leaves(results), draws)
         return results
@@ -185,11 +186,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Tensor arguments that the operation writes to."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from varuna.core.errors import ModelError
 from varuna.partition.graph.captured import Capture
-from varuna.partition.graph.operations import op_name
+from varuna.partition.graph.operations import op_name, sources_of
 from varuna.partition.graph.shared_memory import NORMS_WITH_STATISTICS, SharedMemory, bodies_of, written_arguments
 from varuna.partition.watching.explaining import line_of
 
@@ -67,7 +67,7 @@ def find_writes(capture: Capture, results: Sequence[Node]) -> Writes:
     normalised = _take_statistics(capture)
     _copy_written_inputs(capture)
     found = _written(capture)
-    inside = _sources([*results, *(truth.node for truth in capture.truths)])
+    inside = sources_of([*results, *(truth.node for truth in capture.truths)])
     read = frozenset(node for node in found if not inside.isdisjoint(_dependent(capture, [node])))
     counted = tuple(node for node in found if node not in read and node not in normalised)
     return Writes(read - normalised, counted, normalised)
@@ -242,27 +242,13 @@ def _check_apart(
         used = any(user not in inside for user in node.users)
         sizes = [s for s in node.all_input_nodes if s not in inside and not isinstance(s.meta.get("val"), Tensor)]
         if outside or used or sizes or node in results:
-            name = next(capture.buffers[each.name] for each in _ancestors(node) if each in placeholders)
+            behind = sources_of([node])
+            name = next(capture.buffers[each.name] for each in placeholders if each in behind)
             raise ModelError(
                 f"forward() updates {name} and also computes with it, in a way that Varuna cannot take apart. Write to "
                 "a buffer of its own, which nothing else reads, and compute with it in Trainer(after_step=...), which "
                 "runs once per step."
             )
-
-
-def _ancestors(node: Node) -> Iterable[Node]:
-    stack, seen = [node], {node}
-    while stack:
-        current = stack.pop()
-        yield current
-        new = [source for source in current.all_input_nodes if source not in seen]
-        seen.update(new)
-        stack.extend(new)
-
-
-def _sources(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes, and all that they are computed from, as they name it."""
-    return {each for node in nodes for each in _ancestors(node)}
 
 
 def _components(dependent: Sequence[Node], placeholders: Sequence[Node]) -> list[list[Node]]:

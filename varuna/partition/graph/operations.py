@@ -1,12 +1,14 @@
 """Names and arguments of the operations of a graph."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
 
 import torch
 from torch.fx import Node
 
 from varuna.partition.opaque.calls import call_of
 
+T = TypeVar("T", bound=Hashable)
 Operation = tuple[str, ...]
 """Name of an operation, and the modules that it is in."""
 
@@ -24,6 +26,22 @@ def flat(arguments: Iterable[object]) -> list[Node]:
             found.append(argument)
         elif isinstance(argument, list | tuple):
             found.extend(flat(argument))
+    return found
+
+
+def sources_of(starts: Iterable[Node]) -> set[Node]:
+    """The nodes, and all that they are computed from, as they name it."""
+    return closure(starts, lambda node: node.all_input_nodes)
+
+
+def closure(starts: Iterable[T], behind: Callable[[T], Iterable[T]]) -> set[T]:
+    """The starts, what is behind each of them, what is behind that, and so on."""
+    found, left = set[T](), list(starts)
+    while left:
+        each = left.pop()
+        if each not in found:
+            found.add(each)
+            left.extend(behind(each))
     return found
 
 

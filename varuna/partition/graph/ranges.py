@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from varuna.core.errors import DataError
-from varuna.partition.graph.operations import op_name
+from varuna.partition.graph.operations import op_name, sources_of
 from varuna.partition.graph.shared_memory import SharedMemory
 from varuna.partition.watching.explaining import line_of
 
@@ -68,7 +68,7 @@ def ranges_of(
             what = "a loss over {end} classes"
         else:
             continue
-        order = _needed(graph, numbers)
+        order = sorted(sources_of([numbers]))
         given = [each for each in order if each.op == "placeholder"]
         keys = [each for each in given if each.name in inputs]
         others = [each for each in given if each.name in constants]
@@ -95,16 +95,6 @@ def _copied(order: Sequence[Node], given: Sequence[Node], result: Node) -> Graph
             copies[each] = made.node_copy(each, lambda source: copies[source])
     made.output(copies[result])
     return made
-
-
-def _needed(graph: Graph, result: Node) -> list[Node]:
-    needed, stack = set[Node](), [result]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    return [node for node in graph.nodes if node in needed]
 
 
 def check_ranges(ranges: Sequence[Range], batch: Mapping[str, Tensor], indices: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ from torch.fx import Node
 
 from varuna.partition.graph.captured import Capture
 from varuna.partition.graph.costs import tensors_of
-from varuna.partition.graph.operations import op_name
+from varuna.partition.graph.operations import closure, op_name
 from varuna.partition.graph.shared_memory import SharedMemory
 
 _NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -17,16 +17,14 @@ def reached(capture: Capture, loss: Node) -> frozenset[str]:
 
     In doubt there is one. All, if there is none at all: then the loss trains nothing, which is told elsewhere.
     """
-    memory, seen, left = SharedMemory(capture.graph), set[Node](), [loss]
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        ends = _ends(node)
-        # what was written before a value was detached is behind that
-        left += [each for each in memory.writers(node) if not ends or node < each]
-        left += [] if ends else node.all_input_nodes
+    memory = SharedMemory(capture.graph)
+
+    def behind(node: Node) -> list[Node]:
+        if _ends(node):  # what was written before a value was detached is behind that
+            return [each for each in memory.writers(node) if node < each]
+        return [*node.all_input_nodes, *memory.writers(node)]
+
+    seen = closure([loss], behind)
     found = capture.trainable & {capture.parameters[node.name] for node in seen if node.name in capture.parameters}
     return frozenset(found) or capture.trainable
 

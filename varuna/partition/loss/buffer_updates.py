@@ -18,7 +18,7 @@ from varuna.partition.cut.split import BATCH_SIZE
 from varuna.partition.graph.captured import Capture
 from varuna.partition.graph.costs import Sizes
 from varuna.partition.graph.flow import is_random, linear
-from varuna.partition.graph.operations import op_name
+from varuna.partition.graph.operations import closure, op_name, sources_of
 from varuna.partition.graph.shared_memory import SharedMemory, bodies_of
 from varuna.partition.loss.batch_dimension import EXAMPLES, ONE, BatchConstant, Fixed, Rows, Total, carriers
 from varuna.partition.loss.mixing import Tracking, needed_by
@@ -165,7 +165,7 @@ class _Part:
             return None
         state = self._t.of(node)
         if isinstance(state, Fixed):
-            given = {each for each in _sources([node]) if each.op == "placeholder"}
+            given = {each for each in sources_of([node]) if each.op == "placeholder"}
             if given and given <= set(self._copies.values()):
                 return None
             self._refuse_draws(needed_by(self._capture.graph, [node]))
@@ -229,9 +229,9 @@ class _Part:
             _NotStatisticsError: the loss would follow from one micro-batch where plain PyTorch takes the whole batch.
         """
         for truth in self._capture.truths:
-            if not self._finals.keys().isdisjoint(_sources([truth.node])):
+            if not self._finals.keys().isdisjoint(sources_of([truth.node])):
                 raise _NotStatisticsError(truth.node, _NUMBER)
-        read = _sources([*results, *self._statistics])
+        read = sources_of([*results, *self._statistics])
         for copy in self._finals:
             writers = self._memory.writers(copy)
             first = next((w for w in writers if any(not self._is_fixed(s) for s in w.all_input_nodes)), None)
@@ -301,30 +301,17 @@ def _clone(capture: Capture, node: Node, *, before: Node) -> Node:
     return made
 
 
-def _sources(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes, and all that they are computed from, as they name it."""
-    found, stack = set[Node](), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
-
-
 def _erase(capture: Capture, inside: Collection[Node], results: Sequence[Node]) -> None:
     """Erase operations of updates that nothing else reads; writes into memory that is read afterwards stay."""
     memory = SharedMemory(capture.graph)
     order = {node: place for place, node in enumerate(capture.graph.nodes)}
     output = next(node for node in capture.graph.nodes if node.op == "output")
-    needed, stack = set[Node](), [output, *results]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
-            writers = (each for source in node.all_input_nodes for each in memory.writers(source))
-            stack += [each for each in writers if order[each] < order[node]]
+
+    def behind(node: Node) -> list[Node]:
+        writers = (each for source in node.all_input_nodes for each in memory.writers(source))
+        return [*node.all_input_nodes, *(each for each in writers if order[each] < order[node])]
+
+    needed = closure([output, *results], behind)
     for node in sorted(inside, key=order.__getitem__, reverse=True):
         if node not in needed and node.op != "placeholder" and not node.users:
             capture.graph.erase_node(node)

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from varuna.data.columns import STEP
 from varuna.partition.graph.captured import Capture
 from varuna.partition.graph.flow import is_random
-from varuna.partition.graph.operations import flat, op_name
+from varuna.partition.graph.operations import closure, flat, op_name
 from varuna.partition.graph.shared_memory import SharedMemory, written_arguments
 from varuna.partition.loss.batch_dimension import (
     EXAMPLES,
@@ -153,15 +153,7 @@ class Tracking:
 def needed_by(graph: Graph, results: Iterable[Node]) -> set[Node]:
     """Nodes that the results follow from, and those that write into them."""
     memory = SharedMemory(graph)
-    needed: set[Node] = set()
-    stack = list(results)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-            stack.extend(memory.writers(node))
-    return needed
+    return closure(results, lambda node: [*node.all_input_nodes, *memory.writers(node)])
 
 
 def _ungiven(found: Found) -> Found:
