@@ -119,7 +119,7 @@ def _refuse_closures(whole: torch.optim.Optimizer, parameters: frozenset[int]) -
     Raises:
         UsageError: names the function, and what it uses.
     """
-    for label, function in _functions(whole, set()):
+    for label, function in functions_in(whole, set()):
         for name, value in _reached(function, set(), 0):
             if what := _is_own(value, whole, parameters):
                 raise UsageError(
@@ -132,7 +132,7 @@ def _refuse_closures(whole: torch.optim.Optimizer, parameters: frozenset[int]) -
                 )
 
 
-def _functions(holder: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def functions_in(holder: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Functions that an optimizer would call: its hooks, and those in its attributes."""
     if id(holder) in seen:
         return
@@ -147,7 +147,7 @@ def _functions(holder: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
             elif isinstance(each, FunctionType | MethodType | functools.partial):
                 yield label, _plain(each)  # what it is bound to is exchanged with the rest
             elif isinstance(each, torch.optim.Optimizer) or (each is value and is_object(each)):
-                yield from _functions(each, seen)
+                yield from functions_in(each, seen)
 
 
 def _plain(function: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.job.built import GivenModel, SchedulerLike
-from varuna.job.given_optimizer import OptimizerLike
+from varuna.job.given_optimizer import OptimizerLike, functions_in
 from varuna.job.handed_over.watching import (
     AFTER_STEP,
     BEFORE_STEP,
@@ -16,6 +16,7 @@ from varuna.job.handed_over.watching import (
     LOSS,
     METRICS,
     MODEL,
+    OF_OPTIMIZER,
     OPTIMIZER,
     RAMP,
     SCHEDULER,
@@ -39,6 +40,8 @@ def functions_of(spec: JobSpec, schedule: LRScheduler | None = None) -> Iterator
         yield MODEL, spec.model
     if not isinstance(spec.optimizer, OptimizerLike):
         yield OPTIMIZER, spec.optimizer
+    else:
+        yield from ((OF_OPTIMIZER, each) for _, each in functions_in(spec.optimizer.whole, set()))
     if not isinstance(spec.lr_scheduler, SchedulerLike):
         yield SCHEDULER, spec.lr_scheduler
     if schedule is not None:

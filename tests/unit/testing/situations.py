@@ -729,6 +729,17 @@ def variance_of_adam_logged(way: Way) -> None:
     way.train(model, Points(), optimizer, loss=cross_entropy, told=told)
 
 
+def hook_of_the_optimizer_anneals_the_loss(way: Way) -> None:
+    model, optimizer = built()
+    annealed = {"scale": 1.0}
+
+    def anneal(*_: Any) -> None:
+        annealed["scale"] *= 0.9
+
+    optimizer.register_step_post_hook(anneal)
+    way.train(model, Points(), optimizer, loss=lambda output, batch: annealed["scale"] * cross_entropy(output, batch))
+
+
 def moments_read_after_the_loop(way: Way) -> None:
     model, optimizer = built()
     way.train(model, Points(), optimizer, loss=cross_entropy)
@@ -1636,6 +1647,13 @@ SITUATIONS = [
         variance_of_adam_logged,
         "pytorch/pytorch#37410",
         r"asked for the state of the optimizer \(situations\.py:\d+\)",
+    ),
+    Situation(
+        "a hook of the optimizer that writes what a loss or a dataset reads",
+        hook_of_the_optimizer_anneals_the_loss,
+        "",
+        r"a hook or a function in optimizer= writes annealed\['scale'\], which loss= reads.*batch\[\"step\"\] in loss=",
+        loss_of_the_step,
     ),
     Situation(
         "the optimizer's state after the loop",

@@ -32,6 +32,8 @@ FAST = {
     *("weight_decay_follows_a_cosine", "layers_unfrozen_in_the_loop", "gradients_replaced_before_the_update"),
     *(
         "epoch_of_the_dataset_set_in_the_loop",
+        "hook_of_the_optimizer_anneals_the_loss",
+        "level_in_a_file",
         "loss_of_one_number_of_the_step",
         "optimizer_that_goes_on",
         "rate_of_what_forward_keeps",

@@ -51,6 +51,7 @@ _IMPORT = "import "
 """Begins the name of a module that a function imports itself."""
 _GLOBAL = "global "
 """Begins the name of a global that a function stores, which there may not be yet."""
+_CONTAINERS = (dict, list, set, deque)
 _WATCHED = (nn.Module, torch.Tensor, torch.optim.Optimizer)
 _OF_C = (types.MethodDescriptorType, types.ClassMethodDescriptorType, types.WrapperDescriptorType)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
@@ -86,6 +87,19 @@ class ReadPlace(NamedTuple):
             owner[name] = value
         else:
             setattr(owner, name, value)
+
+    def spots(self, *, is_written: bool = False) -> set[tuple[int, Any]]:
+        """Marks of the place, of which reading and writing it have one in common, also on two ways to it.
+
+        Each is an object, by its id, and one of its entries; None: whichever there is; ...: all that there are.
+        """
+        owners = [self._replace(keys=self.keys[:stop]).value() for stop in range(len(self.keys) + 1)]
+        whole = {(id(owners[-1]), None)} if isinstance(owners[-1], _CONTAINERS) else set()
+        entries = [(id(owner), key) for owner, (_, key) in zip(owners, self.keys, strict=False)]
+        if not is_written:
+            return {*entries, *whole, *((id(owner), ...) for owner in owners if isinstance(owner, _CONTAINERS))}
+        last = [spot for owner, key in entries[-1:] for spot in ((owner, key), (owner, None))]
+        return {*last, *whole, *((owner, ...) for owner, _ in whole)}
 
     @property
     def last(self) -> str:
@@ -142,6 +156,11 @@ class Reads:
             (name, each) for name, found in written if type(found) is dict for each in list(found.values())[:16]
         ]
         return [ReadPlace(value, (), name) for name, value in written if is_users_object(value)]
+
+    def read_of(self, written: "Reads") -> ReadPlace | None:
+        """Return a place that these functions read and those of ``written`` write, if there is one."""
+        spots = {spot for place in written.written.values() for spot in place.spots(is_written=True)}
+        return next((each for each in self.places.values() if not spots.isdisjoint(each.spots())), None)
 
     def numbers(self) -> list[ReadPlace]:
         """Places of numbers around the functions, and in the user's objects that they use, whoever writes them."""

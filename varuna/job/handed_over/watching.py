@@ -123,6 +123,19 @@ MODEL, OPTIMIZER = Role("model=", True, _CAPTURED), Role("optimizer=", False, _B
 SCHEDULER = Role("lr_scheduler=", False, _BUILDS)
 _KEEPING = (LOSS, METRICS, COMPUTE_LOSS, FORWARD)
 """Those that may keep values, and run once."""
+OF_OPTIMIZER = Role(
+    "a hook or a function in optimizer=",
+    True,
+    "Workers run copies of it, with values of their own. Let what changes follow from the number of the step: "
+    'batch["step"] in loss=, a method set_step(step) of the dataset, before_step(named, step).',
+)
+_FOR_STEPS = (
+    "Samples are read ahead, by other threads or processes. Compute it from the number of the step: "
+    "before_step(named, step), after_step(parameters, buffers, step)."
+)
+_IN_STEP = (BEFORE_STEP, AFTER_STEP, FROZEN, RAMP, SCHEDULER)
+_UNSEEN = {OF_OPTIMIZER: None, DATASET: _IN_STEP, COLLATE: _IN_STEP, WEIGHT: _IN_STEP}
+"""Those who write where others, or all, do not see it: in copies; ahead of the step, or in other processes."""
 
 
 _PLAINLY = (bool, int, float, str, list, dict, tuple)
@@ -342,20 +355,17 @@ class HandedOver:
                 found = Reads()
                 found.follow(function, "model" if role is FORWARD else role.name)
                 written += [(role.name, each) for each in found.kept]
-                own = getattr(
-                    function, "__self__", None
-                )  # such as a Trainer of Hugging Face's, which others change, too
-                read += [(role.name, each) for each in found.places.values() if each.base is not own or own is None]
+                own = getattr(function, "__self__", found)  # such as Hugging Face's Trainer, which others change, too
+                read += [(role.name, each) for each in found.places.values() if each.base is not own]
         self._kept_values = KeptValues(written, read, _refuse_kept)
 
     def begin(self) -> None:
         """Remember how everything is, before the script gets control for the first time.
 
         Raises:
-            UsageError: a function that runs in steps reads what captured code writes.
+            UsageError: a function reads what another one writes that runs elsewhere, or once.
         """
-        for role, function in self._functions:
-            self._add(role, function)
+        self._refuse_unseen([(role, self._add(role, function)) for role, function in self._functions])
         if self._model is not None:
             inside = {id(each) for each in self._model.modules()}
             self._take(FORWARD, self._reads_of_forward, inside | {id(vars(each)) for each in self._model.modules()})
@@ -460,7 +470,24 @@ class HandedOver:
 
     # -- looking --------------------------------------------------------------------------------------------
 
-    def _add(self, role: Role, function: Any) -> None:
+    def _refuse_unseen(self, found: list[tuple[Role, Reads]]) -> None:
+        """Refuse what one function writes for another that does not see it.
+
+        Raises:
+            UsageError: there is something.
+        """
+        forward = [(FORWARD, self._reads_of_forward)] if self._model is not None else []
+        for writer, written in found:
+            readers = _UNSEEN.get(writer, ())
+            for reader, reads in (*found, *forward):
+                is_unseen = reader is not writer and (readers is None or reader in readers)
+                if is_unseen and (place := reads.read_of(written)) is not None:
+                    raise UsageError(
+                        f"{writer.name} writes {place.name}, which {reader.name} reads. It may read another value than "
+                        f"in a plain loop. {writer.way_out if readers is None else _FOR_STEPS}"
+                    )
+
+    def _add(self, role: Role, function: Any) -> Reads:
         found = Reads()
         found.follow(function, role.name)
         if role is DATASET and isinstance(function, list | tuple | Mapping):  # it has no code
@@ -468,6 +495,7 @@ class HandedOver:
         if isinstance(function, nn.Module):
             found.modules.setdefault(id(function), (function, role.name))
         self._take(role, found, set())
+        return found
 
     def _take(self, role: Role, found: Reads, inside: set[int]) -> None:
         """Watch what some functions read, unless it lies in the model, which is watched as a whole."""

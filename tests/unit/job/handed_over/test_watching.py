@@ -17,7 +17,18 @@ from varuna.engine.stage.optimizer import call_before_step
 from varuna.job.built import fill
 from varuna.job.handed_over import watching
 from varuna.job.handed_over.marks import mark
-from varuna.job.handed_over.watching import BEFORE_STEP, COLLATE, DATASET, LOSS, METRICS, OPTIMIZER, HandedOver, Role
+from varuna.job.handed_over.watching import (
+    AFTER_STEP,
+    BEFORE_STEP,
+    COLLATE,
+    DATASET,
+    LOSS,
+    METRICS,
+    OF_OPTIMIZER,
+    OPTIMIZER,
+    HandedOver,
+    Role,
+)
 
 Loop = Callable[["Script"], Any]
 beta, gamma = 0.0, torch.tensor(1.0)
@@ -263,6 +274,59 @@ def test_a_change_of_what_training_reads_is_refused_by_name(case: str) -> None:
     loop, message = REFUSED[case]
     with pytest.raises(UsageError, match=rf"(?s){message}"):
         run(loop)
+
+
+def rescale(*_: Any) -> None:
+    shared["scale"] = 2.0
+
+
+shared: dict[str, Any] = {"scale": 1.0, "seen": [1.0]}
+UNSEEN: dict[str, tuple[Role, Callable[..., Any], Role, Callable[..., Any]]] = {
+    "a hook that writes what the loss reads": (
+        OF_OPTIMIZER,
+        rescale,
+        LOSS,
+        lambda *_: shared["scale"],
+    ),
+    "a hook that adds to what the dataset sums": (
+        OF_OPTIMIZER,
+        lambda *_: shared["seen"].append(1.0),
+        DATASET,
+        lambda *_: sum(shared["seen"]),
+    ),
+    "collate, which writes what before_step sums": (
+        COLLATE,
+        lambda samples: shared.update(scale=2.0),
+        BEFORE_STEP,
+        lambda named: shared["scale"],
+    ),
+    "a dataset that adds to what before_step looks at": (
+        DATASET,
+        lambda *_: shared["seen"].append(1.0),
+        BEFORE_STEP,
+        lambda named: shared["seen"][0],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_what_one_function_writes_for_another_that_does_not_see_it_is_refused(case: str) -> None:
+    writer, writes, reader, reads = UNSEEN[case]
+    with pytest.raises(UsageError, match=f"{writer.name} writes shared.* which {reader.name} reads.*number of the ste"):
+        HandedOver([(writer, writes), (reader, reads)]).begin()
+
+
+SEEN: dict[str, tuple[Role, Role, Callable[..., Any]]] = {
+    "another entry": (OF_OPTIMIZER, LOSS, lambda *_: shared["seen"][0]),
+    "those that read ahead together": (COLLATE, DATASET, lambda *_: shared["scale"]),
+    "those that run in the step": (BEFORE_STEP, AFTER_STEP, lambda *_: shared["scale"]),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_other_functions_may_write_for_each_other(case: str) -> None:
+    writer, reader, reads = SEEN[case]
+    HandedOver([(writer, rescale), (reader, reads)]).begin()
 
 
 def idempotent(script: Script) -> None:
