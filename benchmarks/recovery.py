@@ -149,7 +149,7 @@ class Stage:
         self.bound.wait_for(settled, f"{SETTLED_STEPS} steps with {workers} ranks")
 
     def make_whole(self) -> None:
-        missing = WORKERS - self.run.manager.fleet.wanted  # a drained worker is replaced without being asked for
+        missing = WORKERS - self.run.manager.fleet.starts.wanted  # a drained worker is replaced without being asked for
         if missing > 0:
             self.run.mailbox.post(SpawnRequested(missing))
         self.settle(WORKERS)

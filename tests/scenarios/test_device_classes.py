@@ -53,7 +53,7 @@ def test_each_class_gets_what_it_can_run_and_keeps_its_seats(tmp_path: Path) -> 
             "fast": ["w0", "w1"],
             "slow": ["w2", "w3"],
         }
-        assert play.run.manager.fleet.slow == {}, "like is compared with like"
+        assert play.run.manager.fleet.speeds.slow == {}, "like is compared with like"
         for victim in ("w1", "w2"):  # what replaces them is fast
             pid = play.run.workers.pid(victim)
             assert pid is not None
@@ -91,7 +91,7 @@ def test_a_slow_worker_of_a_class_gets_fewer_micro_batches_than_its_peers(tmp_pa
     try:
         play.trains(0)
         wait_for(lambda: is_dealt() and share_of("w0") > share_of("w2") > share_of("w4"), 90)
-        assert list(play.run.manager.fleet.slow) == ["w4"]
+        assert list(play.run.manager.fleet.speeds.slow) == ["w4"]
         newest = play.run.manager.fleet.generation
         for victim in ("w4", "w0"):
             pid = play.run.workers.pid(victim)
@@ -142,7 +142,7 @@ def test_one_pipeline_runs_on_several_classes_and_loses_and_gets_workers(tmp_pat
             play.trains(newest + 1)
             wait_for(is_over_both, 60)
             newest = play.run.manager.fleet.generation
-        assert play.run.manager.fleet.slow == {}, "stages of one pipeline differ as their classes do"
+        assert play.run.manager.fleet.speeds.slow == {}, "stages of one pipeline differ as their classes do"
     finally:
         play.finish()
     expected, rows = python(*job).losses, json_log(tmp_path / "log.jsonl")

@@ -1,6 +1,7 @@
-"""The manager's knowledge is in parts, each of which one file of rules changes."""
+"""The manager's knowledge is in parts, and each field of a part has one file of rules that changes it."""
 
 import ast
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -10,55 +11,55 @@ import pytest
 
 from varuna.fleet.state.fleet import Fleet
 
-FLEET = Path(__file__).parents[2] / "varuna" / "fleet"
-PARTS = {"contacts": ["leases"], "questions": [], "recorded": ["commit"]}
-"""By part of ``Fleet``: the module of ``fleet.machine`` that changes it; none: the part's own verbs do."""
-FIELDS = {
-    "choosing": ["planned_for"],
-    "commit": ["first_step"],
-    "device_faults": ["broken", "short"],
-    "exits": ["left_step", "main_ended", "script_ended"],
-    "joins": ["job", "version", "spawned", "spawning", "zones"],
-    "preemption": ["departing"],
-    "silent_links": ["silences"],
-    "stragglers": ["slow", "strikes"],
-    "trainings": ["ahead"],
-}
-"""By module of ``fleet.machine``: fields of ``Fleet`` that no other one changes."""
+RULES = sorted((Path(__file__).parents[2] / "varuna" / "fleet" / "machine").glob("*.py"))
+PARTS = {name: kind for name, kind in get_type_hints(Fleet).items() if name not in ("config", "phase", "workers")}
+WHOLE = {"contacts": "leases", "speeds": "stragglers", "recorded": "commit"}
+"""Parts of which one file of rules changes all. Of others each field has one, or verbs of the part change it."""
+
+
+def calls(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
+    """Calls of functions and methods with these names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (getattr(node.func, "id", None) or getattr(node.func, "attr", None)) in names:
+            yield node
 
 
 @cache
-def calls() -> list[tuple[str, str, ast.Call]]:
-    """Calls with arguments in the manager's and agents' code: module, function's name, and the call."""
-    return [
-        (path.stem, str(getattr(node.func, "id", None) or getattr(node.func, "attr", "")), node)
-        for path in FLEET.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-    ]
-
-
-def is_of(part: str, value: ast.expr) -> bool:
-    return any(isinstance(each, ast.Attribute) and each.attr == part for each in ast.walk(value))
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_one_file_of_rules_changes_a_part(part: str) -> None:
-    replacing = [(module, call) for module, name, call in calls() if name in ("changed", "replace") and call.args]
-    changers = {module for module, call in replacing if is_of(part, call.args[0])}
-    assert changers == set(PARTS[part]), "add a function there, and call that"
+def changes() -> list[tuple[str, str, frozenset[str | None]]]:
+    """Places where rules replace fields of a part: module, part, and the fields."""
+    found = []
+    for path in RULES:
+        tree = ast.parse(path.read_text())
+        for call in calls(tree, "changed", "replace"):
+            part = ast.unparse(call.args[0]).rpartition(".")[2]
+            names = {each.arg for each in call.keywords}
+            if None in names:  # a helper of the module, which passes on what it is given
+                names |= {each.arg for helped in calls(tree, "_note") for each in helped.keywords}
+            if part in PARTS:
+                found.append((path.stem, part, frozenset(names)))
+    return found
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_is_a_frozen_value_in_a_module_of_its_own(part: str) -> None:
-    kind = get_type_hints(Fleet)[part]
+    kind = PARTS[part]
     assert is_dataclass(kind)
-    assert kind.__module__ == f"varuna.fleet.state.{part}"
-    assert not {each.name for each in fields(kind)} & {each.name for each in fields(Fleet)}
+    assert kind.__module__ != Fleet.__module__
 
 
-@pytest.mark.parametrize("field", [field for its in FIELDS.values() for field in its])
-def test_what_one_file_of_rules_changes_no_other_one_begins_to_change(field: str) -> None:
-    updates = [(module, call) for module, name, call in calls() if name == "update"]
-    changers = {module for module, call in updates if any(given.arg == field for given in call.keywords)}
-    assert changers == {module for module, its in FIELDS.items() if field in its}, "add a function there, and call that"
+@pytest.mark.parametrize(("part", "field"), [(part, each.name) for part in PARTS for each in fields(PARTS[part])])
+def test_one_file_of_rules_changes_a_field(part: str, field: str) -> None:
+    changers = {module for module, changed, names in changes() if changed == part and field in names}
+    assert len(changers) <= 1, "add a function in one of them, or a verb to the part, and call that"
+
+
+@pytest.mark.parametrize(("part", "rules"), WHOLE.items())
+def test_one_file_of_rules_changes_all_of_a_part(part: str, rules: str) -> None:
+    assert {module for module, changed, _ in changes() if changed == part} == {rules}
+
+
+@pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)
+def test_rules_replace_whole_parts(path: Path) -> None:
+    """A loose field beside the parts has no owner."""
+    updates = [each.arg for call in calls(ast.parse(path.read_text()), "update") for each in call.keywords]
+    assert {name for name in updates if name} <= set(get_type_hints(Fleet))

@@ -271,7 +271,7 @@ class _Workers:
         deadline_s = time.monotonic() + _PLANNED_S
         while time.monotonic() < deadline_s and not self._is_over:
             fleet = self._manager.fleet
-            if not fleet.questions.open and self._warned <= fleet.departing.keys():
+            if not fleet.questions.open and self._warned <= fleet.machines.departing.keys():
                 return
             time.sleep(0.002)
 

@@ -237,7 +237,7 @@ class SimulatedFleet:
                 self.workers[name].alive = False
             case Publish(event=GenerationStarted(record=record)):
                 for rank, name in enumerate(record.grid):
-                    wanted, zone = record.plan.class_of(rank), self.driver.fleet.zones.get(name, "")
+                    wanted, zone = record.plan.class_of(rank), self.driver.fleet.machines.zones.get(name, "")
                     assert device_of(wanted) in ("", self.driver.class_of(name)), "a seat on another device"
                     assert region_of(wanted) in ("", region_of_zone(zone)), "a seat in another region"
                 self.check_generation(record.generation, record.first_step, rollback=record.rollback)

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -44,10 +44,16 @@ from varuna.fleet.state.inputs import (
 )
 from varuna.fleet.state.outputs import Ask, EndRun, Instruction, Publish, Send, Spawn
 from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, WhichCheckpoint, plan_answer
-from varuna.fleet.state.run_events import RunEvent
+from varuna.fleet.state.run_events import GenerationRecord, RunEvent
 
 T = TypeVar("T")
 E = TypeVar("E", bound=RunEvent)
+
+
+def with_history(fleet: Fleet, history: Iterable[GenerationRecord]) -> Fleet:
+    """A fleet that has had these generations."""
+    return replace(fleet, generations=replace(fleet.generations, history=tuple(history)))
+
 
 Machine = Callable[[Fleet, Event, float], tuple[Fleet, list[Instruction]]]
 """A function like ``advance``."""

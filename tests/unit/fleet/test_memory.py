@@ -9,6 +9,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import SpawnRequested
+from varuna.fleet.state.speeds import Speeds
 from varuna.fleet.state.stutter import Straggler
 
 BIG = [DeviceFacts(name=f"gpu{number}", memory_bytes=80 * 2**30) for number in range(8)]
@@ -69,7 +70,7 @@ def test_memory_is_shared_out_within_a_class_and_told_of_each_speed_alike() -> N
     driver = driven(Asked(), 5)
     for number, device in enumerate((BIG[0], BIG[0], BIG[1], SMALL, None)):
         hello(driver, f"w{number}", device, device_class="aaabb"[number])
-    fleet = replace(driver.fleet, slow={"w1": Straggler(ratio=2.0, until_s=1e9, speed=0.5)})
+    fleet = replace(driver.fleet, speeds=Speeds(slow={"w1": Straggler(ratio=2.0, until_s=1e9, speed=0.5)}))
     shared, alone = worker_bytes([BIG[0]] * 2), worker_bytes([SMALL])
     b = WorkerGroup(count=2, device_class="b", memory_bytes=alone)
     even = WorkerGroup(count=3, device_class="a", memory_bytes=shared)

@@ -52,6 +52,7 @@ from varuna.fleet.state.outputs import Ask, Instruction, Kill, Publish, Send
 from varuna.fleet.state.phases import Idle, Running
 from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, Planner, WhichCheckpoint, plan_answer
 from varuna.fleet.state.run_events import RunEvent
+from varuna.fleet.state.speeds import Speeds
 
 _QUICK_S, _SLOW_S = 0.5, 30.0  # between ticks: while something is under way, and else
 
@@ -90,7 +91,7 @@ class SimulatedCluster:
         self.training_s = 0.0
         self.checkpoints_s: list[float] = []
         self._planner = planner
-        self.fleet = replace(Fleet.empty(patient(most_workers), 0.0), link_bytes_per_s=link_bytes_per_s)
+        self.fleet = replace(Fleet.empty(patient(most_workers), 0.0), speeds=Speeds(link_bytes_per_s=link_bytes_per_s))
         self._schedule(0.0, self._tick)
 
     # -- time ------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ class SimulatedCluster:
         fleet = self.fleet
         if not isinstance(fleet.phase, Running | Idle) or (isinstance(fleet.phase, Running) and not fleet.formed):
             return True
-        return bool(fleet.departing) or self.now_s < self._joined_s + 2
+        return bool(fleet.machines.departing) or self.now_s < self._joined_s + 2
 
     @property
     def unfinished(self) -> float:

@@ -1,7 +1,6 @@
 """The manager as a pure state machine: ``advance`` notes one event, then draws conclusions until nothing changes."""
 
 from varuna.core.messages import Beat, Failed, FromWorker, Hello, Leaving, Saved, StopReport, Suspect, Unsaved, Voted
-from varuna.core.node_notices import NodeNotice, Preemptible, PreemptionNotice, RebalanceAdvice, ZoneNotice
 from varuna.fleet.machine.commit import (
     note_checkpoint,
     note_held,
@@ -22,16 +21,15 @@ from varuna.fleet.machine.exits import (
     settle_leaving,
 )
 from varuna.fleet.machine.forming import form
-from varuna.fleet.machine.joins import note_spawned, note_zone, spawn_missing
+from varuna.fleet.machine.joins import note_spawned, spawn_missing
 from varuna.fleet.machine.leases import hear, hear_all, look_around, note_parted, note_tick, take_back
 from varuna.fleet.machine.leases import note_beat as note_waiting
 from varuna.fleet.machine.planned_morphs import plan_ahead
-from varuna.fleet.machine.preemption import note_drain, note_preemption, note_risk, note_spot, release, reprieve
+from varuna.fleet.machine.preemption import note_drain, note_notice, release, reprieve
 from varuna.fleet.machine.standstill import note_standstill
-from varuna.fleet.machine.stragglers import note_beat, readmit
+from varuna.fleet.machine.stragglers import note_beat, note_speeds, readmit
 from varuna.fleet.machine.trainings import begin_next_training, hear_hello
 from varuna.fleet.machine.transition import Transition
-from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AnswerReceived,
@@ -56,8 +54,9 @@ from varuna.fleet.state.inputs import (
 )
 from varuna.fleet.state.outputs import Complain, Instruction
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
+from varuna.fleet.state.requests import FinishWish
 from varuna.fleet.state.run_events import Asked
-from varuna.fleet.state.worker import WorkerStatus
+from varuna.fleet.state.worker import WorkerStatus, changed
 
 
 def advance(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, list[Instruction]]:
@@ -97,7 +96,7 @@ def _note(transition: Transition, event: Event) -> None:
                 _note_worker(transition, event)
         case NoticeReceived(node=node, notice=notice):
             hear(transition, node)
-            _note_notice(transition, node, notice)
+            note_notice(transition, node, notice)
         case DrainRequested(node=node):
             note_drain(transition, node)
         case CheckpointCompleted() | AnswerReceived() | Recalibrated():
@@ -116,39 +115,28 @@ def _note_found(transition: Transition, event: CheckpointCompleted | AnswerRecei
         case Recalibrated(generation=generation, expected_s=expected_s, link_bytes_per_s=link_bytes_per_s):
             if generation == transition.fleet.generation:
                 transition.ask_anew()
-                transition.update(expected_s=expected_s, link_bytes_per_s=link_bytes_per_s)
-
-
-def _note_notice(transition: Transition, node: str, notice: NodeNotice) -> None:
-    match notice:
-        case PreemptionNotice():
-            note_preemption(transition, node, notice)
-        case RebalanceAdvice(reason=reason):
-            note_risk(transition, node, reason)
-        case Preemptible():
-            note_spot(transition, node)
-        case ZoneNotice(zone=zone):
-            note_zone(transition, node, zone)
+                note_speeds(transition, expected_s, link_bytes_per_s)
 
 
 def _note_wish(
     transition: Transition, event: SpawnRequested | MorphRequested | SaveRequested | FinishRequested | StopRequested
 ) -> None:
     """Take down what somebody wants; what only a later moment can bring is promised in the journal."""
+    requests = transition.fleet.requests
     match event:
         case SpawnRequested(count=count):
-            transition.update(wanted=transition.fleet.wanted + count)
+            transition.want(count)
         case MorphRequested(why=why):
-            if not transition.fleet.morph_asked:
+            if requests.morph is None:
                 transition.publish(Asked(what="morph"))
                 transition.ask_anew()  # whoever asks may know that something has changed
-            transition.update(morph_asked=True, morph_reason=why)
+            transition.update(requests=changed(requests, morph=why))
         case SaveRequested():
-            transition.update(save_asked=True)
+            transition.update(requests=changed(requests, save=True))
         case FinishRequested(reason=reason):
-            if transition.fleet.finish is None:
+            if requests.finish is None:
                 transition.publish(Asked(what="stop", reason=reason))
-                transition.update(finish=FinishWish(reason))
+                transition.update(requests=changed(requests, finish=FinishWish(reason)))
         case StopRequested(reason=reason, exit_code=exit_code):
             transition.end(exit_code, reason)
 
@@ -249,7 +237,7 @@ def _pass(transition: Transition) -> None:
                 plan_ahead(transition, phase)
         case Stopping() as phase:
             settle(transition, phase)
-        case Finishing() if transition.fleet.ahead:
+        case Finishing() if transition.fleet.script.ahead:
             begin_next_training(transition)
         case Finishing() as phase:
             finish(transition, phase)

@@ -13,6 +13,7 @@ from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, Obstacle
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.phases import Idle
+from varuna.fleet.state.worker import changed
 
 MANY = 3
 """This many in a row are not a coincidence."""
@@ -22,31 +23,32 @@ _LONGEST_PAUSE_S = 30.0
 def note_broken(transition: Transition) -> None:
     """Note that the newest generation is over, and whether it broke before a step."""
     fleet = transition.fleet
-    if fleet.formed or any(cause.took_somebody for cause in fleet.causes):
+    if fleet.formed or any(cause.took_somebody for cause in fleet.generations.causes):
         return
-    since_s = fleet.listened_s if fleet.futile_since_s is None else fleet.futile_since_s
-    transition.update(futile=fleet.futile + 1, futile_since_s=since_s)
+    generations = fleet.generations
+    since_s = fleet.listened_s if generations.futile_since_s is None else generations.futile_since_s
+    transition.update(generations=changed(generations, futile=generations.futile + 1, futile_since_s=since_s))
 
 
 def waits(transition: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
     """Whether the next generation has to wait; drops newcomers, or ends the run, if it is time for that."""
-    fleet = transition.fleet
-    if fleet.futile >= MANY and _drop_newcomers(transition, live):
+    fleet, futile = transition.fleet, transition.fleet.generations.futile
+    if futile >= MANY and _drop_newcomers(transition, live):
         return True
-    if fleet.futile >= MANY and _left_s(fleet) <= 0:
+    if futile >= MANY and _left_s(fleet) <= 0:
         transition.end(
             1,
-            f"no step in {format_duration(fleet.config.futile_s)}: {fleet.futile} generations in a row broke before "
-            f"their first step, though no worker died. The last reason: {' and '.join(map(str, fleet.causes))}. Look "
-            f"at the workers' logs, and at the network between them.",
+            f"no step in {format_duration(fleet.config.futile_s)}: {futile} generations in a row broke before their "
+            f"first step, though no worker died. The last reason: {' and '.join(map(str, fleet.generations.causes))}. "
+            "Look at the workers' logs, and at the network between them.",
         )
         return True
-    pause_s = _pause_s(fleet.futile)
+    pause_s = _pause_s(futile)
     is_new = any(fleet.workers[name].joined_s > phase.since_s for name in live)
     if is_new or transition.now_s >= phase.since_s + pause_s:
         return False
     if phase.blocked is None or phase.blocked.by is not Obstacle.BREAKING:
-        number, left = _nth(fleet.futile), format_duration(max(0.0, _left_s(fleet)))
+        number, left = _nth(futile), format_duration(max(0.0, _left_s(fleet)))
         text = f"generation {fleet.generation} broke before its first step, the {number} in a row, though nobody died"
         transition.update(phase=replace(phase, blocked=Blocked(Obstacle.BREAKING, text)))
         transition.notice(
@@ -59,8 +61,8 @@ def waits(transition: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
 
 def _left_s(fleet: Fleet) -> float:
     """Seconds that are left until a step must be done."""
-    assert fleet.futile_since_s is not None
-    return fleet.futile_since_s + fleet.config.futile_s - fleet.listened_s
+    assert fleet.generations.futile_since_s is not None
+    return fleet.generations.futile_since_s + fleet.config.futile_s - fleet.listened_s
 
 
 def _pause_s(futile: int) -> float:
@@ -78,10 +80,10 @@ def _drop_newcomers(transition: Transition, live: tuple[str, ...]) -> bool:
     newcomers = [name for name in live if _has_nothing(fleet, name) and fleet.record.has_seat(name)]
     if not newcomers or len(newcomers) == len(live):
         return False
-    since_s = fleet.futile_since_s
+    since_s = fleet.generations.futile_since_s
     for name in newcomers:
         transition.lose(name, "could not copy its state", kill=True)
-    transition.update(futile=0, futile_since_s=since_s)
+    transition.update(generations=changed(transition.fleet.generations, futile=0, futile_since_s=since_s))
     return True
 
 

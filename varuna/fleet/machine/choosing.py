@@ -14,6 +14,7 @@ from varuna.core.plan import Plan
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.questions import Planned, Unplannable, WhichPlan
+from varuna.fleet.state.worker import changed
 
 ABOUT = 0.9
 """A worker that reaches this share of the speed that is expected of it is as fast as expected."""
@@ -34,7 +35,7 @@ def plan_and_workers(transition: Transition, live: tuple[str, ...]) -> tuple[Pla
                 found = _seated_safely(fleet, _plan_keeping(transition, usable), usable)
     if dealt is not None and (found is None or is_faster(fleet, dealt.plan, found[0])):
         names = with_slow_ones(fleet)
-        transition.update(planned_for=fleet.counted(names))
+        _note_planned_for(transition, names)
         return _clearly_better(fleet, dealt, names, by_speed=True), names
     return found or _seated_safely(fleet, _plan_keeping(transition, live), live)
 
@@ -60,7 +61,7 @@ def is_faster(fleet: Fleet, dealt: Plan, even: Plan) -> bool:
 
     Nominal figures of a network are no reason to send workers away: until something was measured, speeds are compared.
     """
-    if fleet.expected_s is None:
+    if fleet.speeds.expected_s is None:
         return sum(depth * dealt.speed_of(replica) for replica, depth in enumerate(dealt.depths)) > even.workers
     return dealt.step_s < even.step_s
 
@@ -68,7 +69,7 @@ def is_faster(fleet: Fleet, dealt: Plan, even: Plan) -> bool:
 def with_slow_ones(fleet: Fleet) -> tuple[str, ...]:
     """All workers that stay and are in touch; () if none is slow."""
     names = fleet.staying
-    return names if any(name in fleet.slow for name in names) else ()
+    return names if any(name in fleet.speeds.slow for name in names) else ()
 
 
 def _seated_safely(fleet: Fleet, plan: Plan, usable: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
@@ -91,8 +92,14 @@ def _plan_keeping(transition: Transition, usable: tuple[str, ...]) -> Plan:
     if _is_best_known(transition.fleet, usable):
         return transition.fleet.record.plan
     known = plan_for(transition, usable)
-    transition.update(planned_for=transition.fleet.counted(usable))
+    _note_planned_for(transition, usable)
     return _clearly_better(transition.fleet, known, usable)
+
+
+def _note_planned_for(transition: Transition, names: Sequence[str]) -> None:
+    """Note which workers the newest plan could have used."""
+    fleet = transition.fleet
+    transition.update(generations=changed(fleet.generations, planned_for=fleet.counted(names)))
 
 
 def plan_to_come(fleet: Fleet, known: Planned) -> Plan:
@@ -108,9 +115,10 @@ def plan_to_come(fleet: Fleet, known: Planned) -> Plan:
 
 def _is_best_known(fleet: Fleet, usable: tuple[str, ...]) -> bool:
     """The plan that ran last was the best one for ``planned_for`` workers: so it is for fewer, if they are enough."""
-    if not fleet.history or fleet.replan or fleet.record.plan.speeds:
+    if not fleet.history or fleet.generations.replan or fleet.record.plan.speeds:
         return False
-    looked_at = all(workers <= fleet.planned_for.get(name, 0) for name, workers in fleet.counted(usable).items())
+    planned_for = fleet.generations.planned_for
+    looked_at = all(workers <= planned_for.get(name, 0) for name, workers in fleet.counted(usable).items())
     return looked_at and can_seat(fleet, fleet.record.plan, usable)
 
 
@@ -124,7 +132,7 @@ def _clearly_better(fleet: Fleet, known: Planned, names: Sequence[str], *, by_sp
         by_speed: how fast each is counts.
     """
     plan = known.plan
-    if not fleet.history or fleet.replan or not can_seat(fleet, fleet.record.plan, names):
+    if not fleet.history or fleet.generations.replan or not can_seat(fleet, fleet.record.plan, names):
         return plan
     old = fleet.record.plan
     if old.holders == 1 < plan.holders:  # state that is held twice is worth more than the same seats
@@ -148,7 +156,7 @@ def plan_for(transition: Transition, names: Sequence[str], *, by_speed: bool = F
         UnansweredError: it is being made.
     """
     fleet = transition.fleet
-    kept, workers = fleet.micro_batch, fleet.groups_of(names, by_speed=by_speed)
+    kept, workers = fleet.generations.micro_batch, fleet.groups_of(names, by_speed=by_speed)
     question = WhichPlan(workers, kept, fleet.loss_rate.planned_per_hour)
     answer = transition.answer_to(question)
     if isinstance(answer, Planned):

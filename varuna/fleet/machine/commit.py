@@ -77,7 +77,7 @@ def note_voted(transition: Transition, name: str, vote: Vote) -> None:
 def note_saved(transition: Transition, shard: SavedShard) -> None:
     """Note a durable shard: it counts once the step before it is recorded, whatever its sender says of the future."""
     fleet = transition.fleet
-    if shard.generation < fleet.began:
+    if shard.generation < fleet.generations.began:
         return  # of a training that is over
     if shard.step <= fleet.recorded.step + 1:
         transition.instructions.append(Collect(shard))
@@ -156,7 +156,7 @@ def _record(transition: Transition, vote: Vote) -> None:
     assert tally is not None
     whole_s = vote.wall_s / share_of_step(record)
     _note(transition, step=vote.step, at_s=transition.now_s, wall_s=whole_s, every_s=every_s)
-    transition.update(start_failures=0, futile=0, futile_since_s=None)
+    transition.update(starts=transition.fleet.starts.succeeded(), generations=transition.fleet.generations.not_futile())
     transition.publish(
         StepRecorded(
             step=vote.step,
@@ -172,9 +172,10 @@ def _record(transition: Transition, vote: Vote) -> None:
     if vote.generation == fleet.generation:
         note_progress(transition)
         forget_waits(transition)
-        if fleet.formed and fleet.first_step is not None:
-            stall_s = fleet.first_step.stall_s(vote.wall_s)
-            transition.update(experience=fleet.experience.corrected(stall_s), first_step=None)
+        if fleet.formed and fleet.generations.first_step is not None:
+            stall_s = fleet.generations.first_step.stall_s(vote.wall_s)
+            transition.update(experience=fleet.experience.corrected(stall_s))
+            _note_first_step(transition, None)
     if vote.generation == fleet.generation and not fleet.formed:
         _note_formed(transition, vote)
         _note_proven(transition)
@@ -185,17 +186,23 @@ def _note_formed(transition: Transition, vote: Vote) -> None:
     forget(transition)
     fleet = transition.fleet
     first_step = None
-    if fleet.planned:
-        first_step = FirstStep(transition.now_s - fleet.broke_s, share_of_step(fleet.record))
+    if fleet.generations.planned:
+        first_step = FirstStep(transition.now_s - fleet.generations.broke_s, share_of_step(fleet.record))
         stall_s = first_step.stall_s(vote.wall_s / first_step.share)
-        transition.update(experience=fleet.experience.stalled(stall_s), planned=False)
-    transition.update(first_step=first_step)
+        transition.update(experience=fleet.experience.stalled(stall_s))
+    _note_first_step(transition, first_step)
     record = fleet.record.model_copy(
-        update={"recovery_seconds": max(0.0, transition.now_s - fleet.broke_s), "remainder": None}
+        update={"recovery_seconds": max(0.0, transition.now_s - fleet.generations.broke_s), "remainder": None}
     )
-    transition.update(history=(*fleet.history[:-1], record))
+    transition.update(generations=transition.fleet.generations.with_record(record))
     if record.generation > record.began:
         transition.publish(Morphed(record=record, old_plan=fleet.history[-2].plan))
+
+
+def _note_first_step(transition: Transition, first_step: FirstStep | None) -> None:
+    """Note which step, if any, says how long the morph before it took; the next one is none of a planned morph."""
+    generations = transition.fleet.generations
+    transition.update(generations=changed(generations, first_step=first_step, planned=False))
 
 
 def _note_proven(transition: Transition) -> None:
@@ -208,7 +215,7 @@ def _note_proven(transition: Transition) -> None:
 def watch_generation(transition: Transition, phase: Running) -> None:
     """End the generation if a member is lost, a suspicion stands, or somebody stopped."""
     fleet = transition.fleet
-    if any(cause.took_somebody for cause in fleet.causes):
+    if any(cause.took_somebody for cause in fleet.generations.causes):
         stop_generation(transition)
     elif phase.stopped is not None and phase.regroup is not None:
         stop_generation(transition, phase.regroup, planned=True)
@@ -256,6 +263,7 @@ def stop_generation(transition: Transition, cause: EndCause | None = None, *, pl
                 transition.send(name, Hold(generation=fleet.generation))
     patient = planned and len(fleet.live_members) == len(fleet.members)
     hold_at_s = transition.now_s + (fleet.config.suspect_grace_s if patient else 0.0)
+    generations = transition.fleet.generations if cause is None else transition.fleet.generations.with_cause(cause)
     transition.update(
         phase=Stopping(
             planned=planned,
@@ -263,9 +271,7 @@ def stop_generation(transition: Transition, cause: EndCause | None = None, *, pl
             hold_at_s=hold_at_s,
             suspicion=suspicion,
         ),
-        causes=(*fleet.causes, cause) if cause is not None else fleet.causes,
-        broke_s=transition.now_s,
-        planned=planned,
+        generations=generations.stopping(transition.now_s, planned=planned),
     )
 
 

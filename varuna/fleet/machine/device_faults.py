@@ -13,10 +13,10 @@ A device that was too small has a worker again, or still, with a plan that fills
 from varuna.core.devices import DeviceFault, rest_s
 from varuna.core.units import format_bytes, format_duration
 from varuna.fleet.machine.transition import Transition
-from varuna.fleet.state.device_faults import BrokenDevice, ShortMemory
 from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.machines import BrokenDevice, ShortMemory
 from varuna.fleet.state.phases import Ended
-from varuna.fleet.state.worker import Worker
+from varuna.fleet.state.worker import Worker, changed
 
 _MOST_TIMES = 2
 """Plans that did not fit so often are wrong by more than a plan can make good."""
@@ -52,7 +52,7 @@ def note_error(
     device, step = f"machine {worker.node}", fleet.recorded.step + 1
     again = [
         (other, seen)
-        for other, seen in fleet.broken.items()
+        for other, seen in fleet.machines.broken.items()
         if seen.may_be_code and seen.step == step and (other != device or _is_needed(fleet, worker.node, seen))
     ]
     other = next((fleet.workers.get(each) for rank, each in enumerate(fleet.members) if rank == accused), None)
@@ -91,7 +91,7 @@ def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:
     title = device if fault.of_machine else _title(fleet.workers[name], device)
     what = "machine" if fault.of_machine else "GPU"
     step, generation = fleet.recorded.step + 1, fleet.generation
-    for other, seen in fleet.broken.items():
+    for other, seen in fleet.machines.broken.items():
         is_earlier = seen.generation < generation or generation < 0
         if other != device and is_earlier and (seen.error, seen.step) == (fault.error, step):
             transition.end(
@@ -119,7 +119,7 @@ def _rest(
 ) -> None:
     """Let a device, or a machine, have no worker for a while."""
     fleet = transition.fleet
-    before = fleet.broken.get(device)
+    before = fleet.machines.broken.get(device)
     is_same = before is not None and transition.now_s < before.until_s  # other workers had the same GPU
     faults = (0 if before is None else before.faults) + (not is_same)
     broken = BrokenDevice(
@@ -132,7 +132,7 @@ def _rest(
         may_be_code=may_be_code,
         accused=accused,
     )
-    transition.update(broken={**fleet.broken, device: broken})
+    transition.update(machines=changed(fleet.machines, broken={**fleet.machines.broken, device: broken}))
     transition.notice(f"{title} gets no worker for {format_duration(rest_s(faults))}, since it failed", warning=True)
 
 
@@ -146,22 +146,24 @@ _LOOK_AT_MACHINES = "Read what that step reads by hand, on each of them; if they
 def note_full(transition: Transition, name: str, fault: DeviceFault) -> None:
     """Note that a member's device has too little memory: plans fill less of its class, or the run ends."""
     fleet, worker = transition.fleet, transition.fleet.workers[name]
-    before, of = fleet.short.get(worker.device_class), worker.device_class or "its class"
-    times = 0 if before is None else before.times
+    before, of = fleet.machines.short.get(worker.device_class), worker.device_class or "its class"
     figures = _figures(fleet, worker, fault)
     if worker.is_joined and fleet.history and (before is None or before.generation < fleet.generation):
-        if times == _MOST_TIMES:
+        if before is not None and before.times == _MOST_TIMES:
             transition.end(
                 1,
                 f"worker {name} ran out of memory in step {fleet.recorded.step + 1}{figures}: {fault.error}. Plans for "
-                f"{of} fill {1 - fleet.short[worker.device_class].part:.0%} less than its devices seem to have. "
+                f"{of} fill {1 - before.part:.0%} less than its devices seem to have. "
                 "Lower micro_batch=, pass --memory-per-worker, or add workers; and see what else uses these GPUs "
                 "(nvidia-smi).",
                 worker=name,
             )
             return
-        short = ShortMemory(times=times + 1, generation=fleet.generation)
-        transition.update(short={**fleet.short, worker.device_class: short}, replan=True)
+        short = ShortMemory(times=1 if before is None else before.times + 1, generation=fleet.generation)
+        transition.update(
+            machines=changed(fleet.machines, short={**fleet.machines.short, worker.device_class: short}),
+            generations=fleet.generations.replanning(),
+        )
         transition.ask_anew()
         transition.notice(
             f"out of memory on worker {name}{figures}: plans for {of} fill 10 % less from now on", warning=True

@@ -12,7 +12,7 @@ from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import ConnectionLost, WorkerExited
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
-from varuna.fleet.state.worker import Exit, Worker, WorkerStatus
+from varuna.fleet.state.worker import Exit, Worker, WorkerStatus, changed
 
 
 def note_exited(transition: Transition, event: WorkerExited) -> None:
@@ -26,7 +26,7 @@ def note_exited(transition: Transition, event: WorkerExited) -> None:
     elif worker.standing in (WorkerStatus.LEFT, WorkerStatus.DISMISSED):
         transition.part_with(event.worker)
         if not transition.fleet.config.replace:  # nor for the script's next training
-            transition.update(wanted=max(0, transition.fleet.wanted - 1))
+            transition.want(-1)
     else:
         transition.lose(event.worker, _KILLED_FOR_MEMORY if event.is_oom else f"killed by {_signal_name(-event.code)}")
 
@@ -64,7 +64,10 @@ def note_leaving(transition: Transition, name: str, training: int, step: int = 0
     fleet = transition.fleet
     if training == fleet.training and fleet.is_member(name) and fleet.is_joined(name):
         transition.update_worker(name, standing=WorkerStatus.LEFT, holding=None)
-        transition.update(departed=fleet.departed | {name}, left_step=max(fleet.left_step, step))
+        transition.update(
+            generations=changed(fleet.generations, departed=fleet.generations.departed | {name}),
+            script=changed(fleet.script, left_step=max(fleet.script.left_step, step)),
+        )
         transition.hasten()
 
 
@@ -74,14 +77,13 @@ def expire(transition: Transition) -> None:
     All workers are looked at only when somebody's time may be up; those with something unusual about them at each tick,
     and one of whom an event tells at once.
     """
-    fleet = transition.fleet
-    if fleet.expiring_s == float("-inf") or (transition.is_tick and transition.now_s >= fleet.expiring_s):
+    fleet, due_s = transition.fleet, transition.fleet.contacts.expiring_s
+    if due_s == float("-inf") or (transition.is_tick and transition.now_s >= due_s):
         names = list(fleet.workers)
-        transition.update(
-            expiring_s=min((_due_s(fleet, worker) for worker in fleet.workers.values()), default=float("inf"))
-        )
+        due_s = min((_due_s(fleet, worker) for worker in fleet.workers.values()), default=float("inf"))
+        transition.update(contacts=fleet.contacts.expiring(due_s))
     elif transition.is_tick:
-        names = sorted(fleet.watched)
+        names = sorted(fleet.contacts.watched)
     else:
         names = sorted(transition.touched)
     for name in names:
@@ -97,12 +99,12 @@ def expire(transition: Transition) -> None:
         elif worker.standing is WorkerStatus.STARTING:
             _check_starting(transition, worker)
     unusual = (
-        frozenset(name for name in transition.fleet.watched if _is_unusual(transition.fleet, name))
+        frozenset(name for name in transition.fleet.contacts.watched if _is_unusual(transition.fleet, name))
         if transition.is_tick
         else None
     )
-    if unusual is not None and unusual != transition.fleet.watched:
-        transition.update(watched=unusual)
+    if unusual is not None and unusual != transition.fleet.contacts.watched:
+        transition.update(contacts=transition.fleet.contacts.watching(unusual))
 
 
 def _due_s(fleet: Fleet, worker: Worker) -> float:
@@ -117,7 +119,7 @@ def _due_s(fleet: Fleet, worker: Worker) -> float:
         patience_s = config.suspect_lease_s if suspected else config.lease_s
     else:
         return float("inf")
-    return fleet.ticked_s + fleet.seen_s(worker) + patience_s - fleet.listened_s
+    return fleet.contacts.ticked_s + fleet.seen_s(worker) + patience_s - fleet.listened_s
 
 
 def _is_unusual(fleet: Fleet, name: str) -> bool:
@@ -152,7 +154,7 @@ def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
     fleet = transition.fleet
     if worker.disconnected_s is None and transition.now_s < exit_.at_s + fleet.config.exit_grace_s:
         return
-    if exit_.code == 0 and fleet.job is None and not fleet.trainings:
+    if exit_.code == 0 and fleet.job is None and not fleet.script.trainings:
         transition.end(
             2,
             "the script ended without calling trainer.steps(n), so nothing was trained. "
@@ -163,10 +165,11 @@ def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
     expected = worker.standing is WorkerStatus.DISMISSED or (isinstance(fleet.phase, Finishing) and not left)
     if expected or (left and exit_.code == 0):
         if exit_.code == 0 and (left or isinstance(fleet.phase, Finishing)):
-            transition.update(main_ended=fleet.main_ended or worker.name == fleet.members[0], script_ended=True)
+            is_main = fleet.script.main_ended or worker.name == fleet.members[0]
+            transition.update(script=changed(fleet.script, main_ended=is_main, ended=True))
         transition.part_with(worker.name)
         return
-    if fleet.trainings and exit_.code == 0 and worker.standing is WorkerStatus.STARTING:
+    if fleet.script.trainings and exit_.code == 0 and worker.standing is WorkerStatus.STARTING:
         number = fleet.training + 1
         transition.do_without(worker.name, f"worker {worker.name} ended before training {number} of its script began")
         return
@@ -202,8 +205,8 @@ def _is_dispensable(fleet: Fleet, name: str) -> bool:
     worker, main = fleet.workers[name], fleet.workers.get(fleet.members[0]) if fleet.members else None
     if not fleet.config.elastic or worker.standing is not WorkerStatus.LEFT:
         return False
-    if fleet.main_ended or main is None or main.node == worker.node:
-        return fleet.main_ended
+    if fleet.script.main_ended or main is None or main.node == worker.node:
+        return fleet.script.main_ended
     has_all = fleet.job is not None and fleet.recorded.step + 1 >= fleet.job.steps
     return has_all or main.standing is WorkerStatus.LEFT  # else the worker has broken its loop off
 
@@ -215,7 +218,7 @@ def _is_outsider(fleet: Fleet, name: str) -> bool:
 
 
 def _has_begun(fleet: Fleet) -> bool:
-    return fleet.recorded.step >= 0 or bool(fleet.trainings)
+    return fleet.recorded.step >= 0 or bool(fleet.script.trainings)
 
 
 def finish_if_all_left(transition: Transition) -> None:
@@ -269,16 +272,16 @@ def finish(transition: Transition, phase: Finishing) -> None:
         _miss_nobody(transition)
     fleet = transition.fleet
     waiting = fleet.workers.unfinished > 0
-    if waiting and (fleet.members[0] in fleet.workers or (not fleet.main_ended and _is_anybody_heard(fleet))):
+    if waiting and (fleet.members[0] in fleet.workers or (not fleet.script.main_ended and _is_anybody_heard(fleet))):
         return
     if fleet.is_orphaned and _waits_for_others(transition, phase):
         return
     if waiting and phase.deadline_s is None:
         transition.update(phase=Finishing(deadline_s=transition.now_s + fleet.config.leave_timeout_s))
     elif not waiting or (phase.deadline_s is not None and transition.now_s >= phase.deadline_s):
-        done, wish, job = fleet.recorded.step + 1, fleet.finish, fleet.job
+        done, wish, job = fleet.recorded.step + 1, fleet.requests.finish, fleet.job
         is_cut_short = wish is not None and job is not None and done < job.steps
-        of = f" in training {fleet.training + 1} of the script" if fleet.trainings else ""
+        of = f" in training {fleet.training + 1} of the script" if fleet.script.trainings else ""
         words = (f"{done} steps done{of}", wish.reason if wish is not None and is_cut_short else "")
         transition.end(0, ": ".join(filter(None, words)))
 
@@ -294,7 +297,7 @@ def dismiss_rest(transition: Transition) -> None:
 def _waits_for_others(transition: Transition, phase: Finishing) -> bool:
     """Whether others can go on with a script whose workers were all lost behind its loop; if not, the run ends."""
     fleet = transition.fleet
-    if fleet.finish is not None:
+    if fleet.requests.finish is not None:
         return False
     since_s = transition.now_s if phase.orphaned_s is None else phase.orphaned_s
     if fleet.more_to_come and transition.now_s < since_s + fleet.config.wait_s:
@@ -329,7 +332,8 @@ def _miss_nobody(transition: Transition) -> None:
         if worker.standing is WorkerStatus.LEFT and unheard_s > return_patience_s(fleet):
             transition.notice(f"worker {name} is out of sight, so the outcome of its script is unknown", warning=True)
             transition.forget(name)
-            transition.update(script_ended=True)  # perhaps; nobody waits to learn it
+            # Perhaps it has ended; nobody waits to learn it.
+            transition.update(script=changed(fleet.script, ended=True))
 
 
 def _dismiss(transition: Transition, name: str) -> None:

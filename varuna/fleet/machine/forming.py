@@ -20,7 +20,7 @@ from varuna.fleet.machine.recall import in_memory, still_needed
 from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage, sums_moved
 from varuna.fleet.machine.standstill import because
 from varuna.fleet.machine.transition import Transition
-from varuna.fleet.state.causes import Blocked, FinishWish, Obstacle, Rejected
+from varuna.fleet.state.causes import Blocked, Obstacle, Rejected
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.keepers import keepers
 from varuna.fleet.state.phases import Idle, Running
@@ -30,8 +30,9 @@ from varuna.fleet.state.questions import (
     UnansweredError,
     WhichCheckpoint,
 )
+from varuna.fleet.state.requests import FinishWish
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted
-from varuna.fleet.state.worker import WorkerInventory, WorkerStatus
+from varuna.fleet.state.worker import WorkerInventory, WorkerStatus, changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,8 @@ def _wait(transition: Transition, phase: Idle, blocked: Blocked) -> None:
     fleet = transition.fleet
     patience_s, no_plan = fleet.config.wait_s, blocked.by is Obstacle.NO_PLAN
     exit_code = NoPlanError.exit_code if no_plan else 1
-    if fleet.finish is not None:
-        _end_as_asked(transition, fleet.finish, blocked)
+    if fleet.requests.finish is not None:
+        _end_as_asked(transition, fleet.requests.finish, blocked)
     elif not (fleet.more_to_come or (fleet.config.replace and fleet.resting)):
         text = f"{blocked.text} left{because(fleet)}, and none are starting"
         transition.end(exit_code, blocked.text if no_plan else text)
@@ -120,8 +121,8 @@ def _wait_for_store(transition: Transition, phase: Idle) -> None:
     seconds = f"{fleet.config.store_patience_s:.0f} s"
     text = f"{_job(transition).checkpoint_dir} has not said for {seconds} which checkpoint is its newest"
     blocked = Blocked(Obstacle.NO_ANSWER, text)
-    if fleet.finish is not None:
-        _end_as_asked(transition, fleet.finish, blocked)
+    if fleet.requests.finish is not None:
+        _end_as_asked(transition, fleet.requests.finish, blocked)
     elif phase.blocked != blocked:
         transition.update(phase=replace(phase, blocked=blocked))
         transition.notice(f"waiting for the store: {text}", warning=True)
@@ -145,12 +146,12 @@ def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> Non
         UnansweredError: the checkpoint is being looked for, or the plan is being made.
     """
     fleet, job = transition.fleet, _job(transition)
-    if fleet.futile and backoff.waits(transition, phase, live):
+    if fleet.generations.futile and backoff.waits(transition, phase, live):
         match transition.fleet.phase:
             case Idle(blocked=Blocked() as blocked) if (
-                fleet.finish is not None and transition.fleet.futile >= backoff.MANY
+                fleet.requests.finish is not None and transition.fleet.generations.futile >= backoff.MANY
             ):
-                _end_as_asked(transition, fleet.finish, blocked)
+                _end_as_asked(transition, fleet.requests.finish, blocked)
             case _:
                 pass
         return
@@ -165,7 +166,7 @@ def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> Non
         return
     origin = _restore(transition, live) if lost else _Origin(fleet.recorded.step + 1, holdings)
     if not fleet.history and origin.checkpoint and job.micro_batch is None:
-        transition.update(micro_batch=origin.checkpoint.micro_batch)
+        _note_micro_batch(transition, origin.checkpoint.micro_batch)
     try:
         plan, usable = plan_and_workers(transition, live)
     except NoPlanError as error:
@@ -248,7 +249,7 @@ def _start(
     kept = fleet.record.grid if fleet.history and plan.same_work(fleet.record.plan) else ()
     holders = holders_of(plan, job.model.sections, shared=True) if job.memory.shard_optimizer else None
     lent = {} if origin.in_memory else {name: _holding(fleet, name).lent for name in holdings}
-    zones = {name: fleet.zones.get(worker.node, "") for name, worker in fleet.workers.items()}
+    zones = {name: fleet.machines.zones.get(worker.node, "") for name, worker in fleet.workers.items()}
     classes, ran = fleet.device_classes(fleet.workers), _ran(fleet)
     candidates = [
         placement.Candidate(
@@ -301,10 +302,10 @@ def _start(
     record = GenerationRecord(
         generation=fleet.generation + 1,
         training=fleet.training,
-        began=fleet.began,
+        began=fleet.generations.began,
         plan=plan,
         members=members,
-        cause=" and ".join(map(str, fleet.causes)) or "start",
+        cause=" and ".join(map(str, fleet.generations.causes)) or "start",
         first_step=origin.next_step,
         steps_redone=max(0, undone) + phase.in_flight,
         kept_micro_batches=left.kept if left is not None else 0,
@@ -321,16 +322,15 @@ def _start(
     lose_aside(transition)
     transition.update(
         phase=Running(began_s=fleet.listened_s),
-        history=(*fleet.history, record),
         **begin_progress(transition.fleet, record),
-        departed=frozenset(),
-        causes=(),
-        broke_s=phase.since_s if not fleet.history else fleet.broke_s,
-        planned=fleet.planned and phase.in_flight == 0,
-        morph_asked=False,
-        replan=False,
+        generations=transition.fleet.generations.with_next(
+            record,
+            broke_s=phase.since_s if not fleet.history else fleet.generations.broke_s,
+            planned=fleet.generations.planned and phase.in_flight == 0,
+        ),
+        speeds=fleet.speeds.of_next_generation(),
+        requests=fleet.requests.without_morph(),
         questions=transition.fleet.questions.anew(),
-        expected_s=None,
         recorded=begin_recording(transition.fleet, record, origin.checkpoint),
     )
     transition.publish(GenerationStarted(record=record))
@@ -343,12 +343,16 @@ def _start(
 
 def _keep_micro_batch(transition: Transition, plan: Plan) -> None:
     """The micro-batch size belongs to the run; say so when it has to change."""
-    kept = transition.fleet.micro_batch
+    kept = transition.fleet.generations.micro_batch
     if kept is not None and plan.micro_batch != kept:
         transition.notice(
             f"no plan fits with micro-batches of {kept}; using {plan.micro_batch} from now on", warning=True
         )
-    transition.update(micro_batch=plan.micro_batch)
+    _note_micro_batch(transition, plan.micro_batch)
+
+
+def _note_micro_batch(transition: Transition, micro_batch: int) -> None:
+    transition.update(generations=changed(transition.fleet.generations, micro_batch=micro_batch))
 
 
 def _ran(fleet: Fleet) -> placement.Holdings:

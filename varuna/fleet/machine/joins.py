@@ -9,44 +9,29 @@ from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.outputs import Spawn
-from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Finishing, Running, Stopping
 from varuna.fleet.state.run_events import WorkerJoined
-from varuna.fleet.state.worker import Worker, WorkerInventory, WorkerStatus
+from varuna.fleet.state.worker import Worker, WorkerInventory, WorkerStatus, changed
 
 
 def note_spawned(transition: Transition, name: str, node: str) -> None:
     """Note that a process was started."""
     fleet = transition.fleet
-    replacement = not fleet.config.elastic and fleet.spawned >= fleet.config.workers
+    replacement = not fleet.config.elastic and fleet.starts.spawned >= fleet.config.workers
     worker = Worker(name=name, node=node, seen_s=fleet.listened_s, replacement=replacement)
     transition.update(
         workers=fleet.workers.with_worker(worker),
-        spawned=fleet.spawned + 1,
-        spawning=max(0, fleet.spawning - 1),
+        starts=changed(fleet.starts, spawned=fleet.starts.spawned + 1, spawning=max(0, fleet.starts.spawning - 1)),
     )
     transition.expire_by(transition.now_s + fleet.config.start_timeout_s)
 
 
-def note_zone(transition: Transition, node: str, zone: str) -> None:
-    """Note where a machine is; plans for its workers that were made without knowing it are made anew."""
-    fleet = transition.fleet
-    if fleet.zones.get(node) == zone:
-        return
-    zones, here = fleet.zones.with_item(node, zone), fleet.contacts.nodes or fleet.workers.nodes
-    if len(zones) > 2 * len(here):  # machines that are gone are forgotten now and then
-        zones = PersistentMap({name: where for name, where in zones.items() if name in here or name == node})
-    transition.update(zones=zones)
-    if any(fleet.workers[name].is_joined for name in fleet.workers.on(node)):
-        transition.ask_anew()
-
-
 def spawn_missing(transition: Transition) -> None:
     """Ask for the workers that should exist, unless the last ones died at once."""
-    missing = transition.fleet.missing
-    if missing and transition.now_s >= transition.fleet.respawn_at_s:
+    missing, starts = transition.fleet.missing, transition.fleet.starts
+    if missing and transition.now_s >= starts.again_s:
         transition.instructions.append(Spawn(missing, transition.fleet.resting))
-        transition.update(spawning=transition.fleet.spawning + missing)
+        transition.update(starts=changed(starts, spawning=starts.spawning + missing))
 
 
 def note_hello(transition: Transition, name: str, hello: Hello) -> None:
@@ -58,7 +43,7 @@ def note_hello(transition: Transition, name: str, hello: Hello) -> None:
         say_again(transition, name)
         return
     if fleet.job is None:
-        transition.update(job=hello.job, version=hello.version)
+        transition.update(script=changed(fleet.script, job=hello.job, version=hello.version))
     elif is_unequal(transition, name, hello, fleet.job):
         return
     transition.update_worker(
@@ -74,7 +59,7 @@ def note_hello(transition: Transition, name: str, hello: Hello) -> None:
         transition.expire_by(transition.now_s + fleet.config.lease_s)
     if fleet.history and hello.device is not None and _has_less_memory(transition.fleet, fleet):
         transition.ask_anew()
-        transition.update(replan=True)  # what ran in more memory may not fit any more
+        transition.update(generations=fleet.generations.replanning())  # what ran in more memory may not fit any more
     if fleet.history:
         transition.note_change()
     transition.publish(WorkerJoined(worker=name, pid=hello.pid))
@@ -99,7 +84,7 @@ def _has_less_memory(fleet: Fleet, before: Fleet) -> bool:
 
 def is_unequal(transition: Transition, name: str, hello: Hello, job: JobFacts) -> bool:
     """Whether a worker's job is another one than the run's; then it is sent away."""
-    difference = _difference(hello, job, transition.fleet.version)
+    difference = _difference(hello, job, transition.fleet.script.version)
     if difference is not None:
         send_away(transition, name, difference.text)
     return difference is not None

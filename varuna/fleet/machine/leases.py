@@ -58,11 +58,11 @@ def _note_of_node(transition: Transition, node: str, contact: NodeContact) -> No
 def note_tick(transition: Transition, deaf_s: float) -> None:
     """Note that time passed; it counts as silence only if the manager could have heard something."""
     fleet = transition.fleet
-    gap_s, was_alone = transition.now_s - fleet.ticked_s, fleet.contacts.is_alone
+    gap_s, was_alone = transition.now_s - fleet.contacts.ticked_s, fleet.contacts.is_alone
     deaf_s = max(deaf_s, gap_s if gap_s > _STALL_S else 0.0)
     is_alone = fleet.config.elastic and bool(fleet.workers) and transition.now_s - fleet.contacts.heard_s > _ALONE_S
-    transition.update(ticked_s=transition.now_s)
-    _note(transition, is_alone=is_alone)
+    heard_s = 0.0 if is_alone or was_alone else max(0.0, gap_s - deaf_s)
+    _note(transition, ticked_s=transition.now_s, is_alone=is_alone, listened_s=fleet.listened_s + heard_s)
     if is_alone:
         unheard_s = transition.now_s - fleet.contacts.heard_s
         if not fleet.contacts.told_alone and unheard_s > fleet.config.lease_s and not deaf_s:
@@ -74,8 +74,6 @@ def note_tick(transition: Transition, deaf_s: float) -> None:
             )
     elif was_alone:  # nobody is left to be heard
         _begin_anew(transition)
-    else:
-        _note(transition, listened_s=fleet.listened_s + max(0.0, gap_s - deaf_s))
 
 
 def _begin_anew(transition: Transition) -> None:
@@ -220,7 +218,6 @@ def begin_progress(fleet: Fleet, record: GenerationRecord) -> dict[str, object]:
                 }
             ),
         ),
-        "compute_s": (),
     }
 
 
@@ -442,7 +439,7 @@ def waits_for_return(transition: Transition, phase: Stopping | Idle) -> bool:
 def is_dead(transition: Transition, worker: Worker) -> bool:
     """Whether there is evidence, besides its silence, that a worker out of sight is dead."""
     fleet = transition.fleet
-    notice, sight = fleet.departing.get(worker.node), fleet.contacts.nodes.get(worker.node)
+    notice, sight = fleet.machines.departing.get(worker.node), fleet.contacts.nodes.get(worker.node)
     return (sight is not None and sight.ended and fleet.is_parted(worker.node)) or (
         notice is not None and transition.now_s >= notice.deadline_s
     )

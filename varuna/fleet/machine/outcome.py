@@ -13,7 +13,7 @@ def outcome(fleet: Fleet, name: str) -> TrainingOver:
 
 def steps_made(fleet: Fleet) -> int:
     """Steps of the present training."""
-    return max(fleet.recorded.step + 1, fleet.left_step)
+    return max(fleet.recorded.step + 1, fleet.script.left_step)
 
 
 def last_step(fleet: Fleet) -> LastStep | None:

@@ -13,7 +13,7 @@ from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import holders_of
 from varuna.fleet.machine.choosing import ABOUT, can_seat, dealt_plan, is_faster, plan_for, plan_to_come
 from varuna.fleet.machine.commit import stop_generation
-from varuna.fleet.machine.preemption import Way, leavers, way_out
+from varuna.fleet.machine.preemption import Way, leavers, note_replaced, way_out
 from varuna.fleet.machine.salvage import worth_breaking_off_s
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
@@ -51,7 +51,7 @@ def _plan_ahead(transition: Transition, phase: Running) -> None:
     fleet = transition.fleet
     if not _has_reason(fleet) or _steps_left(fleet) < _LAST_STEPS or _is_rank_away(fleet):
         return
-    if transition.fleet.morph_asked:
+    if fleet.requests.morph is not None:
         _answer_request(transition)
     else:
         for consider in (_consider_slow, _consider_risk, _consider_newcomers):
@@ -61,7 +61,8 @@ def _plan_ahead(transition: Transition, phase: Running) -> None:
 
 def _has_reason(fleet: Fleet) -> bool:
     """Whether there may be something to gain; looks at no worker, for most ticks find nothing."""
-    return bool(fleet.morph_asked or fleet.slow or fleet.record.plan.speeds or fleet.at_risk or fleet.workers.newcomers)
+    may_change = fleet.requests.morph is not None or fleet.machines.at_risk or fleet.workers.newcomers
+    return bool(may_change or fleet.speeds.slow or fleet.record.plan.speeds)
 
 
 def _raise_flag(transition: Transition, flag: Flag) -> None:
@@ -82,15 +83,15 @@ def _regroup(transition: Transition, cause: str) -> None:
 
 def _ask_to_finish(transition: Transition) -> None:
     """The stop flag makes all ranks save and leave after the next vote."""
-    if transition.fleet.finish is not None:
+    if transition.fleet.requests.finish is not None:
         _raise_flag(transition, "stop")
 
 
 def _ask_to_save(transition: Transition) -> None:
     """A checkpoint is asked for as often as people want one: unlike other flags, rank 0 forgets it after the vote."""
     fleet = transition.fleet
-    if fleet.save_asked and fleet.formed:
-        transition.update(save_asked=False)
+    if fleet.requests.save and fleet.formed:
+        transition.update(requests=fleet.requests.without_save())
         transition.notice("a checkpoint was requested: it is written after the current step")
         transition.send(fleet.members[0], RaiseFlag(generation=fleet.generation, flag="checkpoint"))
 
@@ -107,7 +108,7 @@ def _answer_departures(transition: Transition) -> None:
     if fleet.job is not None and fleet.job.checkpoint_dir is not None and _loses_last_holder(fleet, going):
         _raise_flag(transition, "checkpoint")
     nodes = sorted({fleet.workers[name].node for name in going})
-    cause = " and ".join(f"node {node} will leave ({fleet.departing[node].reason})" for node in nodes)
+    cause = " and ".join(f"node {node} will leave ({fleet.machines.departing[node].reason})" for node in nodes)
     if not _can_do_without(transition):
         return  # as long as it lives
     match way_out(fleet, transition.now_s):
@@ -128,7 +129,7 @@ def _can_do_without(transition: Transition) -> bool:
 
 def _is_drained(fleet: Fleet, nodes: list[str]) -> bool:
     """Whether there is no hurry."""
-    return all(fleet.departing[node].is_drain for node in nodes)
+    return all(fleet.machines.departing[node].is_drain for node in nodes)
 
 
 def _is_rank_away(fleet: Fleet) -> bool:
@@ -154,19 +155,20 @@ def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:
 
 def _answer_request(transition: Transition) -> None:
     """Answer a request for a morph: it happens if the best plan is another one, or its workers are."""
-    fleet = transition.fleet
+    fleet, why = transition.fleet, transition.fleet.requests.morph
+    assert why is not None
     plan = _plan(best_ahead(transition))
-    transition.update(morph_asked=False)
+    transition.update(requests=transition.fleet.requests.without_morph())
     if plan is None:
         transition.publish(Answered(what="morph"))
-        transition.notice(f"{fleet.morph_reason}, but no plan fits the current workers", warning=True)
+        transition.notice(f"{why}, but no plan fits the current workers", warning=True)
     elif plan.same_work(fleet.record.plan) and (plan.speeds or set(fleet.record.grid) <= set(fleet.available)):
         transition.publish(Answered(what="morph"))
         workers = len(fleet.joined if plan.speeds else fleet.available)
-        transition.notice(f"{fleet.morph_reason}, but {plan.shape} is the best plan for {workers} workers")
+        transition.notice(f"{why}, but {plan.shape} is the best plan for {workers} workers")
     else:
-        transition.update(replan=True)
-        _regroup(transition, fleet.morph_reason)
+        transition.update(generations=transition.fleet.generations.replanning())
+        _regroup(transition, why)
 
 
 def _consider_slow(transition: Transition, phase: Running) -> None:
@@ -175,14 +177,14 @@ def _consider_slow(transition: Transition, phase: Running) -> None:
     plan, ranks = fleet.record.plan, fleet.record.ranks
     behind = {
         name: plan.speed_of(plan.place_of(ranks[name]).replica) / fleet.speed_of(name)
-        for name in fleet.slow
+        for name in fleet.speeds.slow
         if _takes_part(fleet, name)
     }
     slow = sorted((name for name in behind if behind[name] * ABOUT > 1), key=ranks.__getitem__)
     if slow:
         answer, most_s = best_ahead(transition), max(behind.values())
         if isinstance(answer, Planned) and answer.plan.step_s < answer.running_s * most_s:
-            _regroup(transition, " and ".join(f"worker {name} is slow ({fleet.slow[name]})" for name in slow))
+            _regroup(transition, " and ".join(f"worker {name} is slow ({fleet.speeds.slow[name]})" for name in slow))
     elif recovered := _recovered(fleet):
         answer = best_ahead(transition)
         if isinstance(answer, Planned) and not plan_to_come(fleet, answer).same_work(plan):
@@ -204,7 +206,7 @@ def _consider_risk(transition: Transition, phase: Running) -> None:
     fleet = transition.fleet
     nodes = sorted(
         node
-        for node, risk in fleet.at_risk.items()
+        for node, risk in fleet.machines.at_risk.items()
         if not risk.replaced and any(_takes_part(fleet, name) for name in fleet.workers.on(node))
     )
     safe = fleet.without_risk(fleet.available)
@@ -213,9 +215,9 @@ def _consider_risk(transition: Transition, phase: Running) -> None:
     answer = look_ahead(transition, fleet.available)
     known = answer if isinstance(answer, Planned) else Planned(fleet.record.plan, answer.running_s)
     if can_seat(fleet, plan_to_come(fleet, known), safe):
-        tried = {node: replace(fleet.at_risk[node], replaced=True) for node in nodes}
-        transition.update(at_risk={**fleet.at_risk, **tried})
-        reasons = " and ".join(f"node {node} may be taken away soon ({tried[node].reason})" for node in nodes)
+        note_replaced(transition, nodes)
+        at_risk = fleet.machines.at_risk
+        reasons = " and ".join(f"node {node} may be taken away soon ({at_risk[node].reason})" for node in nodes)
         _regroup(transition, f"{reasons}; spares take its place" if len(nodes) == 1 else f"{reasons}; spares take over")
 
 

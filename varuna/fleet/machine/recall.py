@@ -54,9 +54,9 @@ def still_needed(found: Sequence[MemoryCheckpoint]) -> tuple[int, ...]:
 
 def _counts(fleet: Fleet, held: HeldCheckpoint) -> bool:
     """Whether its step is of this timeline: none that a rollback took back, though the same step was done again."""
-    if held.generation < fleet.began:
+    if held.generation < fleet.generations.began:
         return False
-    since = fleet.history[held.generation + 1 - fleet.began :]
+    since = fleet.history[held.generation + 1 - fleet.generations.began :]
     return held.step <= fleet.recorded.step + 1 and all(
         record.first_step >= held.step for record in since if record.rollback
     )

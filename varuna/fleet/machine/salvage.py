@@ -69,7 +69,7 @@ def moving_s(fleet: Fleet, sums: Sequence[Transfer]) -> float:
         sent[each.source_rank] += sections[each.section].summed_bytes
         received[each.target_rank] += sections[each.section].summed_bytes
     most_bytes = max((*sent.values(), *received.values()), default=0)
-    return most_bytes / (fleet.link_bytes_per_s or LINK_BYTES_PER_S)
+    return most_bytes / (fleet.speeds.link_bytes_per_s or LINK_BYTES_PER_S)
 
 
 def sums_moved(left: RemainingWork | None) -> tuple[Transfer, ...]:
@@ -144,7 +144,7 @@ def worth_breaking_off_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) 
     old = fleet.record.plan
     fill = 2 * (max(old.depths) - 1)
     flight_s = fleet.recorded.wall_s * fill / (old.micro_batches / old.replicas + fill)
-    cost_s = flight_s + max(sums_s(fleet.job, each, fleet.link_bytes_per_s) for each in (old, plan))
+    cost_s = flight_s + max(sums_s(fleet.job, each, fleet.speeds.link_bytes_per_s) for each in (old, plan))
     return left_s if left_s > _LEAST_LEFT_S and left_s * faster > _CLEARLY * cost_s else None
 
 

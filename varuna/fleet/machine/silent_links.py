@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from varuna.fleet.machine.leases import is_near
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet
-from varuna.fleet.state.silence import Silence
+from varuna.fleet.state.machines import Silence
+from varuna.fleet.state.worker import changed
 
 _TIMES = 2
 """Generations that two machines may break whose state is with nobody else."""
@@ -27,11 +28,12 @@ def note_unreachable(transition: Transition, name: str, peer: int) -> None:
     node = fleet.workers[name].node
     if other is None or other.node == node:
         return
-    before = fleet.silences.get((node, other.node))
+    before = fleet.machines.silences.get((node, other.node))
     if before is None or before.generation < fleet.generation:
         times = 1 if before is None else before.times + 1
         silence = Silence(worker=name, other=other.name, times=times, generation=fleet.generation)
-        transition.update(silences={**fleet.silences, (node, other.node): silence})
+        silences = {**fleet.machines.silences, (node, other.node): silence}
+        transition.update(machines=changed(fleet.machines, silences=silences))
 
 
 def part(transition: Transition) -> None:
@@ -50,15 +52,15 @@ def part(transition: Transition) -> None:
 
 def forget(transition: Transition) -> None:
     """A generation trains: whoever is in it reaches the others."""
-    if transition.fleet.silences:
-        transition.update(silences={})
+    if transition.fleet.machines.silences:
+        transition.update(machines=changed(transition.fleet.machines, silences={}))
 
 
 def _who_leaves(fleet: Fleet) -> tuple[str, str] | None:
     """A machine that leaves, and whom it cannot reach; of several, the one that is cut off from the most."""
     pairs = [
         pair
-        for pair, silence in fleet.silences.items()
+        for pair, silence in fleet.machines.silences.items()
         if silence.generation == fleet.generation and _is_there(fleet, silence.worker, silence.other)
     ]
     ends = [end for pair in pairs for end in pair]
@@ -68,7 +70,7 @@ def _who_leaves(fleet: Fleet) -> tuple[str, str] | None:
         first, second = (other, node) if accused[other] > 1 else (node, other)
         if _is_needed(fleet, first) and not _is_needed(fleet, second):
             first, second = second, first
-        if not _is_needed(fleet, first) or fleet.silences[node, other].times >= _TIMES:
+        if not _is_needed(fleet, first) or fleet.machines.silences[node, other].times >= _TIMES:
             found.append((first, second))
     return max(found, key=lambda each: (ends.count(each[0]), each), default=None)
 

@@ -71,13 +71,13 @@ def _why(fleet: Fleet, now_s: float) -> str:
 
 def gathered(fleet: Fleet) -> str:
     """Count, in words, the workers that have joined of those that the run was started for."""
-    there, wanted = fleet.workers.count(WorkerStatus.JOINED), max(fleet.wanted, fleet.config.workers)
+    there, wanted = fleet.workers.count(WorkerStatus.JOINED), max(fleet.starts.wanted, fleet.config.workers)
     return f"waiting for {'machines' if fleet.config.elastic else 'workers'}: {there} of {wanted} workers have joined"
 
 
 def because(fleet: Fleet) -> str:
     """Reason for which the last generation ended, in brackets behind what the run waits for; empty if all is well."""
-    causes = [cause.text for cause in fleet.causes]
+    causes = [cause.text for cause in fleet.generations.causes]
     more = [f"and {len(causes) - _NAMED} more"] if len(causes) > _NAMED else []
     return f" ({'; '.join([*causes[:_NAMED], *more])})" if causes else ""
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import exp, log
 from statistics import median
+from typing import Any
 
 from varuna.core.messages import Beat
 from varuna.core.plan import Plan
@@ -24,6 +25,7 @@ from varuna.fleet.state.stutter import (
     slower_than_predicted,
     usual_s,
 )
+from varuna.fleet.state.worker import changed
 
 _FULL_SPEED = 0.85
 """As fast as the fastest, by what beats can tell."""
@@ -32,6 +34,16 @@ _GRID = 0.07
 _LEAST_SPEED = 0.02
 _NO_NEWS = 0.19
 """A smaller change of a speed's logarithm is noise of the estimate."""
+
+
+def _note(transition: Transition, **changes: Any) -> None:
+    """Replace what is known of speeds."""
+    transition.update(speeds=changed(transition.fleet.speeds, **changes))
+
+
+def note_speeds(transition: Transition, expected_s: tuple[float, ...] | None, link_bytes_per_s: float | None) -> None:
+    """Note what the ranks of the plan that runs should take, by all that was measured."""
+    _note(transition, expected_s=expected_s, link_bytes_per_s=link_bytes_per_s)
 
 
 def note_beat(transition: Transition, name: str, beat: Beat) -> None:
@@ -46,7 +58,7 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
         return
     if beat.forward_s is None or beat.backward_s is None or beat.forward_s + beat.backward_s <= 0:
         return
-    if len(fleet.planned_for) > 1 and not fleet.record.plan.is_by_class:
+    if len(fleet.generations.planned_for) > 1 and not fleet.record.plan.is_by_class:
         return  # a pipeline on devices of several classes: nobody is like the others
     plan, rank, compute_s = fleet.record.plan, fleet.record.ranks[name], beat.forward_s + beat.backward_s
     recent_s = (*worker.recent_s, compute_s)[-RECENT_BEATS:]
@@ -59,7 +71,7 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
         transition.update_worker(name, compute_s=compute_s, fair_s=fair_s, recent_s=recent_s)
     else:
         transition.update_worker(name, compute_s=compute_s, recent_s=recent_s)
-        ratio = slower_than_predicted(rank, _fair_s(transition.fleet), fleet.expected_s)
+        ratio = slower_than_predicted(rank, _fair_s(transition.fleet), fleet.speeds.expected_s)
     if ratio is None:
         return
     evidence, lead = worker.evidence.updated(ratio, slow_ratio), worker.lead.updated(1 / ratio, slow_ratio)
@@ -92,18 +104,18 @@ def _comparable_s(fleet: Fleet, rank: int) -> float | None:
     plan = fleet.record.plan
     if plan.is_uniform:
         return 1.0
-    return fleet.expected_s[plan.slot_of(rank)] or None if fleet.expected_s is not None else None
+    return fleet.speeds.expected_s[plan.slot_of(rank)] or None if fleet.speeds.expected_s is not None else None
 
 
 def _exchange(transition: Transition, circle: int, old_s: float | None, new_s: float) -> list[float]:
     """Put a rank's new compute time in the place of its old one; returns those of its peers, ascending."""
-    circles = transition.fleet.compute_s or ((),) * _circles(transition.fleet.record.plan)
+    circles = transition.fleet.speeds.compute_s or ((),) * _circles(transition.fleet.record.plan)
     peers_s = list(circles[circle])
     if old_s is not None:
         del peers_s[bisect_left(peers_s, old_s)]
     all_s = peers_s.copy()
     insort(all_s, new_s)
-    transition.update(compute_s=(*circles[:circle], tuple(all_s), *circles[circle + 1 :]))
+    _note(transition, compute_s=(*circles[:circle], tuple(all_s), *circles[circle + 1 :]))
     return peers_s
 
 
@@ -146,7 +158,7 @@ def _judge(transition: Transition, name: str, ratio: float) -> None:
             # The very fastest may be so by chance; what several fast ones take in the middle is not.
             fast_s = [seconds for seconds in usual.values() if seconds * _FULL_SPEED <= min(usual.values())]
             found = {each: median(fast_s) / seconds for each, seconds in usual.items()} | found
-        transition.update(compute_s=(*fleet.compute_s[:circle], (), *fleet.compute_s[circle + 1 :]))
+        _note(transition, compute_s=(*fleet.speeds.compute_s[:circle], (), *fleet.speeds.compute_s[circle + 1 :]))
         for each in peers:
             transition.update_worker(each, fair_s=None)
     for each, speed in sorted(found.items()):
@@ -163,19 +175,19 @@ def _note_speed(transition: Transition, name: str, speed: float, ratio: float) -
     fleet, known = transition.fleet, transition.fleet.speed_of(name)
     if abs(log(speed / known)) < _NO_NEWS:
         return
-    others = {other: straggler for other, straggler in fleet.slow.items() if other != name}
+    others = {other: straggler for other, straggler in fleet.speeds.slow.items() if other != name}
     where = f"worker {name} on node {fleet.workers[name].node}"
     if speed == 1.0:
-        transition.update(slow=others)
+        _note(transition, slow=others)
         transition.notice(f"{where} is as fast as its peers again")
         return
-    if name in fleet.slow:
-        transition.update(slow={**others, name: replace(fleet.slow[name], ratio=ratio, speed=speed)})
+    if name in fleet.speeds.slow:
+        _note(transition, slow={**others, name: replace(fleet.speeds.slow[name], ratio=ratio, speed=speed)})
         return
-    strikes = fleet.strikes.get(name, 0) + 1
+    strikes = fleet.speeds.strikes.get(name, 0) + 1
     probation_s = fleet.config.probation_s * 2 ** (strikes - 1)
     straggler = Straggler(ratio, transition.now_s + probation_s, speed)
-    transition.update(slow={**others, name: straggler}, strikes={**fleet.strikes, name: strikes})
+    _note(transition, slow={**others, name: straggler}, strikes={**fleet.speeds.strikes, name: strikes})
     transition.notice(
         f"{where} is slow: {straggler}. It gets fewer micro-batches, or is left out for {probation_s:.0f} s, "
         "if that makes steps shorter",
@@ -191,11 +203,11 @@ def readmit(transition: Transition) -> None:
     fleet = transition.fleet
     over = {
         name
-        for name, straggler in fleet.slow.items()
+        for name, straggler in fleet.speeds.slow.items()
         if name not in fleet.workers or (transition.now_s >= straggler.until_s and not _has_share(fleet, name))
     }
     if over:
-        transition.update(slow={name: straggler for name, straggler in fleet.slow.items() if name not in over})
+        _note(transition, slow={name: straggler for name, straggler in fleet.speeds.slow.items() if name not in over})
         phase = transition.fleet.phase
         if isinstance(phase, Running):
             transition.update(phase=replace(phase, considered=phase.considered - over))

@@ -12,16 +12,16 @@ from varuna.fleet.machine.outcome import last_step, outcome, steps_made
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.phases import Finishing
 from varuna.fleet.state.run_events import TrainingEnded
-from varuna.fleet.state.worker import WorkerStatus
+from varuna.fleet.state.worker import WorkerStatus, changed
 
 
 def begin_next_training(transition: Transition) -> None:
     """Begin the next training with those that wait for it; the others come when they are through with their code."""
     fleet = transition.fleet
     assert fleet.job is not None
-    waiting = {name: hello for name, hello in fleet.ahead.items() if name in fleet.workers}
+    waiting = {name: hello for name, hello in fleet.script.ahead.items() if name in fleet.workers}
     if not waiting:
-        transition.update(ahead={})
+        transition.update(script=changed(fleet.script, ahead={}))
         return
     dismiss_rest(transition)
     fleet = transition.fleet
@@ -38,7 +38,7 @@ def hear_hello(transition: Transition, name: str, hello: Hello) -> None:
     if hello.training > fleet.training:
         _note_ahead(transition, name, hello)
     elif hello.training < fleet.training:
-        ended = fleet.trainings[hello.training]
+        ended = fleet.script.trainings[hello.training]
         if not is_unequal(transition, name, hello, ended.job):
             transition.send(name, TrainingOver(training=ended.training, steps=ended.steps, last=ended.last))
     elif not isinstance(fleet.phase, Finishing):
@@ -61,11 +61,11 @@ def _note_ahead(transition: Transition, name: str, hello: Hello) -> None:
             name,
             f"it begins training {number + 1} of its script, and the run is in training {fleet.training + 1}",
         )
-    elif fleet.finish is not None:
-        text = f"{fleet.finish.reason}; training {number + 1} of the script does not begin"
+    elif fleet.requests.finish is not None:
+        text = f"{fleet.requests.finish.reason}; training {number + 1} of the script does not begin"
         note_leaving(transition, name, fleet.training)  # it is through, whatever of its words was lost
         transition.send(name, Finish(failure=text, training=number))
         transition.update_worker(name, standing=WorkerStatus.DISMISSED)
     else:
         note_leaving(transition, name, fleet.training)
-        transition.update(ahead={**fleet.ahead, name: hello})
+        transition.update(script=changed(transition.fleet.script, ahead={**fleet.script.ahead, name: hello}))

@@ -12,8 +12,6 @@ from varuna.fleet.state.questions import Answer, Question, UnansweredError, Unus
 from varuna.fleet.state.run_events import Notice, RunEnded, RunEvent, WorkerLeft, WorkerLost
 from varuna.fleet.state.worker import Worker, WorkerStatus, changed
 
-_MAX_BACKOFF_S = 30.0
-
 
 class Transition:
     """The fleet as it is so far, and what the shell must do; lives for one call of ``machine.advance``."""
@@ -34,6 +32,10 @@ class Transition:
         workers = self.fleet.workers
         self.update(workers=workers.with_worker(changed(workers[name], **changes)))
 
+    def want(self, more: int) -> None:
+        """Let so many more workers exist; with a negative number, fewer."""
+        self.update(starts=self.fleet.starts.with_more(more))
+
     def forget(self, name: str) -> Worker:
         """Remove a worker: whatever it says from now on is ignored."""
         worker = self.fleet.workers[name]
@@ -49,17 +51,18 @@ class Transition:
     def watch(self, name: str) -> None:
         """Look at a worker now and at each tick, until there is nothing unusual about it."""
         self.touched.add(name)
-        if name not in self.fleet.watched:
-            self.update(watched=self.fleet.watched | {name})
+        contacts = self.fleet.contacts
+        if name not in contacts.watched:
+            self.update(contacts=contacts.watching(contacts.watched | {name}))
 
     def look_at_all(self) -> None:
         """Look at all workers now, since an event has shortened their time."""
-        self.update(expiring_s=float("-inf"))
+        self.update(contacts=self.fleet.contacts.expiring(float("-inf")))
 
     def expire_by(self, due_s: float) -> None:
         """Look at all workers at ``due_s``, or earlier."""
-        if due_s < self.fleet.expiring_s:
-            self.update(expiring_s=due_s)
+        if due_s < self.fleet.contacts.expiring_s:
+            self.update(contacts=self.fleet.contacts.expiring(due_s))
 
     def hasten(self) -> None:
         """Tell members to stop at once, since one of them cannot stop by itself any more."""
@@ -128,22 +131,21 @@ class Transition:
         self.publish(WorkerLost(worker=name, rank=fleet.rank_of(name), cause=cause))
         if matters:
             self.note_cause(Ending.LOST, cause)
-            self.update(futile=0, futile_since_s=None)
+            self.update(generations=self.fleet.generations.not_futile())
         if fleet.history and was_in:
             self.note_change()
-            self._note_loss(noticed=worker.node in fleet.departing)
+            self._note_loss(noticed=worker.node in fleet.machines.departing)
         if fleet.is_member(name):
             self.hasten()
         if not fleet.config.replace:
-            self.update(wanted=max(0, fleet.wanted - 1))
+            self.want(-1)
         elif worker.replacement and name not in fleet.resting:  # whose GPU waits longer each time
-            failures = fleet.start_failures + 1
-            backoff_s = min(2.0 ** (failures - 1), _MAX_BACKOFF_S) if worker.standing is WorkerStatus.STARTING else 0.0
-            self.update(start_failures=failures, respawn_at_s=self.now_s + backoff_s)
-            if failures >= fleet.config.max_start_failures:
+            starts = fleet.starts.failed(self.now_s, before_joining=worker.standing is WorkerStatus.STARTING)
+            self.update(starts=starts)
+            if starts.failures >= fleet.config.max_start_failures:
                 self.end(
                     1,
-                    f"{failures} replacements in a row died before a step was committed. The last one: {cause}. "
+                    f"{starts.failures} replacements in a row died before a step was committed. The last one: {cause}. "
                     "Look at its log; if it ran out of memory, use fewer workers per machine.",
                 )
 
@@ -151,11 +153,11 @@ class Transition:
         """Forget a worker that never had a seat; another one in its place would fail in the same way."""
         self.notice(reason, warning=True)
         self.forget(name)
-        self.update(wanted=max(0, self.fleet.wanted - 1))
+        self.want(-1)
 
     def part_with(self, name: str) -> None:
         """Remove a worker that has ended as it should; at the run's end nobody needs to hear of each."""
-        departure = self.fleet.departing.get(self.fleet.workers[name].node)
+        departure = self.fleet.machines.departing.get(self.fleet.workers[name].node)
         if departure is not None and not departure.is_drain and self.fleet.history:
             self._note_loss(noticed=True)
         self.forget(name)
@@ -164,7 +166,7 @@ class Transition:
 
     def note_cause(self, ending: Ending, text: str) -> None:
         """Note why the newest generation ends, or has ended."""
-        self.update(causes=(*self.fleet.causes, EndCause(ending, text)))
+        self.update(generations=self.fleet.generations.with_cause(EndCause(ending, text)))
 
     def note_change(self) -> None:
         """Note that workers came or went, from which the run learns how often that happens."""

@@ -61,7 +61,7 @@ class BudgetKeeper:
         decided = decide(
             left,
             Seen(_step_s(fleet), self._saving_s),
-            is_ending=fleet.finish is not None,
+            is_ending=fleet.requests.finish is not None,
             is_saved=fleet.recorded.saved_step > fleet.recorded.step,
             tried_saving=self._tried_saving,
         )

@@ -392,7 +392,7 @@ class Calibrator:
         for names, by_speed in ((fleet.available, False), (with_slow_ones(fleet), True)):
             with suppress(NoPlanError):
                 workers = fleet.groups_of(names, by_speed=by_speed)
-                found += [self.plan(known, workers, fleet.micro_batch)] if workers else []
+                found += [self.plan(known, workers, fleet.generations.micro_batch)] if workers else []
         return min(found, key=attrgetter("step_s"), default=None)
 
 

@@ -382,7 +382,7 @@ class Manager:
             self._keeper.stop_waiting()  # it has its state
         if isinstance(event, GenerationStarted) and event.record.generation == event.record.began:
             assert self.fleet.job is not None
-            self._journal.keep_job(self.fleet.job, self.fleet.version, wire_digest())
+            self._journal.keep_job(self.fleet.job, self.fleet.script.version, wire_digest())
         vote = self.fleet.recorded.votes.get(event.step) if isinstance(event, StepRecorded) else None
         self._journal.append(event, vote=vote)
         if isinstance(event, StepRecorded):

@@ -28,7 +28,7 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
     if calibrator is None or job is None or not fleet.history:
         return {"why": "there is no plan yet"}
     workers = fleet.groups_of(with_slow_ones(fleet) or fleet.available, by_speed=True)
-    request = calibrator.request(job, workers, fleet.micro_batch, _SHOWN)
+    request = calibrator.request(job, workers, fleet.generations.micro_batch, _SHOWN)
     if request is None or not workers:
         return {"why": "no worker is there to plan for" if request is not None else "this run has a planner of its own"}
     measured = calibrator.calibrations is not None

@@ -11,14 +11,17 @@ from typing import NamedTuple
 
 from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.run_folder.journal import Past
-from varuna.fleet.state.causes import EndCause, Ending, FinishWish
+from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.contacts import Contacts, NodeContact
-from varuna.fleet.state.fleet import Departure, Fleet
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.generations import Generations
 from varuna.fleet.state.loss_rate import LossRate
+from varuna.fleet.state.machines import Departure, Machines
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Running
 from varuna.fleet.state.recorded import RecordedSteps
+from varuna.fleet.state.requests import MORPH_REQUESTED, FinishWish, Requests
 from varuna.fleet.state.run_events import (
     Answered,
     Asked,
@@ -30,6 +33,8 @@ from varuna.fleet.state.run_events import (
     TrainingEnded,
     WorkerLost,
 )
+from varuna.fleet.state.script import Script
+from varuna.fleet.state.speeds import Speeds
 from varuna.fleet.state.stutter import Straggler
 from varuna.fleet.state.worker import Worker, WorkerStatus
 from varuna.fleet.state.workers import Workers
@@ -90,7 +95,8 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
             case _:
                 pass
     recorded = RecordedSteps(lineage=began)
-    fleet = replace(fleet, trainings=tuple(trainings), began=began, recorded=recorded, version=past.version)
+    script = Script(version=past.version, trainings=tuple(trainings))
+    fleet = replace(fleet, script=script, generations=Generations(began=began), recorded=recorded)
     if not history or past.job is None:
         return fleet
     lineage = max((record.generation for record in history if record.rollback), default=began)
@@ -102,17 +108,23 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
     speeds = _speeds(history[-1])
     return replace(
         fleet,
-        slow={name: Straggler(1 / speed, now_s + fleet.config.probation_s, speed) for name, speed in speeds.items()},
+        speeds=Speeds(
+            slow={name: Straggler(1 / speed, now_s + fleet.config.probation_s, speed) for name, speed in speeds.items()}
+        ),
         phase=Running(began_s=now_s),
         workers=Workers(workers),
-        contacts=Contacts(heard_s=now_s, listened_s=now_s, nodes=PersistentMap(nodes)),
-        job=past.job,
-        version=past.version,
-        micro_batch=history[-1].plan.micro_batch,
-        history=tuple(history),
+        contacts=Contacts(ticked_s=now_s, heard_s=now_s, listened_s=now_s, nodes=PersistentMap(nodes)),
+        script=replace(script, job=past.job),
+        generations=Generations(
+            began=began,
+            history=tuple(history),
+            micro_batch=history[-1].plan.micro_batch,
+            planned_for=history[-1].plan.classes,  # others may have been left out as slow, or about to leave
+            # A member that was lost before its generation ended: the morph is still to come.
+            causes=tuple(EndCause(Ending.LOST, f"worker {name} was lost") for name in history[-1].grid if name in lost),
+            broke_s=now_s,
+        ),
         loss_rate=LossRate(began_s=now_s, prior_per_hour=seen_per_hour, planned_per_hour=seen_per_hour),
-        broke_s=now_s,
-        planned_for=history[-1].plan.classes,  # others may have been left out as slow, or about to leave
         recorded=RecordedSteps(
             step=recorded_step,
             at_s=now_s,
@@ -120,8 +132,6 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
             lineage=lineage,
             votes={newest.step: newest} if newest is not None and counts else {},
         ),
-        # A member that was lost before its generation ended: the morph is still to come.
-        causes=tuple(EndCause(Ending.LOST, f"worker {name} was lost") for name in history[-1].grid if name in lost),
     )
 
 
@@ -135,22 +145,23 @@ def _speeds(record: GenerationRecord) -> dict[str, float]:
 def _with_promises(fleet: Fleet, past: Past) -> Fleet:
     """Add promises to people that are not kept yet."""
     finish: FinishWish | None = None
-    morph, drained = False, dict[str, Departure]()
+    morph: str | None = None
+    drained = dict[str, Departure]()
     for event in past.events:
         match event:
             case Asked(what="stop", reason=reason):
                 finish = FinishWish(reason)
             case Asked(what="morph"):
-                morph = True
+                morph = MORPH_REQUESTED
             case Asked(what="drain", node=node):
                 drained[node] = Departure(deadline_s=float("inf"), reason="drained")
             case Answered(what="drain", node=node):
                 drained.pop(node, None)
             case Answered(what="morph") | GenerationStarted():
-                morph = False
+                morph = None
             case _:
                 pass
-    return replace(fleet, finish=finish, morph_asked=morph, departing=drained)
+    return replace(fleet, requests=Requests(morph=morph, finish=finish), machines=Machines(departing=drained))
 
 
 def _member(name: str, now_s: float, record: GenerationRecord) -> Worker:

@@ -27,7 +27,7 @@ def objection(fleet: Fleet, worker: str, message: FromWorker) -> Objection | Non
             return Objection(f"it sent a heartbeat of generation {generation}, the newest is {fleet.generation}")
         case Voted(vote=vote):
             return _about_vote(fleet, vote) or _out_of_line(fleet, worker, [vote])
-        case StopReport(generation=generation) if generation >= fleet.began:
+        case StopReport(generation=generation) if generation >= fleet.generations.began:
             return _about_held(fleet, worker, message)
         case Saved(shard=shard):
             return _about_shard(fleet, worker, shard)
@@ -223,7 +223,7 @@ def _was_made(fleet: Fleet, worker: str, held: HeldCheckpoint) -> bool:
 def _about_shard(fleet: Fleet, worker: str, shard: SavedShard) -> Objection | None:
     """Whether a worker can have saved this; one that is early is no lie: others' votes may still be on their way."""
     assert fleet.job is not None
-    if shard.generation < fleet.began:
+    if shard.generation < fleet.generations.began:
         return None  # of a training that is over
     path = PurePosixPath(shard.file)
     if path.is_absolute() or ".." in path.parts:

@@ -30,7 +30,7 @@ def condition(fleet: Fleet, worker: Worker, silent_s: float | None, slowness: fl
         silent_s: since it was heard; None if it never was.
         slowness: times the compute of its peers; None if that is not known.
     """
-    if worker.node in fleet.departing:
+    if worker.node in fleet.machines.departing:
         return Condition("leaving", "its machine will leave")
     if fleet.contacts.is_alone or fleet.is_hidden(worker.node):
         return Condition("silent", "out of sight")
@@ -53,7 +53,7 @@ def why_idle(fleet: Fleet, worker: Worker) -> str:
         return "to take it in would cost more than it brings"
     if not fleet.is_member(worker.name):
         return "it came after the plan was made"
-    planned_for = {name: count for name, count in fleet.planned_for.items() if count}
+    planned_for = {name: count for name, count in fleet.generations.planned_for.items() if count}
     if len(planned_for) > 1:
         whom = " and ".join(f"{count} {name or 'others'}" for name, count in planned_for.items())
     else:
@@ -77,4 +77,4 @@ def slowness(fleet: Fleet) -> dict[str, float]:
         if known:
             middle_s = median_low(known.values())
             found |= {name: compute_s / middle_s for name, compute_s in known.items()}
-    return {**found, **{name: straggler.ratio for name, straggler in fleet.slow.items()}}
+    return {**found, **{name: straggler.ratio for name, straggler in fleet.speeds.slow.items()}}

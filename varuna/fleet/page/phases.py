@@ -23,8 +23,8 @@ def _phase(fleet: Fleet) -> str:
             if fleet.config.elastic:
                 return gathered(fleet)
             ready = fleet.workers.count(WorkerStatus.JOINED)
-            if ready < fleet.wanted:
-                return f"starting {counted(fleet.wanted, 'worker')}, {ready} ready: loading torch, capturing the model"
+            if ready < (wanted := fleet.starts.wanted):
+                return f"starting {counted(wanted, 'worker')}, {ready} ready: loading torch, capturing the model"
             return "planning"
         case Idle() | Stopping():
             return "morphing"

@@ -133,8 +133,8 @@ def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
         "members": list(fleet.members),
         "nodes": list(fleet.workers.nodes),
         "step_s": fleet.recorded.wall_s or None,
-        "departing": list(fleet.departing),
-        "at_risk": list(fleet.at_risk),
+        "departing": list(fleet.machines.departing),
+        "at_risk": list(fleet.machines.at_risk),
         "out_of_sight": [node for node in fleet.contacts.nodes if fleet.contacts.is_alone or fleet.is_hidden(node)],
         "workers": [
             _worker(fleet, worker, deaf_s, slow.get(worker.name), classes[worker.name])
@@ -165,9 +165,9 @@ def _worker(fleet: Fleet, worker: Worker, deaf_s: float, slow: float | None, dev
         "silent_s": silent_s,
         "device": worker.device.name if worker.device else None,
         "device_class": device_class,
-        "zone": fleet.zones.get(worker.node),
+        "zone": fleet.machines.zones.get(worker.node),
         "compute_s": worker.compute_s,
-        "slow": fleet.slow[worker.name].ratio if worker.name in fleet.slow else None,
+        "slow": fleet.speeds.slow[worker.name].ratio if worker.name in fleet.speeds.slow else None,
     }
 
 

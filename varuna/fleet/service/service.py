@@ -394,7 +394,7 @@ class ManagerService(Generic[B]):
     def is_cut_short(self) -> bool:
         """Whether somebody, or the budget, wanted the run to end before its last step."""
         fleet = self.manager.fleet
-        return fleet.finish is not None and (fleet.job is None or fleet.recorded.step + 1 < fleet.job.steps)
+        return fleet.requests.finish is not None and (fleet.job is None or fleet.recorded.step + 1 < fleet.job.steps)
 
     @property
     def spent(self) -> str:

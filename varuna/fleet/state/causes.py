@@ -35,13 +35,6 @@ class EndCause:
         return self.text
 
 
-@dataclass(frozen=True, slots=True)
-class FinishWish:
-    """Somebody wants the run to end after the current step."""
-
-    reason: str
-
-
 class Obstacle(Enum):
     """A reason for which the next generation cannot begin."""
 

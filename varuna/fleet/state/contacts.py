@@ -35,6 +35,8 @@ class ReachabilityScan:
 class Contacts:
     """Contacts with machines, which ``fleet.machine.leases`` keeps."""
 
+    ticked_s: float
+    """Time of the newest tick."""
     heard_s: float
     """Time at which anybody was heard last."""
     listened_s: float
@@ -59,10 +61,22 @@ class Contacts:
     """Time of this generation's newest commit, which proves that all its ranks live; on the clock for silence."""
     progresses: int = 0
     """Number of such proofs."""
+    expiring_s: float = float("-inf")
+    """Until then no worker's time is up, but for those of ``watched``."""
+    watched: frozenset[str] = frozenset()
+    """Workers that ended, or lost their connection, or were silent while their machine was heard."""
 
     def without(self, node: str) -> "Contacts":
         """These, without a machine that has no workers any more."""
         return changed(self, nodes=self.nodes.without(node), hidden=self.hidden.without(node))
+
+    def watching(self, names: frozenset[str]) -> "Contacts":
+        """These, with other workers to look at at each tick."""
+        return changed(self, watched=names)
+
+    def expiring(self, due_s: float) -> "Contacts":
+        """These, with another time to look at all workers."""
+        return changed(self, expiring_s=due_s)
 
     def unproved(self) -> "Contacts":
         """These, before the first commit of another generation."""

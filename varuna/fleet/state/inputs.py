@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from varuna.core.messages import FromWorker
 from varuna.core.node_notices import NodeNotice
 from varuna.fleet.state.questions import Answer, Question
+from varuna.fleet.state.requests import MORPH_REQUESTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class DrainRequested:
 class MorphRequested:
     """An operator, or what steps take, asks for the best plan for the current workers, whatever the switch costs."""
 
-    why: str = "a morph was requested"
+    why: str = MORPH_REQUESTED
 
 
 @dataclass(frozen=True, slots=True)

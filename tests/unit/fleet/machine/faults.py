@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.unit.fleet.support import Machine
+from tests.unit.fleet.support import Machine, with_history
 from varuna.core.messages import Apply, Finish, StopReport
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.state.fleet import Fleet
@@ -67,7 +67,7 @@ def ends_for_all(fleet: Fleet, event: Event, now_s: float) -> Turn:
 def forgets_that_it_rolled_back(fleet: Fleet, event: Event, now_s: float) -> Turn:
     """To whoever judges what workers hold, the newest generation began like any other."""
     if fleet.history:
-        fleet = replace(fleet, history=(*fleet.history[:-1], fleet.record.model_copy(update={"rollback": False})))
+        fleet = with_history(fleet, (*fleet.history[:-1], fleet.record.model_copy(update={"rollback": False})))
     return advance(fleet, event, now_s)
 
 

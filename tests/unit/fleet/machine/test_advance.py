@@ -417,7 +417,7 @@ def test_nobody_is_started_in_place_of_one_whose_script_is_over_while_others_sti
     driver.kill("w2", code=0)
     driver.wait(1.2)
     assert set(driver.fleet.workers) == {"w0", "w3"}
-    assert (driver.fleet.spawned, driver.fleet.spawning) == (4, 0)
+    assert (driver.fleet.starts.spawned, driver.fleet.starts.spawning) == (4, 0)
     driver.leave("w0", "w3")
     driver.kill("w3", code=0)
     driver.kill("w0", code=0)

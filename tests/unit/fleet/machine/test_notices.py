@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fleet.machine.test_preemption import flags, on_nodes
-from tests.unit.fleet.support import Driver, preempted, sends
+from tests.unit.fleet.support import Driver, preempted, sends, with_history
 from varuna.core.messages import Finish, Hold, WorkerPhase
 from varuna.fleet.state.inputs import DrainRequested, SpawnRequested, WorkerSpawned
 from varuna.fleet.state.phases import Running, Stopping
 from varuna.fleet.state.run_events import Notice
+from varuna.fleet.state.speeds import Speeds
 from varuna.fleet.state.stutter import Straggler
 
 
@@ -98,7 +99,7 @@ def test_a_drain_does_not_break_off_a_step_nor_do_newcomers_and_stragglers() -> 
     for name, node in (("w3", "d"), ("w4", "e")):
         driver.feed(WorkerSpawned(name, node))
         driver.hello(name)
-    driver.fleet = replace(driver.fleet, slow={"w0": Straggler(2.4, until_s=300.0)})
+    driver.fleet = replace(driver.fleet, speeds=Speeds(slow={"w0": Straggler(2.4, until_s=300.0)}))
     driver.wait(100)
     assert flags(driver) == ["regroup"]
     assert not holds(driver)
@@ -108,7 +109,7 @@ def with_newcomer(wall_s: float, *, keeps_sums: bool) -> Driver:
     """Two of three workers have a seat; another one comes, so that there are enough for a second replica."""
     driver = in_long_step("abc", wall_s=wall_s)
     kept = driver.fleet.record.model_copy(update={"kept_micro_batches": 2 if keeps_sums else 0})
-    driver.fleet = replace(driver.fleet, history=(*driver.fleet.history[:-1], kept))
+    driver.fleet = with_history(driver.fleet, (*driver.fleet.history[:-1], kept))
     driver.feed(WorkerSpawned("w3", "d"))
     driver.hello("w3")
     driver.wait(3)

@@ -25,6 +25,7 @@ from varuna.fleet.state.outputs import Release, Spawn
 from varuna.fleet.state.phases import Ended, Idle, Running, Stopping
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import Notice, WorkerLeft, WorkerLost
+from varuna.fleet.state.speeds import Speeds
 from varuna.fleet.state.stutter import Straggler
 
 
@@ -90,7 +91,7 @@ def test_the_last_holder_of_a_section_hands_it_over_before_it_goes() -> None:
 def test_a_straggler_that_was_left_out_takes_over_rather_than_nobody() -> None:
     driver = on_nodes("abc", replace=False)
     spare = next(name for name in driver.fleet.joined if not driver.fleet.workers[name].seated)
-    driver.fleet = replace(driver.fleet, slow={spare: Straggler(2.4, until_s=300.0)})
+    driver.fleet = replace(driver.fleet, speeds=Speeds(slow={spare: Straggler(2.4, until_s=300.0)}))
     driver.feed(preempted("b", in_s=15 - driver.now_s))
     assert flags(driver) == ["regroup"]
     regroup(driver, 3)
@@ -112,7 +113,8 @@ def test_a_checkpoint_is_asked_for_where_a_section_would_lose_its_last_holder() 
 
 def with_checkpoints(driver: Driver) -> Fleet:
     assert driver.fleet.job is not None
-    return replace(driver.fleet, job=driver.fleet.job.model_copy(update={"checkpoint_dir": "ck"}))
+    job = driver.fleet.job.model_copy(update={"checkpoint_dir": "ck"})
+    return replace(driver.fleet, script=replace(driver.fleet.script, job=job))
 
 
 def test_a_step_too_long_for_the_deadline_is_broken_off() -> None:
@@ -212,9 +214,9 @@ def test_a_node_at_risk_is_a_spare_after_any_morph_and_a_rank_if_nobody_else_is_
 def test_a_node_that_outlives_its_deadline_is_welcome_again() -> None:
     driver = on_nodes("ab", replace=False)
     driver.feed(preempted("b", in_s=10 - driver.now_s))
-    assert "b" in driver.fleet.departing
+    assert "b" in driver.fleet.machines.departing
     driver.wait(75)
-    assert not driver.fleet.departing
+    assert not driver.fleet.machines.departing
 
 
 def test_the_planner_is_not_asked_at_every_tick() -> None:

@@ -14,6 +14,7 @@ from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, Spans
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.outputs import Publish, Send
 from varuna.fleet.state.run_events import GenerationStarted, Notice
+from varuna.fleet.state.speeds import Speeds
 
 MICRO_BATCHES = 8
 
@@ -141,7 +142,9 @@ def test_sums_stay_where_computing_again_is_faster_than_their_way(link_bytes_per
     driver = Driver(FleetConfig(workers=4, replace=False), plan=shallow, job=job, node_of=lambda worker: worker)
     driver.begin(0)
     driver.fleet = replace(
-        driver.fleet, link_bytes_per_s=link_bytes_per_s, recorded=replace(driver.fleet.recorded, wall_s=8.0)
+        driver.fleet,
+        speeds=Speeds(link_bytes_per_s=link_bytes_per_s),
+        recorded=replace(driver.fleet.recorded, wall_s=8.0),
     )
     driver.feed(preempted("w3", in_s=2))
     for number in range(4):

@@ -64,7 +64,7 @@ def test_the_planner_is_told_of_classes_and_their_workers_get_the_seats() -> Non
     record = driver.fleet.record
     assert record.plan.classes == {"a": 2, "b": 1}
     assert record.grid == ("w0", "w2", "w1")
-    assert driver.fleet.planned_for == {"a": 2, "b": 1}
+    assert driver.fleet.generations.planned_for == {"a": 2, "b": 1}
 
 
 def test_who_is_left_of_a_class_is_counted_by_class() -> None:

@@ -57,7 +57,7 @@ def test_who_reports_it_is_left_out_and_its_machine_rests(worker: str, peer: str
     assert said.startswith("nothing gets through between nodes ")
     driver.voted(2, 3)
     assert driver.fleet.recorded.step == 3
-    assert not driver.fleet.silences
+    assert not driver.fleet.machines.silences
 
 
 def test_both_ends_report_and_one_leaves() -> None:

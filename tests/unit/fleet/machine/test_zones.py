@@ -104,7 +104,7 @@ def test_in_two_regions_equal_devices_are_of_two_classes() -> None:
     assert fleet.record.plan.classes == {east: 2, west: 2}
     plan = fleet.record.plan
     for rank, name in enumerate(fleet.record.grid):
-        assert region_of(plan.class_of(rank)) == fleet.zones[fleet.workers[name].node][0]
+        assert region_of(plan.class_of(rank)) == fleet.machines.zones[fleet.workers[name].node][0]
 
 
 def test_where_a_newcomers_machine_is_leaves_plans_that_are_made_alone() -> None:

@@ -12,12 +12,13 @@ from varuna.fleet.manager.mailbox import Posted
 from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.state.account import Account
-from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import FinishRequested, StopRequested
 from varuna.fleet.state.recorded import RecordedSteps
+from varuna.fleet.state.requests import FinishWish, Requests
 from varuna.fleet.state.run_events import Budgeted, CheckpointCommitted, Notice, StepRecorded
+from varuna.fleet.state.script import Script
 
 HOUR_S = 3600.0
 WELL = make_job().model_copy(update={"checkpoint_dir": "runs/a"})
@@ -30,7 +31,7 @@ class Watched:
         self.chronicle, self.now_s = Chronicle(), 0.0
         self.chronicle.take(Budgeted(max_hours=2.0), 0.0)
         self.keeper = BudgetKeeper(self.chronicle, saving_s, time_s=lambda: self.now_s)
-        self.fleet = replace(Fleet.empty(FleetConfig(workers=1), 0.0), job=WELL)
+        self.fleet = replace(Fleet.empty(FleetConfig(workers=1), 0.0), script=Script(job=WELL))
 
     def look(self, now_s: float) -> list[Posted]:
         self.now_s = now_s
@@ -44,13 +45,15 @@ def test_a_run_is_told_to_end_once_before_its_budget_does() -> None:
     assert isinstance(notice, Notice)
     assert isinstance(wish, FinishRequested)
     assert wish.reason in notice.text
-    run.fleet = replace(run.fleet, finish=FinishWish(wish.reason))
+    run.fleet = replace(run.fleet, requests=Requests(finish=FinishWish(wish.reason)))
     assert run.look(2 * HOUR_S - 50) == []
 
 
 def test_at_the_limit_what_still_runs_is_cut_off_once_if_all_is_saved() -> None:
     run = Watched()
-    run.fleet = replace(run.fleet, finish=FinishWish("enough"), recorded=RecordedSteps(step=4, saved_step=5))
+    run.fleet = replace(
+        run.fleet, requests=Requests(finish=FinishWish("enough")), recorded=RecordedSteps(step=4, saved_step=5)
+    )
     assert run.look(2 * HOUR_S - 1) == []
     (cut,) = run.look(2 * HOUR_S)
     assert isinstance(cut, StopRequested)
@@ -61,7 +64,7 @@ def test_at_the_limit_what_still_runs_is_cut_off_once_if_all_is_saved() -> None:
 def test_a_run_without_checkpoints_is_refused_before_it_costs_anything() -> None:
     for job in (make_job(), WELL.model_copy(update={"rescues": True})):
         run = Watched()
-        run.fleet = replace(run.fleet, job=job)
+        run.fleet = replace(run.fleet, script=Script(job=job))
         (refused,) = run.look(0.0)
         assert isinstance(refused, StopRequested)
         assert refused.exit_code == 2
@@ -80,7 +83,7 @@ def test_saving_takes_from_the_end_of_a_step_until_its_checkpoint_is_complete_an
 
 def test_a_run_without_a_budget_is_left_alone() -> None:
     keeper = BudgetKeeper(Chronicle())
-    assert keeper.look(replace(Fleet.empty(FleetConfig(workers=1), 0.0), job=make_job()), 1e9) == []
+    assert keeper.look(replace(Fleet.empty(FleetConfig(workers=1), 0.0), script=Script(job=make_job())), 1e9) == []
 
 
 @pytest.fixture

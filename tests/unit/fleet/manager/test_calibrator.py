@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fleet.support import by_class, make_job, make_plan
+from tests.unit.fleet.support import by_class, make_job, make_plan, with_history
 from varuna.calibration.cache import cache_file, remember, remembered
 from varuna.calibration.file import RUN_FILE, read_calibration
 from varuna.calibration.format import Calibrations
@@ -18,9 +18,11 @@ from varuna.fleet.manager.calibrator import LASTS_S, Calibrator, Told
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested
+from varuna.fleet.state.machines import Machines
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.recorded import RecordedSteps
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
+from varuna.fleet.state.script import Script
 from varuna.fleet.state.worker import Worker, WorkerStatus
 from varuna.fleet.state.workers import Workers
 
@@ -39,7 +41,7 @@ def fleet() -> Fleet:
     workers = Workers(Worker(name=name, replacement=False, standing=WorkerStatus.JOINED) for name in ("w0", "w1"))
     made = Fleet.empty(FleetConfig(workers=2), 0.0)
     recorded = RecordedSteps(step=10, wall_s=100.0)
-    return replace(made, job=JOB, history=(record,), workers=workers, recorded=recorded)
+    return replace(with_history(made, (record,)), script=Script(job=JOB), workers=workers, recorded=recorded)
 
 
 def times(steps: int = 5, seconds: float = 2.5) -> RankTimes:
@@ -209,7 +211,7 @@ ALONE = make_plan(JOB, 1, 2)
 
 def replicated(plan: Plan = REPLICATED) -> Fleet:
     made = fleet()
-    return replace(made, history=(made.record.model_copy(update={"plan": plan}),))
+    return with_history(made, (made.record.model_copy(update={"plan": plan}),))
 
 
 def asked(told: list[Told]) -> list[str]:
@@ -264,7 +266,7 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
         record = GenerationRecord(
             generation=generation, plan=on(ALONE), members=("w0", "w1"), cause="slow", first_step=0
         )
-        alone = replace(fleet(), history=(*replicated(on(REPLICATED)).history, *[record] * generation))
+        alone = with_history(fleet(), (*replicated(on(REPLICATED)).history, *[record] * generation))
         for more_s in range(0, 5000, 100):
             told = heard.hear(alone, "w0", beat(times(1), generation), began_s + more_s)
             if asked(told) == ["a network that was slow is tried again"]:
@@ -326,7 +328,7 @@ def test_what_a_spare_tells_keeps_nobody_from_learning(tmp_path: Path) -> None:
     made, heard = fleet(), calibrator(tmp_path)
     record = made.record.model_copy(update={"members": ("w0", "w1", "w2")})
     spare = Worker(name="w2", replacement=False, standing=WorkerStatus.JOINED)
-    made = replace(made, history=(record,), workers=Workers((*made.workers.values(), spare)))
+    made = replace(with_history(made, (record,)), workers=Workers((*made.workers.values(), spare)))
     assert made.rank_of("w2") == 2
     assert heard.hear(made, "w2", beat(times()), 0.0) == []
     assert heard.hear(made, "w0", beat(times()), 0.0) == []
@@ -352,7 +354,7 @@ def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path
     both = fleet()
     record = both.record.model_copy(update={"plan": plan})
     known = [replace(each, device_class=name) for each, name in zip(both.workers.values(), "ab", strict=True)]
-    both = replace(both, history=(record,), workers=Workers(known))
+    both = replace(with_history(both, (record,)), workers=Workers(known))
     told = [each for w, s in (("w0", 5.0), ("w1", 20.0)) for each in heard.hear(both, w, beat(times(9, s)), 0.0)]
     assert any(isinstance(each, GenerationTimed) for each in told)
     heard.plan(JOB, workers, 2)
@@ -384,7 +386,11 @@ def test_what_sums_take_from_region_to_region_is_learnt_apart(tmp_path: Path) ->
     both = fleet()
     known = [replace(each, device_class="a", node=name) for each, name in zip(both.workers.values(), "ew", strict=True)]
     record = both.record.model_copy(update={"plan": plan})
-    both = replace(both, history=(record,), workers=Workers(known), zones=PersistentMap({"e": "east/1", "w": "west/1"}))
+    both = replace(
+        with_history(both, (record,)),
+        machines=Machines(zones=PersistentMap({"e": "east/1", "w": "west/1"})),
+        workers=Workers(known),
+    )
     slow = times(9, 5.0).model_copy(update={"reductions": Carried(9, 1e6, 4.0), "round_s": 0.5})
     for worker in ("w0", "w1"):
         heard.hear(both, worker, beat(slow), 0.0)
@@ -414,7 +420,7 @@ def test_a_pipeline_is_priced_with_its_own_line_that_is_relayed(
         Worker(name=name, replacement=False, standing=WorkerStatus.JOINED, device_class=plan.class_of(rank))
         for rank, name in enumerate(names)
     )
-    five = replace(fleet(), history=(record,), workers=workers)
+    five = replace(with_history(fleet(), (record,)), workers=workers)
     for rank, name in enumerate(names):
         seconds = {2: 0.1, 3: 0.05}.get(rank)
         sent = {} if seconds is None else {"messages": Carried(9, 10**7, seconds), "round_s": 1e-9}
@@ -433,7 +439,7 @@ def test_operation_counts_may_be_off_by_any_factor(tmp_path: Path) -> None:
     both = fleet()
     record = both.record.model_copy(update={"plan": plan})
     known = [replace(each, device_class=name) for each, name in zip(both.workers.values(), "ab", strict=True)]
-    both = replace(both, history=(record,), workers=Workers(known))
+    both = replace(with_history(both, (record,)), workers=Workers(known))
     for worker, seconds in (("w0", 5e4), ("w1", 2e5)):
         heard.hear(both, worker, beat(times(9, seconds)), 0.0)
     assert heard.calibrations is not None
@@ -471,7 +477,9 @@ def test_figures_for_any_class_make_room_for_what_was_measured(tmp_path: Path) -
     heard.plan(JOB, workers, 2)
     one = fleet()
     record = one.record.model_copy(update={"plan": PLAN.each(device_class="a")})
-    one = replace(one, history=(record,), workers=Workers(replace(w, device_class="a") for w in one.workers.values()))
+    one = replace(
+        with_history(one, (record,)), workers=Workers(replace(w, device_class="a") for w in one.workers.values())
+    )
     for worker in ("w0", "w1"):
         heard.hear(one, worker, beat(times()), 0.0)
     assert heard.calibrations is not None

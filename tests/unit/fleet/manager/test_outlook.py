@@ -7,6 +7,7 @@ from tests.unit.fleet.support import Driver
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.manager.outlook import outlook
 from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.speeds import Speeds
 from varuna.fleet.state.stutter import Straggler
 from varuna.planner.choose import planner
 
@@ -17,7 +18,7 @@ def test_the_table_deals_by_the_speeds_that_are_known(tmp_path: Path) -> None:
     calibrator = Calibrator(planner(memory_bytes=None, stages=None), run_dir=tmp_path, cache=None)
     even = outlook(calibrator, driver.fleet)
     slow = {name: Straggler(ratio=2.0, until_s=float("inf"), speed=0.5) for name in ("w2", "w3")}
-    dealt = outlook(calibrator, replace(driver.fleet, slow=slow))
+    dealt = outlook(calibrator, replace(driver.fleet, speeds=Speeds(slow=slow)))
     assert (even["workers"], dealt["workers"]) == (4, 4)
     assert "dealt by speed" not in str(even["plans"])
     assert "dealt by speed" in str(dealt["plans"])

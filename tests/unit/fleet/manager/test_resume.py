@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fleet.support import Driver, make_job, make_vote, two_stages
+from tests.unit.fleet.support import Driver, make_job, make_vote, two_stages, with_history
 from varuna.core.messages import Assign, Beat, Hello, Hold, Leaving, RaiseFlag, StopReport, Suspect, Voted
 from varuna.fleet.manager.reconcile import Reconciliation, node_of, reconcile
 from varuna.fleet.manager.resume import KnownCheckpoint, known_checkpoint, lost_workers, resume
 from varuna.fleet.net.protocol import WorkerSnapshot
 from varuna.fleet.run_folder.journal import Journal, Past
 from varuna.fleet.run_folder.past_events import read_events
-from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
@@ -27,6 +26,7 @@ from varuna.fleet.state.inputs import (
 from varuna.fleet.state.outputs import Instruction, Publish, Send
 from varuna.fleet.state.phases import Running, Stopping
 from varuna.fleet.state.questions import Checkpoint
+from varuna.fleet.state.requests import FinishWish
 from varuna.fleet.state.run_events import (
     Answered,
     Asked,
@@ -35,6 +35,7 @@ from varuna.fleet.state.run_events import (
     RunEnded,
     StepRecorded,
 )
+from varuna.fleet.state.speeds import Speeds
 from varuna.fleet.state.stutter import Straggler
 
 NAMES = ("n0-a.0", "n0-a.1", "n1-b.0", "n1-b.1")
@@ -127,9 +128,9 @@ def test_a_running_generation_goes_on_as_if_nothing_had_happened(shell: Shell) -
     fleet = shell.die_and_start_again()
     assert isinstance(fleet.phase, Running)
     assert (fleet.generation, fleet.members, fleet.recorded.step) == (0, before.members, 1)
-    assert (fleet.job, fleet.micro_batch, fleet.recorded.votes) == (
+    assert (fleet.job, fleet.generations.micro_batch, fleet.recorded.votes) == (
         before.job,
-        before.micro_batch,
+        before.generations.micro_batch,
         before.recorded.votes,
     )
     sent = len(shell.driver.done)
@@ -157,8 +158,8 @@ def test_a_script_goes_on_in_the_training_that_it_was_in(shell: Shell) -> None:
     fleet = shell.die_and_start_again()
     assert (before.training, before.generation, before.recorded.step) == (1, 1, 0)
     assert (fleet.training, fleet.generation, fleet.recorded.step, fleet.recorded.saved_step) == (1, 1, 0, 0)
-    assert (fleet.trainings, fleet.history[0].began, fleet.recorded.votes) == (
-        before.trainings,
+    assert (fleet.script.trainings, fleet.history[0].began, fleet.recorded.votes) == (
+        before.script.trainings,
         1,
         before.recorded.votes,
     )
@@ -192,7 +193,7 @@ def test_a_manager_that_missed_the_end_of_a_training_hears_of_it(shell: Shell) -
     for node in ("n0-a", "n1-b"):
         shell.reconcile(node, *(snapshot for name, snapshot in said if node_of(name) == node))
     fleet = shell.driver.fleet
-    assert (fleet.training, fleet.trainings[0].steps) == (1, steps)
+    assert (fleet.training, fleet.script.trainings[0].steps) == (1, steps)
     assert set(fleet.members) == set(NAMES)
 
 
@@ -225,7 +226,7 @@ def test_a_generation_that_nobody_was_told_of_is_given_up_and_its_number_is_not_
     assert shell.driver.fleet.generation == 1  # written down, and then the manager dies before it tells anyone
     shell.die_and_start_again()
     assert shell.driver.fleet.generation == 1
-    old = replace(shell.driver.fleet, history=shell.driver.fleet.history[:1])
+    old = with_history(shell.driver.fleet, shell.driver.fleet.history[:1])
     for node, names in (("n0-a", NAMES[:2]), ("n1-b", NAMES[2:3])):
         shell.reconcile(node, *(shell.snapshot(name, generation=0) for name in names))
     shell.driver.wait(2)
@@ -283,7 +284,11 @@ def test_what_people_were_promised_is_kept_by_the_next_manager(shell: Shell) -> 
     shell.write()
     sent = len(shell.driver.done)
     fleet = shell.die_and_start_again()
-    assert (fleet.finish, fleet.morph_asked, list(fleet.departing)) == (FinishWish("enough"), True, ["n1-b"])
+    assert (fleet.requests.finish, fleet.requests.morph is not None, list(fleet.machines.departing)) == (
+        FinishWish("enough"),
+        True,
+        ["n1-b"],
+    )
     shell.reconcile("n0-a", shell.snapshot("n0-a.0"), shell.snapshot("n0-a.1"))
     shell.reconcile("n1-b", shell.snapshot("n1-b.0"), shell.snapshot("n1-b.1"))
     flags = [(d.worker, d.message.flag) for d in shell.driver.done[sent:] if _is_flag(d)]  # type: ignore[union-attr]
@@ -298,7 +303,7 @@ def test_a_promise_that_was_kept_is_not_kept_again(shell: Shell) -> None:
     shell.journal.append(Answered(what="drain", node="n1-b"))
     shell.journal.append(Answered(what="morph"))
     fleet = shell.die_and_start_again()
-    assert (fleet.finish, fleet.morph_asked, fleet.departing) == (None, False, {})
+    assert (fleet.requests.finish, fleet.requests.morph, fleet.machines.departing) == (None, None, {})
 
 
 def _is_flag(done: Instruction) -> bool:
@@ -320,7 +325,7 @@ def test_spares_of_a_plan_that_left_somebody_out_are_planned_for_anew(shell: She
     """The plan was made for fewer workers than there were: it is not known to be the best for all of them."""
     shell.vote(0)
     slow = {NAMES[3]: Straggler(ratio=9.0, until_s=float("inf"))}
-    shell.driver.fleet = replace(shell.driver.fleet, slow=slow)
+    shell.driver.fleet = replace(shell.driver.fleet, speeds=Speeds(slow=slow))
     shell.driver.wait(1.0)
     shell.vote(1)
     for name in shell.driver.fleet.members:
@@ -346,7 +351,7 @@ def test_spares_of_a_plan_that_left_somebody_out_are_planned_for_anew(shell: She
 def test_the_next_manager_knows_who_was_slow_when_the_plan_was_made(shell: Shell) -> None:
     shell.vote(0)
     slow = {NAMES[3]: Straggler(ratio=2.0, until_s=float("inf"), speed=0.5)}
-    shell.driver.fleet = replace(shell.driver.fleet, slow=slow)
+    shell.driver.fleet = replace(shell.driver.fleet, speeds=Speeds(slow=slow))
     shell.driver.wait(1.0)
     shell.vote(1)
     for name in shell.driver.fleet.members:
@@ -356,8 +361,8 @@ def test_the_next_manager_knows_who_was_slow_when_the_plan_was_made(shell: Shell
     assert plan.speeds == (1.0, 0.5)
     fleet = shell.die_and_start_again()
     assert fleet.record.plan == plan
-    assert {straggler.speed for straggler in fleet.slow.values()} == {0.5}
-    assert fleet.slow.keys() == set(fleet.record.grid[2:])
+    assert {straggler.speed for straggler in fleet.speeds.slow.values()} == {0.5}
+    assert fleet.speeds.slow.keys() == set(fleet.record.grid[2:])
 
 
 def test_the_next_manager_plans_for_the_losses_that_the_last_one_saw(shell: Shell) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.fleet.support import Driver, make_vote, two_stages
+from tests.unit.fleet.support import Driver, make_vote, two_stages, with_history
 from varuna.core.devices import WorkerGroups
 from varuna.core.messages import Beat, FromWorker, Saved, StopReport, Vote, Voted
 from varuna.core.model import JobFacts, Memory
@@ -18,7 +18,6 @@ from varuna.fleet.state.inputs import WorkerDistrusted, WorkerExited, WorkerSpaw
 from varuna.fleet.state.outputs import Kill
 from varuna.fleet.state.recorded import RecordedSteps
 from varuna.fleet.state.run_events import GenerationRecord
-from varuna.fleet.state.worker import changed
 
 
 def running() -> Driver:
@@ -102,7 +101,7 @@ def test_sums_that_a_worker_went_on_from_are_believed_in_that_step_only() -> Non
     own = (InheritedSum(section=0, micro_batches=((4, 6),), source_rank=2),)
     left = RemainingWork(micro_batches=8, taken=(own, (), (), ()), work=(((0, 2),), ((2, 4), (6, 8))))
     record = driver.fleet.record.model_copy(update={"remainder": left, "first_step": 2})
-    fleet = replace(driver.fleet, history=(record,))
+    fleet = with_history(driver.fleet, (record,))
     assert plan.micro_batches == 8
     assert objection(fleet, w0, summed(((0, 2), (4, 6)))) is None
     assert "never given" in text(objection(fleet, w0, summed(((0, 3), (4, 6)))))
@@ -117,7 +116,7 @@ def test_in_the_first_step_some_state_is_on_its_way_and_what_was_there_before_is
     w0, w1 = driver.fleet.members[:2]
     changes = {"generation": 1, "first_step": 2, "members": (w1, w0, *driver.fleet.members[2:])}
     second = GenerationRecord.model_validate({**driver.fleet.record.model_dump(), **changes})
-    fleet = replace(driver.fleet, history=(driver.fleet.record, second))
+    fleet = with_history(driver.fleet, (driver.fleet.record, second))
 
     def said(sections: tuple[int, ...], lent: tuple[int, ...], copies: tuple[int, ...], step: int = 2) -> str | None:
         held = StopReport(generation=1, next_step=step, sections=sections, lent=lent, copies=copies)
@@ -244,7 +243,7 @@ def test_sums_of_the_rank_whose_copy_a_worker_keeps_are_no_lie() -> None:
     record = driver.fleet.record
     fields = {name: getattr(record, name) for name in GenerationRecord.model_fields}
     without = GenerationRecord.model_validate({**fields, "keepers": ()})
-    driver.fleet = changed(driver.fleet, history=(without,))
+    driver.fleet = with_history(driver.fleet, [without])
     assert "never given" in text(objection(driver.fleet, "w0", held(2, copies=())))
 
 

@@ -7,7 +7,8 @@ from varuna.fleet.page.conditions import slowness
 from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.contacts import Contacts
-from varuna.fleet.state.fleet import Departure, Fleet
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.machines import Departure, Machines
 from varuna.fleet.state.phases import Finishing
 from varuna.fleet.state.worker import WorkerStatus
 
@@ -52,7 +53,9 @@ def test_nobody_is_called_silent_while_scripts_run_to_their_ends() -> None:
 def test_a_machine_that_will_leave_comes_before_all_else() -> None:
     driver = trained()
     node = driver.fleet.workers["w1"].node
-    driver.fleet = replace(driver.fleet, departing={node: Departure(deadline_s=1e9, reason="drained")})
+    driver.fleet = replace(
+        driver.fleet, machines=Machines(departing={node: Departure(deadline_s=1e9, reason="drained")})
+    )
     assert conditions(driver)["w1"] == ("leaving", "its machine will leave")
 
 

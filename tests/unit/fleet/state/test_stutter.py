@@ -117,7 +117,7 @@ def test_the_beat_of_a_worker_that_has_said_that_it_leaves_is_not_judged() -> No
     driver.say("w3", Leaving(step=2))
     beat = Beat(generation=driver.fleet.generation, step=2, activity="", forward_s=1.0, backward_s=2.0)
     driver.say("w3", beat)
-    assert not driver.fleet.slow
+    assert not driver.fleet.speeds.slow
     driver.say("w2", beat)  # and what it said before counts for nobody
     driver.say("w1", Leaving(step=2))
     driver.say("w1", beat)
@@ -144,14 +144,14 @@ def test_a_slow_worker_is_taken_in_again_on_probation_and_longer_left_out_the_ne
     driver.all_held(3)
     driver.voted(3)
     driver.wait(35)
-    assert not driver.fleet.slow
+    assert not driver.fleet.speeds.slow
     assert "another chance" in driver.told(Notice)[-1].text
     driver.kill("w8")  # now its old seat is free again
     driver.all_held(4)
     driver.voted(4)
     assert "w5" in driver.fleet.record.grid
     beat_all(driver, 20, w5=2.0)
-    assert driver.fleet.slow["w5"].until_s > driver.now_s + 50
+    assert driver.fleet.speeds.slow["w5"].until_s > driver.now_s + 50
 
 
 def test_a_straggler_has_a_smaller_share_where_the_run_would_be_slower_without_it() -> None:
@@ -188,7 +188,7 @@ def test_whoever_is_in_the_majority_speeds_are_those_of_the_workers(slow: tuple[
     driver.kill("w0")  # one of full speed
     driver.all_held(4)
     assert driver.fleet.record.plan.speeds == (pytest.approx(speeds[1:]) if set(speeds[1:]) != {1.0} else ())
-    assert driver.fleet.slow.keys() == set(slow)
+    assert driver.fleet.speeds.slow.keys() == set(slow)
 
 
 def test_a_slow_worker_that_recovers_gets_its_whole_share_again() -> None:
@@ -201,7 +201,7 @@ def test_a_slow_worker_that_recovers_gets_its_whole_share_again() -> None:
     driver.voted(3)
     beat_all(driver, 20)
     assert "worker w2 on node local is as fast as its peers again" in [event.text for event in driver.told(Notice)]
-    assert not driver.fleet.slow
+    assert not driver.fleet.speeds.slow
     assert driver.fleet.speed_of("w2") == 1.0
     driver.voted(4)
     driver.all_held(5)
@@ -222,12 +222,12 @@ def test_noise_moves_nobody_whose_speed_is_known(seed: int) -> None:
             beat_all(driver, 1, **{name: value * (2 if name in slow else 1) for name, value in noise.items()})
 
     beat(30)
-    assert driver.fleet.slow.keys() == slow
+    assert driver.fleet.speeds.slow.keys() == slow
     driver.voted(2)
     driver.all_held(3)
     driver.voted(3)
     beat(150)
-    assert driver.fleet.slow.keys() == slow
+    assert driver.fleet.speeds.slow.keys() == slow
     assert driver.fleet.record.plan.speeds[:5] == (1.0,) * 5
     assert driver.fleet.generation == 1
     assert isinstance(driver.fleet.phase, Running)
@@ -241,12 +241,12 @@ def test_a_planner_that_knows_no_speeds_keeps_a_straggler_which_is_found_again_a
     driver = Driver(FleetConfig(workers=4, slow_ratio=SLOW_RATIO, probation_s=10.0), plan=even)
     driver.begin(0, 1)
     beat_all(driver, 30, w1=1.4)  # half of the workers for 40 % would not be worth it
-    assert driver.fleet.slow.keys() == {"w1"}
+    assert driver.fleet.speeds.slow.keys() == {"w1"}
     driver.wait(15, still=False)
-    assert not driver.fleet.slow
+    assert not driver.fleet.speeds.slow
     beat_all(driver, 30, w1=1.4)
-    assert driver.fleet.slow.keys() == {"w1"}
-    assert driver.fleet.strikes == {"w1": 2}
+    assert driver.fleet.speeds.slow.keys() == {"w1"}
+    assert driver.fleet.speeds.strikes == {"w1": 2}
 
 
 @pytest.mark.parametrize("ratio", [1.3, 1.5, 3.0])
@@ -254,7 +254,7 @@ def test_a_single_peer_tells_who_of_two_is_slow(ratio: float) -> None:
     driver = Driver(FleetConfig(workers=2, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)
     driver.begin(0, 1)
     beat_all(driver, 30, w1=ratio)
-    assert driver.fleet.slow.keys() == {"w1"}
+    assert driver.fleet.speeds.slow.keys() == {"w1"}
     assert driver.fleet.speed_of("w1") == pytest.approx(1 / ratio, rel=0.04)
 
 
@@ -274,13 +274,13 @@ def test_stages_of_unlike_pipelines_are_compared_by_what_they_were_predicted_to_
     for rank, name in enumerate(driver.fleet.record.grid):
         usual[name] = float(len(plan.sections_at(rank)))
     beat_all(driver, 20, **usual | {slow: 1.5 * usual[slow]})
-    assert not driver.fleet.slow  # nobody knows what a stage should take
+    assert not driver.fleet.speeds.slow  # nobody knows what a stage should take
     expected_s = tuple(0.1 * len(slot.sections) for slot in plan.slots)
     driver.feed(Recalibrated(driver.fleet.generation, expected_s, None))
     beat_all(driver, 20, **usual)
-    assert not driver.fleet.slow
+    assert not driver.fleet.speeds.slow
     beat_all(driver, 20, **usual | {slow: 1.5 * usual[slow]})
-    assert driver.fleet.slow.keys() == {slow}
+    assert driver.fleet.speeds.slow.keys() == {slow}
     assert driver.fleet.speed_of(slow) == pytest.approx(1 / 1.5, rel=0.05)
     driver.voted(2)
     driver.all_held(3)
@@ -317,9 +317,9 @@ def of_two_classes() -> Driver:
 
 def test_like_is_compared_with_like_and_a_slow_class_is_no_straggler() -> None:
     driver = of_two_classes()
-    assert not driver.fleet.slow
+    assert not driver.fleet.speeds.slow
     beat_all(driver, 30, **{**OF_B, "w6": 6.0})
-    assert list(driver.fleet.slow) == ["w6"]
+    assert list(driver.fleet.speeds.slow) == ["w6"]
 
 
 def test_a_straggler_of_a_class_has_a_smaller_share_in_its_class() -> None:
@@ -351,4 +351,4 @@ def test_in_pipelines_on_several_classes_nobody_is_a_straggler() -> None:
     driver.begin(0, 1)
     assert driver.fleet.record.plan.classes == {"": 4}
     beat_all(driver, 40, w2=3.0, w3=3.0)
-    assert not driver.fleet.slow
+    assert not driver.fleet.speeds.slow
