@@ -25,8 +25,8 @@ from tests.scenarios.launch import json_log, processes_with
 from varuna.core.devices import WorkerGroups, size_of
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.extras.doctor.sample_ledger import audit
 from varuna.fleet.run_folder.past_events import read_events
-from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig

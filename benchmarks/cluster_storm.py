@@ -31,8 +31,8 @@ from pathlib import Path
 from benchmarks.chaos import JOB, TOLERANCE, undisturbed
 from tests.scenarios.launch import json_log, processes_with
 from tests.scenarios.network import NAMESPACE, Network, why_not
+from varuna.extras.doctor.sample_ledger import audit
 from varuna.fleet.run_folder.past_events import read_events
-from varuna.fleet.run_folder.sample_ledger import audit
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("a", "b", "c", "d")

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from varuna.core.messages import Hello, WorkFound, WorkOffered, WorkSought
+from varuna.fleet.manager.shared_work import SharedWork
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived
-from varuna.fleet.state.shared_work import SharedWork
 from varuna.fleet.workers.worker_server import WorkerServer
 
 _TOKEN, _BOUND_S = "a benchmark's", 240.0

@@ -22,8 +22,8 @@ from varuna.core.devices import WorkerGroups, equal_workers, size_of
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.extras.demo.run import dataset_size, example_folder, sample_order, train_reference
+from varuna.extras.doctor.sample_ledger import audit
 from varuna.fleet.run_folder.past_events import read_events
-from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig

@@ -9,8 +9,8 @@ import pytest
 from tests.scenarios.cluster import Cluster, ended
 from tests.scenarios.launch import json_log, python
 from tests.waiting import wait_for
+from varuna.extras.doctor.sample_ledger import audit
 from varuna.fleet.run_folder.past_events import read_events
-from varuna.fleet.run_folder.sample_ledger import audit
 
 MICRO_BATCHES = 300
 JOB = ("--steps", "2", "--layers", "6", "--global-batch", str(MICRO_BATCHES), "--micro-batch", "1", "--dropout", "0.1")

@@ -9,8 +9,8 @@ import pytest
 from tests.scenarios.launch import json_log, python
 from tests.scenarios.play import Play
 from tests.waiting import wait_for
+from varuna.extras.doctor.sample_ledger import SampleLedger, audit
 from varuna.fleet.run_folder.past_events import read_events
-from varuna.fleet.run_folder.sample_ledger import SampleLedger, audit
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import MorphRequested
 

@@ -6,7 +6,6 @@ from pydantic import Field
 
 from varuna.core.plan import Copies, Plan
 from varuna.core.value import Value
-from varuna.fleet.run_folder.predictions import CheckedPrediction, PredictionBook
 from varuna.fleet.state.run_events import (
     GenerationRecord,
     GenerationStarted,
@@ -16,6 +15,7 @@ from varuna.fleet.state.run_events import (
     TrainingEnded,
     WorkerLost,
 )
+from varuna.observe.predictions import CheckedPrediction, PredictionBook
 
 
 class PlanShape(Value):

@@ -28,6 +28,7 @@ from varuna.core.plan import Pipeline, Plan
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.machine.placement import Candidate, Holdings
+from varuna.fleet.manager.answering import plan_answer
 from varuna.fleet.net.protocol import Identity
 from varuna.fleet.run_folder.registry import Registry, hashed
 from varuna.fleet.state.config import FleetConfig
@@ -43,7 +44,7 @@ from varuna.fleet.state.inputs import (
     WorkerSpawned,
 )
 from varuna.fleet.state.outputs import Ask, EndRun, Instruction, Publish, Send, Spawn
-from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, WhichCheckpoint, plan_answer
+from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, WhichCheckpoint
 from varuna.fleet.state.run_events import GenerationRecord, RunEvent
 
 T = TypeVar("T")

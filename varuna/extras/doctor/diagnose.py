@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from varuna.core.units import counted, format_bytes, format_duration
 from varuna.extras.doctor.judging.finding import Finding, Severity
 from varuna.extras.doctor.judging.judge_machine import is_full
-from varuna.fleet.run_folder.predictions import CheckedPrediction
-from varuna.fleet.run_folder.sample_ledger import SampleLedger
+from varuna.extras.doctor.sample_ledger import SampleLedger
 from varuna.fleet.state.run_events import RunEnded
+from varuna.observe.predictions import CheckedPrediction
 from varuna.planner.line import Line
 
 FEW_BYTES = 1 << 30

@@ -14,12 +14,12 @@ from varuna.checkpoint.manifest import Manifest, newest_intact, survey
 from varuna.core.errors import CheckpointError, UsageError, VarunaError
 from varuna.core.plan import Copies
 from varuna.extras.doctor.diagnose import CheckpointSeen, ClockReading, Disk, Facts, Listener, WorkerSeen
+from varuna.extras.doctor.sample_ledger import audit
 from varuna.fleet.net import listening_sockets
 from varuna.fleet.run_folder.connection_file import Access
 from varuna.fleet.run_folder.past_events import NewestEvents, ending, kept_job, newest_events
-from varuna.fleet.run_folder.predictions import checked_predictions
-from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.state.run_events import RunEnded
+from varuna.observe.predictions import checked_predictions
 from varuna.planner.line import Line
 from varuna.store.base import Store
 from varuna.store.opening import is_local, open_store

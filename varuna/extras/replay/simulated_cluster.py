@@ -38,6 +38,7 @@ from varuna.extras.replay.lost import Account, LostBy, OutageSpan
 from varuna.extras.replay.moving import Moves
 from varuna.extras.replay.saved import StepSaves, Stored
 from varuna.fleet.machine.advance import advance
+from varuna.fleet.manager.answering import Planner, plan_answer
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AnswerReceived,
@@ -50,7 +51,7 @@ from varuna.fleet.state.inputs import (
 )
 from varuna.fleet.state.outputs import Ask, Instruction, Kill, Publish, Send
 from varuna.fleet.state.phases import Idle, Running
-from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, Planner, WhichCheckpoint, plan_answer
+from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, WhichCheckpoint
 from varuna.fleet.state.run_events import RunEvent
 from varuna.fleet.state.speeds import Speeds
 

@@ -15,6 +15,7 @@ from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.assignments import assignments
 from varuna.fleet.machine.choosing import plan_and_workers
 from varuna.fleet.machine.commit import begin_recording
+from varuna.fleet.machine.keepers import keepers
 from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
 from varuna.fleet.machine.recall import in_memory, still_needed
 from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage, sums_moved
@@ -22,7 +23,6 @@ from varuna.fleet.machine.standstill import because
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, Obstacle, Rejected
 from varuna.fleet.state.fleet import Fleet
-from varuna.fleet.state.keepers import keepers
 from varuna.fleet.state.phases import Idle, Running
 from varuna.fleet.state.questions import (
     Checkpoint,

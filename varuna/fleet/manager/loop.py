@@ -23,6 +23,7 @@ from varuna.core.messages import (
 )
 from varuna.core.plan import Plan
 from varuna.fleet.machine.advance import advance
+from varuna.fleet.manager.answering import Planner, checkpoint_answer, plan_answer
 from varuna.fleet.manager.budget_keeper import BudgetKeeper
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
@@ -30,6 +31,7 @@ from varuna.fleet.manager.mailbox import Broken, Leave, Mailbox, Posted, Pulses,
 from varuna.fleet.manager.reconcile import Reconciliation, reconcile
 from varuna.fleet.manager.rendezvous import Meeting
 from varuna.fleet.manager.resume import lost_workers, resume
+from varuna.fleet.manager.shared_work import SharedWork
 from varuna.fleet.manager.validation import objection
 from varuna.fleet.net.protocol import wire_digest
 from varuna.fleet.net.watchdog import STOOD_STILL_S
@@ -47,7 +49,7 @@ from varuna.fleet.state.inputs import (
 )
 from varuna.fleet.state.outputs import Ask, Collect, Complain, EndRun, Instruction, Kill, Publish, Release, Send, Spawn
 from varuna.fleet.state.phases import Ended
-from varuna.fleet.state.questions import Answer, Planner, WhichCheckpoint, checkpoint_answer, plan_answer
+from varuna.fleet.state.questions import Answer, WhichCheckpoint
 from varuna.fleet.state.run_events import (
     Audited,
     Budgeted,
@@ -63,7 +65,6 @@ from varuna.fleet.state.run_events import (
     WaitsSplit,
     WorkerLost,
 )
-from varuna.fleet.state.shared_work import SharedWork
 from varuna.process.background_work import BackgroundWork
 
 _TICK_S = 0.2

@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute
 
 from varuna.core.errors import UsageError
 from varuna.core.version import __version__
+from varuna.fleet.manager.answering import Planner
 from varuna.fleet.manager.budget_keeper import BudgetKeeper
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
@@ -45,7 +46,6 @@ from varuna.fleet.state.account import Account
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import CheckpointCompleted, FinishRequested, StopRequested
 from varuna.fleet.state.phases import Ended, Running
-from varuna.fleet.state.questions import Planner
 from varuna.fleet.state.run_events import Budgeted, CheckpointCommitted, Notice, Priced, RunEvent
 from varuna.process.file_lock import own
 from varuna.process.signals import INTERRUPTED, handled

@@ -15,9 +15,9 @@ from varuna.extras.doctor.diagnose import (
     is_exposed,
 )
 from varuna.extras.doctor.judging.finding import Severity, is_healthy
-from varuna.fleet.run_folder.predictions import CheckedPrediction
-from varuna.fleet.run_folder.sample_ledger import SampleLedger
+from varuna.extras.doctor.sample_ledger import SampleLedger
 from varuna.fleet.state.run_events import RunEnded
+from varuna.observe.predictions import CheckedPrediction
 from varuna.planner.line import Line
 
 LEDGER = SampleLedger(first_step=0, steps=10, samples=160, undone=0, weights=(16.0,) * 10, faults=())

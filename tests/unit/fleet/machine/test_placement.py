@@ -6,8 +6,8 @@ from tests.unit.fleet.support import candidates, make_job, make_plan, two_stages
 from varuna.core.devices import equal_workers
 from varuna.core.messages import Transfer
 from varuna.core.plan import Copies
+from varuna.fleet.machine.keepers import keepers
 from varuna.fleet.machine.placement import seat, transfers, uncovered
-from varuna.fleet.state.keepers import keepers
 
 JOB = make_job(sections=4)
 EVEN = (1, 1, 1, 1)

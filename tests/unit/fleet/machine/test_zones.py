@@ -11,10 +11,10 @@ from varuna.core.devices import WorkerGroup, WorkerGroups, class_in, class_names
 from varuna.core.model import JobFacts
 from varuna.core.node_notices import ZoneNotice
 from varuna.core.plan import Copies, Plan
+from varuna.fleet.machine.keepers import keepers
 from varuna.fleet.machine.placement import seat, transfers
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import MorphRequested, NoticeReceived, WorkerSpawned
-from varuna.fleet.state.keepers import keepers
 
 JOB = make_job(sections=4)
 EVEN = (1, 1, 1, 1)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fleet.run_folder.test_sample_ledger import eventful
+from tests.unit.extras.doctor.test_sample_ledger import eventful
 from varuna.core.errors import UsageError
+from varuna.extras.doctor.sample_ledger import audit
 from varuna.fleet.run_folder.database import FILE
 from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.run_folder.past_events import ending, newest_events
-from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.state.run_events import RunEnded, StepRecorded
 
 OVER = RunEnded(exit_code=3, text="no plan fits")

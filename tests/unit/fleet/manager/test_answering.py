@@ -5,7 +5,8 @@ from varuna.core.devices import WorkerGroups, equal_workers
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.state.questions import Planned, Unplannable, WhichPlan, plan_answer
+from varuna.fleet.manager.answering import plan_answer
+from varuna.fleet.state.questions import Planned, Unplannable, WhichPlan
 
 JOB = make_job()
 PLAN = two_stages(JOB, 4, None).model_copy(update={"step_s": 3.0})

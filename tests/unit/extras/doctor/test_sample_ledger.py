@@ -4,10 +4,10 @@ import pytest
 
 from tests.unit.fleet.support import Driver, two_stages
 from varuna.core.errors import UsageError
+from varuna.extras.doctor.sample_ledger import audit
 from varuna.fleet.run_folder.database import FILE
 from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.run_folder.past_events import read_events
-from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.outputs import Publish
 from varuna.fleet.state.questions import Checkpoint

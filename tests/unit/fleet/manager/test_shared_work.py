@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varuna.core.messages import WorkFound, WorkOffered, WorkSought, from_worker, to_worker
-from varuna.fleet.state.shared_work import SharedWork
+from varuna.fleet.manager.shared_work import SharedWork
 
 NAMES = ("w0", "w1", "w2")
 SOUGHT, DONE = WorkSought(key="k"), WorkOffered(key="k", data=b"\x00graph\xff")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.unit.fleet.run_folder.test_sample_ledger import eventful
+from tests.unit.extras.doctor.test_sample_ledger import eventful
 from varuna.core.times import RankTimes
-from varuna.fleet.run_folder.predictions import CheckedPrediction, checked_predictions
 from varuna.fleet.state.run_events import GenerationTimed, RunEnded, RunEvent
+from varuna.observe.predictions import CheckedPrediction, checked_predictions
 
 
 def times(steps: int, step_s: float) -> RankTimes:
