@@ -192,13 +192,13 @@ def _print_log(remote: "ManagerRemote", worker: str, offset: str, follow: bool) 
 
 def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: bool) -> None:
     """Print a log that the manager, which is gone, has kept."""
-    from varuna.fleet.page.status import Picture
+    from varuna.fleet.page.chronicle import Chronicle
     from varuna.fleet.run_folder.past_events import newest_events
 
-    picture = Picture()
+    chronicle = Chronicle()
     for event in newest_events(folder, steps=0).events:
-        picture.take(event)
-    known = {"failures": picture.failures, "members": picture.members, "generation": "the last one"}
+        chronicle.take(event, 0.0)
+    known = {"failures": chronicle.failures, "members": chronicle.members, "generation": "the last one"}
     name = worker or _worker(known, rank, first_failure)
     for path in (folder / "logs" / f"{name}.log", folder / f"{name}.log"):
         if path.is_file():

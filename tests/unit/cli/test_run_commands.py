@@ -17,7 +17,7 @@ from varuna.core.messages import Beat
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.net.serving import Serving
 from varuna.fleet.page.chronicle import Chronicle
-from varuna.fleet.page.status import Picture
+from varuna.fleet.page.status import describe
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish
 from varuna.fleet.run_folder.journal import Journal
@@ -42,7 +42,7 @@ class RunningManager:
         driver.all_held(2)
         driver.voted(2)
         self.driver = driver
-        self.picture, self.chronicle = Picture(), Chronicle()
+        self.chronicle = Chronicle()
         (folder / "logs").mkdir()
         (folder / "logs" / "w3.log").write_text("the last words of w3\n")
         (folder / "logs" / f"{driver.fleet.members[1]}.log").write_text("what rank 1 said\n")
@@ -50,10 +50,9 @@ class RunningManager:
         for done in driver.done:
             if isinstance(done, Publish):
                 self.journal.append(done.event)
-                self.picture.take(done.event)
                 self.chronicle.take(done.event, 1e9)
         people = OperatorApi(
-            status=lambda: {**self.picture.describe(driver.fleet, 0.0), **self.chronicle.newest(20, 1e9)},
+            status=lambda: {**describe(driver.fleet, 0.0), **self.chronicle.newest(20, 1e9)},
             logs=folder / "logs",
             ask=self.ask,
             audit=Audit(lambda event: None),
@@ -170,7 +169,7 @@ HOSTILE = "opens /data/[/x] x[i]\x1b]0;mine\x07\x1b[2J"
 
 def test_status_shows_what_a_machine_says_as_text(manager: RunningManager, shell: Shell) -> None:
     manager.driver.say("w0", Beat(generation=1, step=3, activity=HOSTILE))
-    manager.picture.failures[0]["cause"] = HOSTILE
+    manager.chronicle.failures[0]["cause"] = HOSTILE
     code, out, _ = shell("status")
     assert (code, out.count("opens /data/[/x] x[i]"), "\x1b" in out) == (0, 2, False)
 

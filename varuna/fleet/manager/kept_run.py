@@ -6,10 +6,10 @@ from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
-from varuna.fleet.page.status import Picture, shown_plan
+from varuna.fleet.page.status import shown_plan
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.past_events import PastStep, carried, events_and_steps, kept_job
-from varuna.fleet.state.run_events import GenerationStarted, RunEnded
+from varuna.fleet.state.run_events import GenerationStarted
 
 
 class KeptRun:
@@ -20,7 +20,7 @@ class KeptRun:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.chronicle, self._picture = Chronicle(), Picture()
+        self.chronicle = Chronicle()
         self._plan: dict[str, object] | None = None
         self._generation = -1
         self._job, self._newest_s = kept_job(folder), 0.0
@@ -31,7 +31,6 @@ class KeptRun:
                 self.chronicle.take_step(event)
                 continue
             self.chronicle.take(event, time_s)
-            self._picture.take(event)
             if isinstance(event, GenerationStarted):
                 self._plan, self._generation = shown_plan(event.record.plan), event.record.generation
         self.folder = folder
@@ -40,31 +39,25 @@ class KeptRun:
     @property
     def has_ended(self) -> bool:
         """Whether it ended; otherwise its manager is gone, or cannot be reached."""
-        return self._picture.ended is not None
+        return self.chronicle.exit_code is not None
 
     def status(self) -> dict[str, object]:
         """As a manager's, of a run that nobody works for."""
-        ended, job = self._picture.ended, self._job
+        job, exit_code = self._job, self.chronicle.exit_code
         steps = job.steps if job is not None else 0
         return {
-            "state": _state(ended),
+            "state": "without a manager" if exit_code is None else f"ended with exit code {exit_code}",
             "read_only": True,
             "steps": steps,
             "checkpoint_dir": job.checkpoint_dir if job is not None else None,
             "rescues": job is not None and job.rescues,
             "generation": self._generation,
             "plan": self._plan,
-            "members": list(self._picture.members),
+            "members": list(self.chronicle.members),
             "nodes": [],
             "workers": [],
-            "failures": self._picture.failures,
-            "lost_workers": self._picture.lost_workers,
             **self.chronicle.reckoned(steps, self._newest_s),
         }
-
-
-def _state(ended: RunEnded | None) -> str:
-    return "without a manager" if ended is None else f"ended with exit code {ended.exit_code}"
 
 
 def kept_api(run: KeptRun, feed: LiveFeed, logins: Logins) -> OperatorApi:

@@ -1,5 +1,6 @@
 """The history of a run, for pages that are opened at any time: bounded in memory, and every change has a number."""
 
+import math
 import secrets
 import threading
 from collections import deque
@@ -29,11 +30,13 @@ from varuna.fleet.state.run_events import (
     StepRecorded,
     TrainingEnded,
     WaitsSplit,
+    WorkerLost,
 )
 
 _MOST_BANDS = 1000
 _CHANGES_KEPT = 4096
 _NEWEST_MARKS = 20
+_FAILURES_KEPT = 20
 _CURVE = 16
 """Points of a curve that is one line high."""
 
@@ -66,7 +69,12 @@ class Chronicle:
         self._waits = Waits()
         self._checkpoint: dict[str, object] | None = None
         self._ended: dict[str, object] | None = None
-        self._newest_step: int | None = None
+        self._newest: PastStep | None = None
+        self.failures: list[dict[str, str]] = []
+        """Worker and cause, the first one first."""
+        self._lost_workers = 0
+        self.members: tuple[str, ...] = ()
+        """Of the newest generation, by rank."""
         self._began_s: float | None = None
         self._number = 0
         self._changes: deque[PageChange] = deque(maxlen=changes_kept)
@@ -81,6 +89,7 @@ class Chronicle:
         with self._lock:
             self._began_s = time_s if self._began_s is None else self._began_s
             self._meter.take(event, time_s)
+            self._note_failure(event)
             if isinstance(event, StepRecorded):
                 self._step(PastStep(event.step, time_s, event.loss, event.examples_per_s))
                 return
@@ -88,6 +97,7 @@ class Chronicle:
                 case GenerationStarted(record=record) | Morphed(record=record):
                     self._band(record, time_s)
                     if isinstance(event, GenerationStarted):
+                        self.members = record.members
                         self._pace.begin()
                         if record.generation == record.began and record.first_step:
                             self._checkpoint = {"step": record.first_step, "time_s": round(time_s, 2), "resumed": True}
@@ -108,13 +118,21 @@ class Chronicle:
                     self._note("ended", self._ended)
                 case _:
                     pass
-            if (mark := told(event, time_s, self._newest_step)) is not None:
+            if (mark := told(event, time_s, None if self._newest is None else self._newest.step)) is not None:
                 self._marks.take(mark)
                 self._note("mark", mark._asdict())
 
+    def _note_failure(self, event: RunEvent) -> None:
+        self._lost_workers += isinstance(event, WorkerLost)
+        match event:
+            case WorkerLost(worker=worker, cause=cause) | RunEnded(worker=str() as worker, text=cause):
+                self.failures = [*self.failures, {"worker": worker, "cause": cause}][:_FAILURES_KEPT]
+            case _:
+                pass
+
     def _begin_training(self) -> None:
         """Curves begin anew; what is told in words, and the cost, is of the whole run."""
-        self._steps, self._pace, self._newest_step = StepHistory(), StepPace(), None
+        self._steps, self._pace, self._newest = StepHistory(), StepPace(), None
         self._timed, self._checkpoint = None, None
         self._waits = Waits()
         self._changes.clear()  # an open page starts afresh
@@ -139,7 +157,7 @@ class Chronicle:
             self._step(point)
 
     def _step(self, point: PastStep) -> None:
-        self._newest_step = point.step
+        self._newest = point
         self._steps.take(point)
         self._pace.take(point.step, point.time_s)
         self._meter.take_step(point)
@@ -175,9 +193,13 @@ class Chronicle:
             }
 
     def newest(self, total: int, now_s: float) -> dict[str, object]:
-        """Return what fits on a screen: the last sentences, the loss in a few points, times, and what is reckoned."""
+        """Return what fits on a screen: the newest step, the last sentences, a curve, times, and what is reckoned."""
         with self._lock:
+            last = self._newest
             return {
+                "step": None if last is None else last.step,
+                "loss": last.loss if last is not None and math.isfinite(last.loss) else None,
+                "examples_per_s": 0.0 if last is None else last.examples_per_s,
                 "marks": self._marks.newest(_NEWEST_MARKS),
                 "curve": self._steps.curve(_CURVE),
                 "timed": self._timed,
@@ -188,7 +210,7 @@ class Chronicle:
             }
 
     def reckoned(self, total: int, now_s: float) -> dict[str, object]:
-        """Reckon what is left of ``total`` steps, and the cost until ``now_s``, in seconds since 1970."""
+        """Count losses, and reckon what is left of ``total`` steps, and the cost until ``now_s`` (since 1970)."""
         with self._lock:
             return self._reckoned(total, now_s)
 
@@ -196,6 +218,8 @@ class Chronicle:
         left_s = self._pace.left_s(total) if self._ended is None else None
         used, is_over = self._meter.used(now_s), self._ended is not None
         return {
+            "failures": self.failures,
+            "lost_workers": self._lost_workers,
             "left_s": None if left_s is None else round(left_s, 1),
             "cost": shown(self._meter.cost(now_s)),
             "budget": shown_budget(self._meter.budget, used, is_over=is_over),
@@ -215,6 +239,11 @@ class Chronicle:
         """The same, for the next start of the run."""
         with self._lock:
             return self._meter.account(now_s)
+
+    @property
+    def exit_code(self) -> int | None:
+        """With which the run ended; None if it has not."""
+        return None if self._ended is None else int(str(self._ended["exit_code"]))
 
     @property
     def budget(self) -> Budgeted | None:

@@ -1,8 +1,4 @@
-"""The answer to ``GET /status``: the fleet and the newest losses, as plain JSON values."""
-
-import math
-from collections import deque
-from contextlib import suppress
+"""The answer to ``GET /status``, as far as the fleet knows it: plain JSON values."""
 
 from varuna.core.plan import Plan
 from varuna.fleet.machine.standstill import stillness
@@ -10,108 +6,16 @@ from varuna.fleet.page.conditions import condition, slowness
 from varuna.fleet.page.phases import phase_of
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
-from varuna.fleet.state.run_events import (
-    GenerationStarted,
-    RunEnded,
-    RunEvent,
-    StepRecorded,
-    TrainingEnded,
-    WorkerLost,
-)
 from varuna.fleet.state.worker import Worker
-
-_LOSSES_KEPT = 2000
-_FAILURES_KEPT = 20
-
-
-class LossCurve:
-    """The newest losses; steps that a rollback undid are replaced."""
-
-    def __init__(self) -> None:
-        self._steps: deque[StepRecorded] = deque(maxlen=_LOSSES_KEPT)
-
-    def take(self, event: RunEvent) -> None:
-        """Note an event."""
-        if isinstance(event, TrainingEnded):
-            self._steps.clear()
-        elif isinstance(event, StepRecorded):
-            while self._steps and self._steps[-1].step >= event.step:
-                self._steps.pop()
-            self._steps.append(event)
-
-    def describe(self) -> dict[str, object]:
-        """Losses as pairs of step and loss (None if it is not a number), and the newest speed."""
-        losses = [[event.step, _finite(event.loss)] for event in tuple(self._steps)]
-        return {"losses": losses, **self.newest()}
-
-    def newest(self) -> dict[str, object]:
-        """The newest step."""
-        last: StepRecorded | None = None
-        with suppress(IndexError):  # there is none, or the thread of the run takes it back just now
-            last = self._steps[-1]
-        return {
-            "step": None if last is None else last.step,
-            "loss": None if last is None else _finite(last.loss),
-            "examples_per_s": 0.0 if last is None else last.examples_per_s,
-        }
-
-
-def _finite(loss: float) -> float | None:
-    return loss if math.isfinite(loss) else None
-
-
-class Picture:
-    """A run as readers see it: the fleet, the newest losses, and what went wrong first."""
-
-    def __init__(self) -> None:
-        self._losses = LossCurve()
-        self.failures: list[dict[str, str]] = []
-        """Worker and cause, the first one first."""
-        self.lost_workers = 0
-        self.members: tuple[str, ...] = ()
-        """Of the newest generation, by rank."""
-        self.ended: RunEnded | None = None
-
-    def take(self, event: RunEvent) -> None:
-        """Note an event."""
-        self._losses.take(event)
-        match event:
-            case GenerationStarted(record=record):
-                self.members = record.members
-            case WorkerLost(worker=worker, cause=cause):
-                self.lost_workers += 1
-                self._note(worker, cause)
-            case RunEnded(worker=worker, text=text):
-                self.ended = event
-                if worker is not None:
-                    self._note(worker, text)
-            case _:
-                pass
-
-    def _note(self, worker: str, cause: str) -> None:
-        if len(self.failures) < _FAILURES_KEPT:
-            self.failures.append({"worker": worker, "cause": cause})
-
-    def describe(self, fleet: Fleet, now_s: float) -> dict[str, object]:
-        """Everything, as plain JSON values; ``now_s`` by the manager's clock."""
-        lost = {"failures": self.failures, "lost_workers": self.lost_workers}
-        return {**describe(fleet, now_s), **self._losses.describe(), **lost}
-
-    def glance(self, fleet: Fleet, now_s: float) -> dict[str, object]:
-        """Describe what fits on a screen: the newest step, and no history."""
-        return {**self.brief(fleet, now_s), **self._losses.newest()}
-
-    def brief(self, fleet: Fleet, now_s: float) -> dict[str, object]:
-        """The same without what a page hears of bit by bit: losses and generations."""
-        return {**_now(fleet, now_s), "failures": list(self.failures), "lost_workers": self.lost_workers}
 
 
 def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
-    """The fleet for people and tools; read-only."""
-    return {**_now(fleet, now_s), "generations": _generations(fleet)}
+    """The fleet for people and tools; read-only. ``now_s`` by the manager's clock."""
+    return {**glance(fleet, now_s), "generations": _generations(fleet)}
 
 
-def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
+def glance(fleet: Fleet, now_s: float) -> dict[str, object]:
+    """The same without generations before the newest."""
     # Silence is measured on a clock that stands still while nobody could be heard: people ask for all of it.
     deaf_s = now_s - fleet.contacts.heard_s if fleet.contacts.is_alone else 0.0
     slow, classes = slowness(fleet), fleet.device_classes(fleet.workers)

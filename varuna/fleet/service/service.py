@@ -38,7 +38,7 @@ from varuna.fleet.page.costs import spent
 from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
 from varuna.fleet.page.spendable import check_budget
-from varuna.fleet.page.status import Picture
+from varuna.fleet.page.status import describe, glance
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish, read_access, remember
 from varuna.fleet.run_folder.journal import Journal, Past
@@ -202,7 +202,7 @@ class ManagerService(Generic[B]):
         calibrator: Calibrator | None = None,
     ) -> None:
         self._on_event, self._calibrator, self._outlives = on_event, calibrator, launch.outlives
-        self._picture, self._chronicle, self._is_interrupted = Picture(), Chronicle(), False
+        self._chronicle, self._is_interrupted = Chronicle(), False
         self.mailbox, self._run_dir = Mailbox(), place.run_dir
         with ExitStack() as undo:
             logs = place.run_dir / launch.logs
@@ -298,7 +298,6 @@ class ManagerService(Generic[B]):
     def _recall(self, past: Past, on_past: Observer) -> None:
         """Take up what a manager before this one has seen."""
         for event in past.events:
-            self._picture.take(event)
             on_past(event)
         self._chronicle.read(self._run_dir)
 
@@ -357,18 +356,18 @@ class ManagerService(Generic[B]):
     def status(self) -> dict[str, object]:
         """The answer to ``GET /status``; any thread may ask."""
         newest = self._chronicle.newest(self._steps or 0, time.time())
-        described = self._picture.describe(self.manager.fleet, time.monotonic())
+        described = describe(self.manager.fleet, time.monotonic())
         return {**described, **self.workers.status(), **self._saving(), **newest, "disk_free_bytes": self._free_bytes()}
 
     def glance(self) -> dict[str, object]:
-        """The same without losses and generations before the newest; any thread may ask."""
+        """The same without generations before the newest; any thread may ask."""
         newest = self._chronicle.newest(self._steps or 0, time.time())
-        return {**self._picture.glance(self.manager.fleet, time.monotonic()), **self._saving(), **newest}
+        return {**glance(self.manager.fleet, time.monotonic()), **self._saving(), **newest}
 
     def _brief(self) -> dict[str, object]:
         reckoned = self._chronicle.reckoned(self._steps or 0, time.time())
-        brief = self._picture.brief(self.manager.fleet, time.monotonic())
-        return {**brief, **self.workers.status(), **self._saving(), **reckoned}
+        now = glance(self.manager.fleet, time.monotonic())
+        return {**now, **self.workers.status(), **self._saving(), **reckoned}
 
     def _free_bytes(self) -> int | None:
         try:
@@ -425,7 +424,6 @@ class ManagerService(Generic[B]):
             self.stop(f"stopped by {signal.Signals(number).name}", 128 + number)
 
     def _observe(self, event: RunEvent) -> None:
-        self._picture.take(event)
         self._chronicle.take(event, time.time())
         self._budget.take(event, time.monotonic())
         self._desk.take(event)
