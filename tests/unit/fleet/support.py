@@ -43,7 +43,8 @@ from varuna.fleet.state.inputs import (
     WorkerExited,
     WorkerSpawned,
 )
-from varuna.fleet.state.outputs import Ask, EndRun, Instruction, Publish, Send, Spawn
+from varuna.fleet.state.outputs import Ask, Instruction, Publish, Send, Spawn
+from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, WhichCheckpoint
 from varuna.fleet.state.run_events import GenerationRecord, RunEvent
 
@@ -310,8 +311,8 @@ class Driver:
         }
 
     @property
-    def end(self) -> EndRun | None:
-        return next((item for item in self.done if isinstance(item, EndRun)), None)
+    def end(self) -> Ended | None:
+        return self.fleet.phase if isinstance(self.fleet.phase, Ended) else None
 
     def told(self, kind: type[E]) -> list[E]:
         """Published events of one type."""

@@ -54,7 +54,6 @@ from varuna.fleet.state.inputs import (
 )
 from varuna.fleet.state.outputs import Complain, Instruction
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
-from varuna.fleet.state.requests import FinishWish
 from varuna.fleet.state.run_events import Asked
 from varuna.fleet.state.worker import WorkerStatus, changed
 
@@ -136,7 +135,7 @@ def _note_wish(
         case FinishRequested(reason=reason):
             if requests.finish is None:
                 transition.publish(Asked(what="stop", reason=reason))
-                transition.update(requests=changed(requests, finish=FinishWish(reason)))
+                transition.update(requests=changed(requests, finish=reason))
         case StopRequested(reason=reason, exit_code=exit_code):
             transition.end(exit_code, reason)
 

@@ -282,7 +282,7 @@ def finish(transition: Transition, phase: Finishing) -> None:
         done, wish, job = fleet.recorded.step + 1, fleet.requests.finish, fleet.job
         is_cut_short = wish is not None and job is not None and done < job.steps
         of = f" in training {fleet.training + 1} of the script" if fleet.script.trainings else ""
-        words = (f"{done} steps done{of}", wish.reason if wish is not None and is_cut_short else "")
+        words = (f"{done} steps done{of}", wish if wish is not None and is_cut_short else "")
         transition.end(0, ": ".join(filter(None, words)))
 
 

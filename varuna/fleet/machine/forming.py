@@ -30,7 +30,6 @@ from varuna.fleet.state.questions import (
     UnansweredError,
     WhichCheckpoint,
 )
-from varuna.fleet.state.requests import FinishWish
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted
 from varuna.fleet.state.worker import WorkerInventory, WorkerStatus, changed
 
@@ -128,10 +127,10 @@ def _wait_for_store(transition: Transition, phase: Idle) -> None:
         transition.notice(f"waiting for the store: {text}", warning=True)
 
 
-def _end_as_asked(transition: Transition, wish: FinishWish, blocked: Blocked) -> None:
+def _end_as_asked(transition: Transition, wish: str, blocked: Blocked) -> None:
     """End the run as requested, because the current step, after which it would end, cannot be finished."""
     fleet = transition.fleet
-    text = f"{wish.reason}; no step is running, because {blocked.text}"
+    text = f"{wish}; no step is running, because {blocked.text}"
     saved_step = 0 if fleet.job is not None and fleet.job.rescues else fleet.recorded.saved_step
     unsaved = fleet.recorded.step + 1 - saved_step if fleet.history else 0
     if unsaved > 0:

@@ -62,7 +62,7 @@ def _note_ahead(transition: Transition, name: str, hello: Hello) -> None:
             f"it begins training {number + 1} of its script, and the run is in training {fleet.training + 1}",
         )
     elif fleet.requests.finish is not None:
-        text = f"{fleet.requests.finish.reason}; training {number + 1} of the script does not begin"
+        text = f"{fleet.requests.finish}; training {number + 1} of the script does not begin"
         note_leaving(transition, name, fleet.training)  # it is through, whatever of its words was lost
         transition.send(name, Finish(failure=text, training=number))
         transition.update_worker(name, standing=WorkerStatus.DISMISSED)

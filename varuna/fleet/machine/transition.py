@@ -6,7 +6,7 @@ from typing import Any
 from varuna.core.messages import Finish, ToWorker
 from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Fleet
-from varuna.fleet.state.outputs import Ask, EndRun, Instruction, Kill, Publish, Send
+from varuna.fleet.state.outputs import Ask, Instruction, Kill, Publish, Send
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
 from varuna.fleet.state.questions import Answer, Question, UnansweredError, Unusable
 from varuna.fleet.state.run_events import Notice, RunEnded, RunEvent, WorkerLeft, WorkerLost
@@ -115,15 +115,11 @@ class Transition:
         """Log and show a sentence."""
         self.publish(Notice(text=text, warning=warning, departs=departs))
 
-    def kill(self, worker: str, why: str, *, rests: bool = False) -> None:
-        """Fence a worker off for certain; ``rests``: no other one follows on its machine for a while."""
-        self.instructions.append(Kill(worker, why, rests))
-
     def lose(self, name: str, what: str, *, kill: bool = False, rests: bool = False) -> None:
         """Remove a worker that is gone, or is made to go; ``what`` continues the sentence "worker w3 ..."."""
         cause = f"worker {name} {what}"
         if kill:
-            self.kill(name, cause, rests=rests)
+            self.instructions.append(Kill(name, rests))
         matters = self._matters(name)
         was_in = self.fleet.workers[name].standing in (WorkerStatus.JOINED, WorkerStatus.UNREACHABLE)
         worker = self.forget(name)
@@ -197,5 +193,4 @@ class Transition:
         for name in self.fleet.joined:
             self.send(name, Finish(failure=failure))
         self.publish(RunEnded(exit_code=exit_code, text=text, worker=worker))
-        self.instructions.append(EndRun(exit_code, text))
         self.update(phase=Ended(exit_code, text))

@@ -407,7 +407,7 @@ class AgentServer:
     def _conclude(self, link: AgentLink) -> None:
         """An agent that has not come back by now is gone, or cannot reach us: others have to say which."""
         if self._links.get(link.node) is link and link.session.connection is None:
-            self._pulses.post(NodeParted(link.node, "its agent is gone", abruptly=link.ended_abruptly))
+            self._pulses.post(NodeParted(link.node, abruptly=link.ended_abruptly))
 
     async def _receive_all(self, websocket: WebSocket, link: AgentLink, connection: Outgoing[DownBody]) -> None:
         try:
@@ -494,7 +494,7 @@ class AgentServer:
         if link.session.connection is not None:
             link.session.connection.end(why)
         for worker in link.workers:
-            self._pulses.post(ConnectionLost(worker, why))
+            self._pulses.post(ConnectionLost(worker))
 
     async def _watch(self) -> None:
         """Cut connections that are open in name only."""

@@ -47,7 +47,7 @@ from varuna.fleet.state.inputs import (
     WorkerDistrusted,
     WorkerSpawned,
 )
-from varuna.fleet.state.outputs import Ask, Collect, Complain, EndRun, Instruction, Kill, Publish, Release, Send, Spawn
+from varuna.fleet.state.outputs import Ask, Collect, Complain, Instruction, Kill, Publish, Release, Send, Spawn
 from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.questions import Answer, WhichCheckpoint
 from varuna.fleet.state.run_events import (
@@ -373,8 +373,6 @@ class Manager:
                 self._publish(event)
             case Release(node=node, drained=drained):
                 self._hands.release(node, drained=drained)
-            case EndRun():
-                pass  # the fleet's phase says it
         return []
 
     def _publish(self, event: RunEvent) -> None:

@@ -21,7 +21,7 @@ from varuna.fleet.state.machines import Departure, Machines
 from varuna.fleet.state.persistent import PersistentMap
 from varuna.fleet.state.phases import Running
 from varuna.fleet.state.recorded import RecordedSteps
-from varuna.fleet.state.requests import MORPH_REQUESTED, FinishWish, Requests
+from varuna.fleet.state.requests import MORPH_REQUESTED, Requests
 from varuna.fleet.state.run_events import (
     Answered,
     Asked,
@@ -144,13 +144,13 @@ def _speeds(record: GenerationRecord) -> dict[str, float]:
 
 def _with_promises(fleet: Fleet, past: Past) -> Fleet:
     """Add promises to people that are not kept yet."""
-    finish: FinishWish | None = None
+    finish: str | None = None
     morph: str | None = None
     drained = dict[str, Departure]()
     for event in past.events:
         match event:
             case Asked(what="stop", reason=reason):
-                finish = FinishWish(reason)
+                finish = reason
             case Asked(what="morph"):
                 morph = MORPH_REQUESTED
             case Asked(what="drain", node=node):

@@ -40,7 +40,6 @@ class ConnectionLost:
     """The connection of ``worker`` ended; everything that it had sent came before this."""
 
     worker: str
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,6 @@ class NodeParted:
     """The connection to the agent of ``node`` ended, and there was no new one in a moment."""
 
     node: str
-    reason: str = ""
     abruptly: bool = False
     """From its side and without a goodbye: as a system ends the connections of a process that has ended."""
 

@@ -23,7 +23,6 @@ class Kill:
     """Make sure that the process of ``worker`` ends: it is no longer part of the run."""
 
     worker: str
-    why: str
     rests: bool = False
     """No other one follows on its machine for a while."""
 
@@ -79,12 +78,4 @@ class Ask:
     """The plan of the newest generation."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndRun:
-    """Stop everything that still lives and return ``exit_code``."""
-
-    exit_code: int
-    text: str
-
-
-Instruction = Send | Kill | Spawn | Release | Collect | Complain | Publish | Ask | EndRun
+Instruction = Send | Kill | Spawn | Release | Collect | Complain | Publish | Ask

@@ -8,13 +8,6 @@ MORPH_REQUESTED = "a morph was requested"
 """The reason of a morph for which somebody asks without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class FinishWish:
-    """Somebody wants the run to end after the current step."""
-
-    reason: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Requests:
     """Requests for a morph, a checkpoint, or the run's end."""
@@ -23,7 +16,8 @@ class Requests:
     """The reason why a morph is asked for."""
     save: bool = False
     """Somebody wants a checkpoint now, and rank 0 has not been told."""
-    finish: FinishWish | None = None
+    finish: str | None = None
+    """The reason why the run is to end after the current step."""
 
     def without_morph(self) -> "Requests":
         """These, once that is answered."""

@@ -87,7 +87,7 @@ class WorkerServer:
             outbox.put_nowait(None)
             del self._outboxes[worker]
             warn(f"worker {worker} does not read its messages: closing its connection")
-            self._on_event(ConnectionLost(worker, "it does not read its messages"))
+            self._on_event(ConnectionLost(worker))
         else:
             outbox.put_nowait(frame)
 

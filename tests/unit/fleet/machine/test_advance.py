@@ -27,8 +27,8 @@ from varuna.fleet.machine.advance import advance
 from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import ConnectionLost, FinishRequested, SpawnRequested, StopRequested, Tick
-from varuna.fleet.state.outputs import Complain, EndRun, Instruction, Kill, Publish, Send, Spawn
-from varuna.fleet.state.phases import Running
+from varuna.fleet.state.outputs import Complain, Instruction, Kill, Publish, Send, Spawn
+from varuna.fleet.state.phases import Ended, Running
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import (
     GenerationStarted,
@@ -371,7 +371,7 @@ def test_without_a_plan_the_run_waits_for_the_replacement() -> None:
 def test_without_a_plan_and_without_more_workers_the_run_ends_with_the_planners_words() -> None:
     driver = Driver(FleetConfig(workers=1), plan=two_stages)
     driver.gather()
-    assert driver.end == EndRun(3, "2 stages need 2 workers, 1 are there")
+    assert driver.end == Ended(3, "2 stages need 2 workers, 1 are there")
 
 
 def test_the_micro_batch_is_kept_and_lowered_only_if_nothing_else_fits() -> None:
@@ -406,7 +406,7 @@ def test_the_run_ends_well_when_all_have_left_and_their_processes_are_gone() -> 
     assert driver.end is None  # rank 0's script may take its time
     driver.kill("w0", code=0)
     driver.wait(1.2)
-    assert driver.end == EndRun(0, "2 steps done")
+    assert driver.end == Ended(0, "2 steps done")
 
 
 @pytest.mark.parametrize("replace", [True, False])
@@ -422,7 +422,7 @@ def test_nobody_is_started_in_place_of_one_whose_script_is_over_while_others_sti
     driver.kill("w3", code=0)
     driver.kill("w0", code=0)
     driver.wait(1.2)
-    assert driver.end == EndRun(0, "2 steps done")
+    assert driver.end == Ended(0, "2 steps done")
 
 
 def test_once_rank_0_is_gone_the_others_are_bounded() -> None:
@@ -442,7 +442,7 @@ def test_a_death_after_somebody_left_is_no_reason_to_morph() -> None:
     driver.kill("w1")
     driver.feed(ConnectionLost("w0"))
     driver.kill("w0", code=0)
-    assert driver.end == EndRun(0, "2 steps done")
+    assert driver.end == Ended(0, "2 steps done")
     assert len(driver.told(GenerationStarted)) == 1
 
 
@@ -477,7 +477,7 @@ def test_a_rank_whose_link_broke_before_it_had_the_last_vote_applies_it_too(leav
     assert driver.end is None  # rank 1 saves its part
     driver.kill("w1", code=0)
     driver.wait(1.2)
-    assert driver.end == EndRun(0, "3 steps done")
+    assert driver.end == Ended(0, "3 steps done")
 
 
 def test_who_never_applies_the_last_step_is_lost() -> None:
@@ -497,7 +497,7 @@ def test_who_never_applies_the_last_step_is_lost() -> None:
 def test_a_workers_own_exception_ends_the_run_with_its_traceback() -> None:
     driver = running(2)
     driver.say("w1", Failed(summary="ValueError: boom", traceback="Traceback ...\nValueError: boom\n", exit_code=2))
-    assert driver.end == EndRun(
+    assert driver.end == Ended(
         2, "worker w1 (rank 1, generation 0) failed: ValueError: boom\nTraceback ...\nValueError: boom"
     )
     assert [worker for worker, _ in sends(driver.done, Finish)] == ["w0"]
@@ -559,7 +559,7 @@ def test_a_worker_can_be_asked_for_by_hand() -> None:
 
 def test_a_stop_request_ends_the_run() -> None:
     driver = running(2)
-    assert kinds(driver.feed(StopRequested("stopped by SIGTERM", 143))) == ["Finish", "Finish", "RunEnded", "EndRun"]
+    assert kinds(driver.feed(StopRequested("stopped by SIGTERM", 143))) == ["Finish", "Finish", "RunEnded"]
 
 
 def test_messages_of_the_lost_are_not_heard() -> None:
@@ -581,7 +581,7 @@ def test_a_job_without_steps_left_ends_well() -> None:
     driver.kill("w0", code=0)
     driver.kill("w1", code=0)
     driver.wait(1.2)
-    assert driver.end == EndRun(0, "0 steps done")
+    assert driver.end == Ended(0, "0 steps done")
 
 
 def test_a_wish_to_finish_needs_no_words() -> None:
@@ -601,7 +601,7 @@ def test_a_run_that_ended_before_its_last_step_says_why(steps: int, why: str) ->
     for name in ("w0", "w1"):
         driver.kill(name, code=0)
     driver.wait(1.2)
-    assert driver.end == EndRun(0, f"{steps} steps done{why}")
+    assert driver.end == Ended(0, f"{steps} steps done{why}")
 
 
 def test_the_worker_whose_failure_ends_a_run_is_named_apart_from_the_sentence() -> None:

@@ -9,10 +9,10 @@ from varuna.core.devices import DeviceFacts, DeviceFault, WorkerGroups
 from varuna.core.messages import Failed, Leaving, Suspect
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import MorphRequested, WorkerExited, WorkerSpawned
-from varuna.fleet.state.outputs import Ask, EndRun, Kill, Spawn
-from varuna.fleet.state.phases import Running
+from varuna.fleet.state.outputs import Ask, Kill, Spawn
+from varuna.fleet.state.phases import Ended, Running
 from varuna.fleet.state.questions import WhichPlan
-from varuna.fleet.state.run_events import Notice, WorkerLost
+from varuna.fleet.state.run_events import Notice, RunEnded, WorkerLost
 
 GB = 2**30
 ECC = "CUDA error: uncorrectable ECC error encountered"
@@ -107,7 +107,7 @@ def test_a_gpu_that_breaks_again_and_again_does_not_count_as_replacements_that_d
     driver.wait(62)
     assert "w4" in driver.fleet.workers
     driver.say("w4", Failed(summary=ECC, traceback="", fault=DeviceFault(error=ECC, device="gpu1")))
-    assert not [each for each in driver.done if isinstance(each, EndRun)]
+    assert not driver.told(RunEnded)
 
 
 def test_the_same_error_on_two_gpus_one_after_the_other_in_a_step_ends_the_run() -> None:
@@ -115,7 +115,7 @@ def test_the_same_error_on_two_gpus_one_after_the_other_in_a_step_ends_the_run()
     fails(driver, "w1")
     goes_on(driver)
     fails(driver, "w2")
-    [end] = [each for each in driver.done if isinstance(each, EndRun)]
+    [end] = driver.told(RunEnded)
     assert end.exit_code == 1
     assert all(word in end.text for word in ("step 2", ECC, "gpu1", "w1", "gpu2", "w2", "CUDA_LAUNCH_BLOCKING"))
 
@@ -129,7 +129,7 @@ def test_two_gpus_break_by_chance(how: str) -> None:
     if how == "another step":
         driver.voted(2)
     fails(driver, "w2", "CUDA error: unspecified launch failure" if how == "another error" else ECC)
-    assert not [each for each in driver.done if isinstance(each, EndRun)]
+    assert not driver.told(RunEnded)
     assert len(driver.told(WorkerLost)) == 2
 
 
@@ -137,7 +137,7 @@ def test_before_the_first_generation_two_are_enough() -> None:
     driver = Gpus(FleetConfig(workers=3), plan=two_stages)
     for name in ("w0", "w1"):
         driver.say(name, Failed(summary=ECC, traceback="", fault=DeviceFault(error=ECC, device=f"gpu of {name}")))
-    assert [each.exit_code for each in driver.done if isinstance(each, EndRun)] == [1]
+    assert [each.exit_code for each in driver.told(RunEnded)] == [1]
 
 
 def test_a_run_waits_for_a_gpu_that_it_cannot_do_without() -> None:
@@ -146,7 +146,7 @@ def test_a_run_waits_for_a_gpu_that_it_cannot_do_without() -> None:
     driver.wait(0.4)
     driver.held("w0", 2)
     driver.wait(58, still=False)
-    assert not [each for each in driver.done if isinstance(each, EndRun)]
+    assert not driver.told(RunEnded)
     driver.wait(4, still=False)
     driver.hello("w2")
     driver.wait(2, still=False)
@@ -157,7 +157,7 @@ def test_after_its_last_step_a_script_has_nobody_else_to_finish_it() -> None:
     driver = running()
     driver.say("w0", Leaving(step=2))
     fails(driver, "w0")
-    assert [each.exit_code for each in driver.done if isinstance(each, EndRun)] == [1]
+    assert [each.exit_code for each in driver.told(RunEnded)] == [1]
 
 
 # -- memory
@@ -208,7 +208,7 @@ def test_the_third_time_ends_the_run_with_the_figures() -> None:
         goes_on(driver)
     assert [size.memory_part for size in sizes(driver)] == [pytest.approx(0.81)]
     fails(driver, driver.fleet.members[1], "CUDA out of memory.", is_memory=True)
-    [end] = [each for each in driver.done if isinstance(each, EndRun)]
+    [end] = driver.told(RunEnded)
     assert all(word in end.text for word in ("stage 1", "16 GiB", "19% less", "--memory-per-worker"))
 
 
@@ -258,7 +258,7 @@ def test_before_the_first_step_a_machine_that_fails_ends_the_run_if_there_is_no_
     driver = Gpus(FleetConfig(workers=2), plan=two_stages, node_of=lambda worker: "a" if together else worker)
     driver.gather()
     machine_fails(driver, "w1")
-    ended = [each.text for each in driver.done if isinstance(each, EndRun)]
+    ended = [each.text for each in driver.told(RunEnded)]
     assert ended == ([f"worker w1 (rank 1, generation 0) failed: {EIO}\nT"] if together else [])
 
 
@@ -267,7 +267,7 @@ def test_the_same_error_on_two_machines_one_after_the_other_in_a_step_ends_the_r
     machine_fails(driver, "w1")
     goes_on(driver)
     machine_fails(driver, "w2")
-    [end] = [each for each in driver.done if isinstance(each, EndRun)]
+    [end] = driver.told(RunEnded)
     assert "step 2 broke two machines in the same way" in end.text
     assert "machine w1 of w1" in end.text
     assert "if they share a disk or a mount" in end.text
@@ -279,7 +279,7 @@ def test_other_errors_on_two_machines_are_chance() -> None:
     goes_on(driver)
     machine_fails(driver, "w2", EIO.replace("/data/x", "/data/y"))
     goes_on(driver)
-    assert not [each for each in driver.done if isinstance(each, EndRun)]
+    assert not driver.told(RunEnded)
 
 
 # ---- newcomers
@@ -304,7 +304,7 @@ def test_a_newcomer_that_fails_does_not_end_a_run_that_trains_without_it(code: i
     else:
         driver.kill(name, code, MISSING)
         driver.wait(driver.fleet.config.exit_grace_s + 1)
-    assert not [each for each in driver.done if isinstance(each, EndRun)]
+    assert not driver.told(RunEnded)
     [said] = [event.text for event in driver.told(Notice) if event.warning]
     assert f"worker {name} " in said
     assert MISSING in said
@@ -318,13 +318,13 @@ def test_a_worker_that_fails_before_any_step_ends_the_run() -> None:
     driver = Gpus(FleetConfig(workers=4), plan=two_stages)
     driver.gather()
     driver.say("w1", Failed(summary=MISSING, traceback="T"))
-    assert [each.exit_code for each in driver.done if isinstance(each, EndRun)] == [1]
+    assert [each.exit_code for each in driver.told(RunEnded)] == [1]
 
 
 def test_a_member_that_once_had_a_seat_ends_the_run() -> None:
     driver = running()
     driver.say("w1", Failed(summary=MISSING, traceback="T"))
-    assert [each.exit_code for each in driver.done if isinstance(each, EndRun)] == [1]
+    assert [each.exit_code for each in driver.told(RunEnded)] == [1]
 
 
 # ---- errors that say nothing of a machine
@@ -337,7 +337,7 @@ def raises(driver: Driver, worker: str, error: str = WRONG) -> None:
 
 
 def ends(driver: Driver) -> list[str]:
-    return [each.text for each in driver.done if isinstance(each, EndRun)]
+    return [each.text for each in driver.told(RunEnded)]
 
 
 def on_vms(workers: int = 4, node_of: Callable[[str], str] = lambda worker: worker) -> Gpus:
@@ -398,7 +398,7 @@ def test_behind_its_loop_a_worker_may_fail_as_long_as_rank_0_runs_the_script_on_
     assert any("Its machine may be to blame: rank 0" in event.text for event in driver.told(Notice) if event.warning)
     driver.kill("w0", 0)
     driver.wait(driver.fleet.config.exit_grace_s + 1)
-    assert driver.end == EndRun(0, "2 steps done")
+    assert driver.end == Ended(0, "2 steps done")
 
 
 def test_ranks_that_fail_together_end_the_run_at_once() -> None:

@@ -8,8 +8,8 @@ from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import ConnectionLost, DrainRequested, FinishRequested, WorkerSpawned
-from varuna.fleet.state.outputs import Collect, EndRun
-from varuna.fleet.state.phases import Finishing, Idle, Running
+from varuna.fleet.state.outputs import Collect
+from varuna.fleet.state.phases import Ended, Finishing, Idle, Running
 from varuna.fleet.state.run_events import GenerationStarted, Notice, StepRecorded, TrainingEnded, WorkerLost
 from varuna.fleet.state.worker import WorkerStatus
 
@@ -183,7 +183,7 @@ def test_a_run_that_is_asked_to_stop_begins_no_other_training() -> None:
     refused = [finish.failure for _, finish in sends(driver.done, Finish)]
     assert refused == ["varuna stop; training 2 of the script does not begin"] * 2
     driver.wait(1.5)
-    assert driver.end == EndRun(0, "1 steps done: varuna stop")
+    assert driver.end == Ended(0, "1 steps done: varuna stop")
 
 
 def test_the_run_ends_when_the_script_ends_after_its_last_training() -> None:
@@ -195,7 +195,7 @@ def test_the_run_ends_when_the_script_ends_after_its_last_training() -> None:
         driver.feed(ConnectionLost(name))
         driver.kill(name, code=0)
     driver.wait(1.5)
-    assert driver.end == EndRun(0, "5 steps done in training 2 of the script")
+    assert driver.end == Ended(0, "5 steps done in training 2 of the script")
 
 
 def test_who_ends_where_others_begin_another_training_is_not_waited_for() -> None:
@@ -257,7 +257,7 @@ def test_rank_0_dies_after_the_last_training_and_who_is_silent_is_not_waited_for
     driver.wait(30)
     assert driver.end is None
     driver.wait(10)
-    assert driver.end == EndRun(0, "3 steps done")
+    assert driver.end == Ended(0, "3 steps done")
 
 
 def test_all_die_behind_a_loop_and_newcomers_go_on_with_the_script() -> None:
@@ -293,4 +293,4 @@ def test_a_newcomer_whose_script_ends_behind_the_loop_ends_the_run() -> None:
     driver.feed(ConnectionLost(newcomer))
     driver.kill(newcomer, code=0)
     driver.wait(1.5)
-    assert driver.end == EndRun(0, "3 steps done")
+    assert driver.end == Ended(0, "3 steps done")

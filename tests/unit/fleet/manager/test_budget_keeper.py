@@ -16,7 +16,7 @@ from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import FinishRequested, StopRequested
 from varuna.fleet.state.recorded import RecordedSteps
-from varuna.fleet.state.requests import FinishWish, Requests
+from varuna.fleet.state.requests import Requests
 from varuna.fleet.state.run_events import Budgeted, CheckpointCommitted, Notice, StepRecorded
 from varuna.fleet.state.script import Script
 
@@ -45,15 +45,13 @@ def test_a_run_is_told_to_end_once_before_its_budget_does() -> None:
     assert isinstance(notice, Notice)
     assert isinstance(wish, FinishRequested)
     assert wish.reason in notice.text
-    run.fleet = replace(run.fleet, requests=Requests(finish=FinishWish(wish.reason)))
+    run.fleet = replace(run.fleet, requests=Requests(finish=wish.reason))
     assert run.look(2 * HOUR_S - 50) == []
 
 
 def test_at_the_limit_what_still_runs_is_cut_off_once_if_all_is_saved() -> None:
     run = Watched()
-    run.fleet = replace(
-        run.fleet, requests=Requests(finish=FinishWish("enough")), recorded=RecordedSteps(step=4, saved_step=5)
-    )
+    run.fleet = replace(run.fleet, requests=Requests(finish="enough"), recorded=RecordedSteps(step=4, saved_step=5))
     assert run.look(2 * HOUR_S - 1) == []
     (cut,) = run.look(2 * HOUR_S)
     assert isinstance(cut, StopRequested)

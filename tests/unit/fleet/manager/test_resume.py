@@ -26,7 +26,6 @@ from varuna.fleet.state.inputs import (
 from varuna.fleet.state.outputs import Instruction, Publish, Send
 from varuna.fleet.state.phases import Running, Stopping
 from varuna.fleet.state.questions import Checkpoint
-from varuna.fleet.state.requests import FinishWish
 from varuna.fleet.state.run_events import (
     Answered,
     Asked,
@@ -285,7 +284,7 @@ def test_what_people_were_promised_is_kept_by_the_next_manager(shell: Shell) -> 
     sent = len(shell.driver.done)
     fleet = shell.die_and_start_again()
     assert (fleet.requests.finish, fleet.requests.morph is not None, list(fleet.machines.departing)) == (
-        FinishWish("enough"),
+        "enough",
         True,
         ["n1-b"],
     )
