@@ -24,7 +24,7 @@ from varuna.fleet.agent.manager_client import FromUplink, ManagerAddress, Manage
 from varuna.fleet.agent.own_departure import OwnDeparture
 from varuna.fleet.agent.port_server import PortServer
 from varuna.fleet.agent.slots import Slot, Slots
-from varuna.fleet.agent.worker_records import WorkerRecords
+from varuna.fleet.agent.worker_record import WorkerRecords
 from varuna.fleet.net.client import VoidSecretError
 from varuna.fleet.net.host_facts import HostWatch
 from varuna.fleet.net.protocol import (

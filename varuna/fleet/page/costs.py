@@ -1,8 +1,10 @@
 """The cost of a run so far, from its events, that of the same work on demand, and what is left of its budget. Pure."""
 
 from collections.abc import Set
+from pathlib import Path
 from typing import NamedTuple
 
+from varuna.core.errors import UsageError
 from varuna.core.units import format_dollars, format_duration
 from varuna.fleet.machine.budget import Used, left_of
 from varuna.fleet.run_folder.past_events import PastStep
@@ -234,3 +236,26 @@ def shown_budget(budget: Budgeted | None, used: Used, *, is_over: bool) -> dict[
         "ends_in_s": round(left.until_s, 1) if goes_on else None,
         "phrases": phrases,
     }
+
+
+def check_budget(budget: Budgeted, price: Priced | None, used: Used, run_dir: Path) -> None:
+    """Refuse a budget that means nothing, or that is used up.
+
+    Raises:
+        UsageError: says what to give instead.
+    """
+    if budget.max_dollars is not None and (price is None or price.per_hour == 0):
+        found = "and no price is known" if price is None else "and the price is 0"
+        raise UsageError(
+            f"--max-cost needs what a worker costs per hour, {found}: give --price DOLLARS too, such as --price 0.69, "
+            "or --max-hours instead"
+        )
+    anew = f"Give more than that, or --new or another --run-dir to count anew (this one is {run_dir})."
+    if budget.max_dollars is not None and used.dollars >= budget.max_dollars:
+        raise UsageError(
+            f"--max-cost {budget.max_dollars:g}: {format_dollars(used.dollars)} was already spent on this run. {anew}"
+        )
+    if budget.max_hours is not None and used.wall_s >= budget.max_hours * 3600:
+        raise UsageError(
+            f"--max-hours {budget.max_hours:g}: this run has already taken {format_duration(used.wall_s)}. {anew}"
+        )

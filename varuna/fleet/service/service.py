@@ -34,10 +34,9 @@ from varuna.fleet.manager.step_desk import StepRecorder
 from varuna.fleet.net.ca import make_private, write_private
 from varuna.fleet.net.protocol import wire_digest
 from varuna.fleet.page.chronicle import Chronicle
-from varuna.fleet.page.costs import spent
+from varuna.fleet.page.costs import check_budget, spent
 from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
-from varuna.fleet.page.spendable import check_budget
 from varuna.fleet.page.status import describe, glance
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish, read_access, remember

@@ -3,7 +3,7 @@
 from tests.unit.fleet.support import make_job
 from varuna.core.messages import Transfer
 from varuna.core.plan import Pipeline, Plan
-from varuna.fleet.machine.assignments import assignments
+from varuna.fleet.machine.forming import assignments
 from varuna.fleet.state.run_events import GenerationRecord
 
 SECTIONS = len(make_job().model.sections)

@@ -4,7 +4,7 @@ import pytest
 
 from varuna.core.errors import UsageError
 from varuna.fleet.machine.budget import Used
-from varuna.fleet.page.spendable import check_budget
+from varuna.fleet.page.costs import check_budget
 from varuna.fleet.state.run_events import Budgeted, Priced
 
 HERE = Path("runs/a")

@@ -1,4 +1,4 @@
-from varuna.fleet.page.waits import Waits
+from varuna.fleet.page.chronicle import Waits
 from varuna.fleet.state.run_events import WaitsSplit
 
 

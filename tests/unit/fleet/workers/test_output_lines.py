@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.fleet.workers.output_lines import LINE_BYTES, TAIL_BYTES, Lines, Tail
+from varuna.fleet.workers.launcher import LINE_BYTES, TAIL_BYTES, Lines, Tail
 
 
 @given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"x" * 3000])), st.randoms(use_true_random=False))
