@@ -8,8 +8,7 @@ from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
 from varuna.fleet.page.status import shown_plan
 from varuna.fleet.run_folder.audit import Audit
-from varuna.fleet.run_folder.past_events import PastStep, carried, events_and_steps, kept_job
-from varuna.fleet.state.run_events import GenerationStarted
+from varuna.fleet.run_folder.past_events import kept_job
 
 
 class KeptRun:
@@ -20,19 +19,8 @@ class KeptRun:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.chronicle = Chronicle()
-        self._plan: dict[str, object] | None = None
-        self._generation = -1
-        self._job, self._newest_s = kept_job(folder), 0.0
-        self.chronicle.carry(carried(folder))
-        for time_s, event in events_and_steps(folder):
-            self._newest_s = time_s
-            if isinstance(event, PastStep):
-                self.chronicle.take_step(event)
-                continue
-            self.chronicle.take(event, time_s)
-            if isinstance(event, GenerationStarted):
-                self._plan, self._generation = shown_plan(event.record.plan), event.record.generation
+        self.chronicle, self._job = Chronicle(), kept_job(folder)
+        self.chronicle.read(folder)
         self.folder = folder
         self.logs = folder / "logs" if (folder / "logs").is_dir() else folder
 
@@ -43,7 +31,7 @@ class KeptRun:
 
     def status(self) -> dict[str, object]:
         """As a manager's, of a run that nobody works for."""
-        job, exit_code = self._job, self.chronicle.exit_code
+        job, record, exit_code = self._job, self.chronicle.record, self.chronicle.exit_code
         steps = job.steps if job is not None else 0
         return {
             "state": "without a manager" if exit_code is None else f"ended with exit code {exit_code}",
@@ -51,12 +39,12 @@ class KeptRun:
             "steps": steps,
             "checkpoint_dir": job.checkpoint_dir if job is not None else None,
             "rescues": job is not None and job.rescues,
-            "generation": self._generation,
-            "plan": self._plan,
-            "members": list(self.chronicle.members),
+            "generation": -1 if record is None else record.generation,
+            "plan": None if record is None else shown_plan(record.plan),
+            "members": [] if record is None else list(record.members),
             "nodes": [],
             "workers": [],
-            **self.chronicle.reckoned(steps, self._newest_s),
+            **self.chronicle.reckoned(steps, self.chronicle.newest_s),
         }
 
 

@@ -109,8 +109,10 @@ class Chronicle:
         self.failures: list[dict[str, str]] = []
         """Worker and cause, the first one first."""
         self._lost_workers = 0
-        self.members: tuple[str, ...] = ()
-        """Of the newest generation, by rank."""
+        self.record: GenerationRecord | None = None
+        """The newest generation."""
+        self.newest_s = 0.0
+        """Time of the newest event, in seconds since 1970."""
         self._began_s: float | None = None
         self._number = 0
         self._changes: deque[PageChange] = deque(maxlen=changes_kept)
@@ -124,6 +126,7 @@ class Chronicle:
         """Note an event; ``time_s`` in seconds since 1970."""
         with self._lock:
             self._began_s = time_s if self._began_s is None else self._began_s
+            self.newest_s = time_s
             self._meter.take(event, time_s)
             self._note_failure(event)
             if isinstance(event, StepRecorded):
@@ -133,7 +136,7 @@ class Chronicle:
                 case GenerationStarted(record=record) | Morphed(record=record):
                     self._band(record, time_s)
                     if isinstance(event, GenerationStarted):
-                        self.members = record.members
+                        self.record = record
                         self._pace.begin()
                         if record.generation == record.began and record.first_step:
                             self._checkpoint = {"step": record.first_step, "time_s": round(time_s, 2), "resumed": True}
@@ -193,7 +196,7 @@ class Chronicle:
             self._step(point)
 
     def _step(self, point: PastStep) -> None:
-        self._newest = point
+        self._newest, self.newest_s = point, point.time_s
         self._steps.take(point)
         self._pace.take(point.step, point.time_s)
         self._meter.take_step(point)
