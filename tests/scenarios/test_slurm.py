@@ -7,7 +7,7 @@ import shutil
 import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,9 @@ from tests.scenarios.on_engine import OnEngine
 from tests.scenarios.slurm import Slurm, missing
 from tests.waiting import wait_for
 from varuna.core.errors import FleetError, UsageError
-from varuna.fleet.engines.engine import AgentCommand, EnginePlace
+from varuna.fleet.engines.engine import AgentCommand, Engine, EnginePlace
 from varuna.fleet.engines.provider import CapacityError
-from varuna.fleet.engines.registry import engine_of
+from varuna.fleet.engines.registry import kind_of
 from varuna.fleet.run_folder.connection_file import find
 
 pytestmark = [
@@ -28,6 +28,11 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed: {', '.join(missing())}"),
 ]
 STEPS = 120
+
+
+def engine_of(on: str, place: EnginePlace, given: Mapping[str, str]) -> Engine:
+    kind, where = kind_of(on)
+    return kind.make(place, kind.values(where, given))
 
 
 @pytest.fixture

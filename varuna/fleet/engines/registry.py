@@ -5,7 +5,7 @@ from functools import cache
 
 from varuna.core.errors import UsageError
 from varuna.core.extras import extras
-from varuna.fleet.engines.engine import Engine, EngineKind, EnginePlace
+from varuna.fleet.engines.engine import EngineKind
 from varuna.fleet.engines.slurm import SLURM
 
 LOCAL = "local"
@@ -30,14 +30,3 @@ def kind_of(on: str) -> tuple[EngineKind, str]:
         listed = "".join(f"\n  {kind.name:<8}{kind.summary}" for kind in known.values())
         raise UsageError(f"--on {on}: no engine is called {name!r}. There are:\n  {LOCAL:<8}this machine{listed}")
     return known[name], where
-
-
-def engine_of(on: str, place: EnginePlace, given: Mapping[str, str]) -> Engine:
-    """Make the engine of ``--on``, with values of its own options.
-
-    Raises:
-        UsageError: there is none, a value is wrong, or something must be installed first.
-        FleetError: it cannot be used.
-    """
-    kind, where = kind_of(on)
-    return kind.make(place, kind.values(where, given))

@@ -230,7 +230,6 @@ def shown_budget(budget: Budgeted | None, used: Used, *, is_over: bool) -> dict[
     return {
         "max_dollars": dollars,
         "max_hours": hours,
-        "used_hours": round(used.wall_s / _HOUR_S, 6),
         "left_dollars": None if dollars is None else round(dollars - used.dollars, 4),
         "left_hours": None if hours is None else round(hours - used.wall_s / _HOUR_S, 6),
         "ends_in_s": round(left.until_s, 1) if goes_on else None,

@@ -38,8 +38,6 @@ def glance(fleet: Fleet, now_s: float) -> dict[str, object]:
         "nodes": list(fleet.workers.nodes),
         "step_s": fleet.recorded.wall_s or None,
         "departing": list(fleet.machines.departing),
-        "at_risk": list(fleet.machines.at_risk),
-        "out_of_sight": [node for node in fleet.contacts.nodes if fleet.contacts.is_alone or fleet.is_hidden(node)],
         "workers": [
             _worker(fleet, worker, deaf_s, slow.get(worker.name), classes[worker.name])
             for worker in fleet.workers.values()

@@ -8,7 +8,7 @@ import pytest
 from varuna.core.errors import UsageError
 from varuna.extras.ray.placement import Node, NodeHistory, NodePlace, places
 from varuna.fleet.engines.engine import EnginePlace
-from varuna.fleet.engines.registry import engine_of, kind_of
+from varuna.fleet.engines.registry import kind_of
 
 HEAD, BIG, SMALL = Node("head", "10.0.0.1", 8, is_head=True), Node("big", "10.0.0.2", 8), Node("small", "10.0.0.3", 4)
 
@@ -55,4 +55,4 @@ def test_without_ray_people_are_told_what_to_install(tmp_path: Path, monkeypatch
         kind.elsewhere(place, kind.values("a/b", {}), ["run"])
     for wrong in ("many", "0", "nan"):
         with pytest.raises(UsageError, match="--cpus-per-worker"):
-            engine_of("ray", place, {"cpus-per-worker": wrong})
+            kind.make(place, kind.values("", {"cpus-per-worker": wrong}))
