@@ -23,8 +23,7 @@ from varuna.fleet.page.logins import Logins
 from varuna.fleet.run_folder.join_file import renew_join
 from varuna.fleet.run_folder.registry import TOKEN_LIFE_S, Registry
 from varuna.fleet.run_folder.worker_logs import LogKeeper
-from varuna.fleet.service.page_address import page_address
-from varuna.fleet.service.service import Parts, ServiceConfig
+from varuna.fleet.service.service import Parts, ServiceConfig, page_address
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import Notice

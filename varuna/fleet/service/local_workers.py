@@ -12,8 +12,7 @@ from starlette.routing import BaseRoute
 from varuna.core.messages import ToWorker
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.page.logins import Logins
-from varuna.fleet.service.page_address import page_address
-from varuna.fleet.service.service import Parts, ServiceConfig
+from varuna.fleet.service.service import Parts, ServiceConfig, page_address
 from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.workers.launcher import Launcher

@@ -462,3 +462,11 @@ def _refuse_another_version(run_dir: Path, written_by: tuple[str, str] | None) -
         "run there with `varuna stop`, install the new version on all machines, and start the same commands again: "
         "the run goes on from the checkpoint that stop has saved."
     )
+
+
+def page_address(scheme: str, host: str, port: int, logins: Logins) -> str:
+    """The address of the page, on a terminal with a code that works once: what a build server keeps opens nothing."""
+    page = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
+    if sys.stderr.isatty():
+        return f"{page}#login={logins.invite()} (works once; `varuna open` opens it again)"
+    return f"{page} (`varuna open` prints a link)"
