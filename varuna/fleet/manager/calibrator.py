@@ -168,13 +168,12 @@ class Calibrator:
         """A generation begins, or more was learned: what its stages should take, if that is known."""
         if self.calibrations is None:
             return []
-        expected_s = self.compute_s(job, record.plan)
         told: list[Recalibrated | Notice] = []
         if not self._described and job.micro_batch is None and len(self.calibrations.first.sizes) > 1:
             told.append(Notice(text=describe_sizes(self.calibrations.first, record.plan.micro_batch)))
         self._described = True
         rate = min(self.calibrations.of(name).across_vms.link.bytes_per_s for name in record.plan.classes)
-        return [*told, Recalibrated(record.generation, None if expected_s is None else tuple(expected_s), rate)]
+        return [*told, Recalibrated(record.generation, self.compute_s(record.plan), rate)]
 
     def request(self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None, wanted: int) -> PlanRequest | None:
         """Return the request that the planner would get now, for so many plans, to any thread. None: it takes none."""
@@ -182,7 +181,7 @@ class Calibrator:
             return None
         return self._plan.request(job, workers, micro_batch, self.calibrations, wanted)
 
-    def compute_s(self, job: JobFacts, plan: Plan) -> list[float] | None:
+    def compute_s(self, plan: Plan) -> tuple[float, ...] | None:
         """Calibrated compute of a micro-batch, by slot of the plan; None if nothing was measured."""
         if self.calibrations is None:
             return None
@@ -193,7 +192,7 @@ class Calibrator:
             for k, stage in enumerate(stages):
                 recompute_s = 0.0 if k == last or stage.keeps_all else stage.recompute_s
                 found.append(stage.forward_s + recompute_s + stage.backward_s)
-        return found
+        return tuple(found)
 
     def predicted_s(self, plan: Plan) -> float:
         """Seconds of a step of ``plan``, by what is known now and not when it was made."""

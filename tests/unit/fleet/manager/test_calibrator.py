@@ -299,10 +299,10 @@ def test_a_short_run_leaves_what_it_has(tmp_path: Path) -> None:
 
 def test_compute_is_compared_with_the_calibration_once_there_is_one(tmp_path: Path) -> None:
     heard = calibrator(tmp_path)
-    assert heard.compute_s(JOB, PLAN) is None
+    assert heard.compute_s(PLAN) is None
     for worker in ("w0", "w1"):
         heard.hear(fleet(), worker, beat(times()), 0.0)
-    found = heard.compute_s(JOB, PLAN)
+    found = heard.compute_s(PLAN)
     assert found is not None
     assert found[1] == pytest.approx(2.5 + 5.0, rel=0.01), "F and B; the last stage recomputes nothing"
 
@@ -363,7 +363,7 @@ def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path
     assert set(learned.classes) == {"a", "b"}
     assert learned.of("b").compute_s(1) == pytest.approx(4 * learned.of("a").compute_s(1), rel=0.1)
     assert read_calibration(tmp_path / RUN_FILE) == learned
-    expected = heard.compute_s(JOB, plan)
+    expected = heard.compute_s(plan)
     assert expected is not None
     assert expected[1] == pytest.approx(4 * expected[0], rel=0.1)
     again = Calibrator(make, run_dir=tmp_path / "later", cache=cache_file)
