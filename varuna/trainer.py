@@ -75,7 +75,7 @@ class Trainer:
         lr_scheduler: LRScheduler | SchedulerFactory | None = None,
         clip_grad_norm: float | None = None,
         ema: float | None = None,
-        ema_from: EmaFrom = "first step",
+        ema_from: EmaFrom = "start",
         on_nan: OnNan = "stop",
         frozen: Frozen | None = None,
         before_step: BeforeStep | None = None,
@@ -123,8 +123,8 @@ class Trainer:
             clip_grad_norm: largest global L2 norm of the gradients.
             ema: decay of an exponential moving average of the trained parameters, such as 0.999, which ``evaluate``,
                 ``predict`` and ``export`` use with ``ema=True``.
-            ema_from: what the average begins with: the parameters after the ``"first step"``, as torch's
-                ``AveragedModel`` does, or those from the ``"start"``, as timm's ``ModelEmaV3`` does.
+            ema_from: what the average begins with: the parameters from the ``"start"``, as a copy of the model does
+                (timm, diffusers), or those after the ``"first step"``, as torch's ``AveragedModel`` does.
             on_nan: ``"stop"`` ends the run before a loss or gradient that is not finite is applied; ``"continue"`` does
                 not look.
             frozen: ``fn(name, step)``: whether a step leaves a trained parameter as it is, as if it had no gradient.

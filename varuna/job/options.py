@@ -20,8 +20,8 @@ CHECKPOINTED_EVERY = timedelta(seconds=SAVED_EVERY_S)
 
 OnNan = Literal["stop", "continue"]
 """Reaction of a run to a loss or gradients of a step that are not finite."""
-EmaFrom = Literal["first step", "start"]
-"""First values of an average of the parameters: what they are after the first step, or before it."""
+EmaFrom = Literal["start", "first step"]
+"""First values of an average of the parameters: what they are before the first step, or after it."""
 Missing = Literal["refuse", "initialise"]
 """Treatment of parameters that ``weights`` lacks, or has in another shape."""
 

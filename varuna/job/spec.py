@@ -74,7 +74,7 @@ class JobSpec:
     lr_scheduler: SchedulerFactory | None = None
     clip_grad_norm: float | None = None
     ema: float | None = None
-    ema_from: EmaFrom = "first step"
+    ema_from: EmaFrom = "start"
     on_nan: OnNan = "stop"
     frozen: Frozen | None = None
     before_step: BeforeStep | None = None
@@ -233,10 +233,10 @@ class JobSpec:
         """Say what trains in another way than in some plain loops."""
         if self.update_check.draws:
             yield f"before_step= or the optimizer draws random numbers, {OTHER_DRAWS}"
-        if self.ema is not None and self.ema_from == "first step":
+        if self.ema is not None and self.ema_from == "start":
             yield (
-                f"ema={self.ema} begins with the parameters after the first step, as torch's AveragedModel does; with "
-                'ema_from="start", with those before it, as a copy of the model that a script averages into does (timm)'
+                f"ema={self.ema} begins with the parameters before the first step, as a copy of the model does (timm); "
+                "with ema_from=\"first step\", with those after it, as torch's AveragedModel does"
             )
 
     @property

@@ -490,7 +490,7 @@ def test_what_a_plain_loop_would_draw_or_average_otherwise_is_told_before_step_0
     said = told(model=Net, before_step=noisy, ema=0.9)
     assert "forward() or loss= draws random numbers (dropout), which Varuna seeds" in said
     assert "before_step= or the optimizer draws random numbers, which Varuna seeds" in said
-    assert "ema=0.9 begins with the parameters after the first step" in said
-    said = told(before_step=lambda named: None, ema=0.9, ema_from="start")
+    assert "ema=0.9 begins with the parameters before the first step" in said
+    said = told(before_step=lambda named: None, ema=0.9, ema_from="first step")
     assert "draws random numbers" not in said
     assert "begins with" not in said
