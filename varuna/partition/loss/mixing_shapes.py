@@ -284,6 +284,11 @@ def broadcast(t: Tracking, node: Node) -> Found:
     return tuple(found)
 
 
+EACH_CHANNEL = ("max_pool{}d", "max_pool{}d_with_indices", "avg_pool{}d", "adaptive_avg_pool{}d",
+                "adaptive_max_pool{}d", "max_unpool{}d", "reflection_pad{}d", "replication_pad{}d",
+                "upsample_nearest{}d", "upsample_linear{}d", "upsample_bilinear{}d", "upsample_bicubic{}d",
+                "upsample_trilinear{}d")  # fmt: skip
+"""Operations on the last dimensions alone, by the number of these."""
 SHAPES: dict[str, Rule] = {
     **dict.fromkeys(("clone", "contiguous", "to", "_to_copy", "detach", "alias", "lift_fresh_copy", "lift", "type_as",
                      "resolve_conj", "real", "imag", "float", "pin_memory", "data"), same),
@@ -321,17 +326,11 @@ SHAPES: dict[str, Rule] = {
     **dict.fromkeys(("batch_norm", "instance_norm"), along(none, COMPARES)),  # for which ``micro_batch=`` answers
     **dict.fromkeys(("pad", "constant_pad_nd"), along(padded, PLACES)),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d",
-                     "conv_transpose3d", "max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices",
-                     "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
-                     "adaptive_avg_pool3d", "adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
-                     "upsample_bicubic2d", "upsample_linear1d", "upsample_nearest1d", "pixel_shuffle",
-                     "pixel_unshuffle", "bilinear", "lstm_cell", "gru_cell", "grid_sampler", "im2col", "col2im",
-                     "channel_shuffle", "adaptive_max_pool1d", "adaptive_max_pool3d",
-                     "max_pool1d_with_indices", "max_pool3d_with_indices", "max_unpool2d", "max_unpool3d",
-                     "upsample_nearest3d", "upsample_trilinear3d", "grid_sampler_2d", "grid_sampler_3d",
-                     "affine_grid_generator", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
-                     "replication_pad1d", "replication_pad2d", "replication_pad3d", "multi_head_attention",
-                     "group_norm"), along(but_first, UNKNOWN, certain=False)),
+                     "conv_transpose3d", "pixel_shuffle", "pixel_unshuffle", "bilinear", "lstm_cell", "gru_cell",
+                     "grid_sampler", "im2col", "col2im", "channel_shuffle", "grid_sampler_2d", "grid_sampler_3d",
+                     "affine_grid_generator", "multi_head_attention", "group_norm"),
+                    along(but_first, UNKNOWN, certain=False)),
+    **{name.format(dims): along(last(dims), UNKNOWN, certain=False) for dims in (1, 2, 3) for name in EACH_CHANNEL},
     **dict.fromkeys(("bucketize", "searchsorted", "isin"), looked_up),
     "randperm": permutation,
     **dict.fromkeys(("slice", "select", "narrow"), part),

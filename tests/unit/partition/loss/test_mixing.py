@@ -217,7 +217,8 @@ def windowed(x: Tensor, batch: Any) -> Tensor:
     z = F.hardswish(x) + F.prelu(x, torch.full((6,), 0.1)) + torch.rsub(x, 1) + torch.isin(x, torch.ones(1)) + y
     spectrum = torch.fft.rfft(x, dim=1).abs() + torch.fft.fft2(x).abs()[:, :4]
     seen = F.pad(x, (1, 1), mode="reflect").unfold(1, 2, 2).cummax(-1).values
-    found: Tensor = z.tril().mean() + spectrum.mean() + seen.mean()
+    resized = F.interpolate(batch["mask"][None], size=3)[0] + F.avg_pool1d(x[None, :, :, 0], 2)[0]
+    found: Tensor = z.tril().mean() + spectrum.mean() + seen.mean() + resized.mean()
     return found
 
 
