@@ -213,13 +213,20 @@ def _is_label_renamed(found: Mapping[str, object]) -> bool:
     return _LABEL in found and _LABELS not in found
 
 
+_IF_NONE = (
+    "Leave the key out of every sample: forward() then takes its default, and reads keys of a dict inside by get()."
+)
+_IF_OTHER = "Convert it in the dataset, or pass collate=, a function that makes a dict of tensors of a list of samples."
+
+
 def _not_a_tensor(what: str, fields: Mapping[str, object], keys: Sequence[str]) -> DataError:
     key = keys[0]
     value, name = fields[key], root(key)
     place = f"[{name!r}]{key.removeprefix(name)}"
     kind = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
     ragged = " of unequal lists or of something else than numbers" if isinstance(value, list | tuple) else ""
+    advice = _IF_NONE if value is None else _IF_OTHER
     return DataError(
         f"{what}{place} must be a dense tensor, an array, a number or a list of numbers, but is a {kind}{ragged}. "
-        "Convert it in the dataset, or pass collate=, a function that makes a dict of tensors of a list of samples."
+        f"{advice}"
     )

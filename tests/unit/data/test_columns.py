@@ -125,6 +125,14 @@ def test_what_cannot_be_a_tensor_and_is_taken_is_named() -> None:
         columns().tensors({"x": "a text", "other": "b"}, "dataset[4]")
 
 
+@pytest.mark.parametrize(
+    ("sample", "place"), [({"x": None}, r"\['x'\]"), ({"x": {"a": X, "b": None}}, r"\['x'\]\['b'\]")]
+)
+def test_none_is_refused_with_the_advice_to_leave_the_key_out(sample: Any, place: str) -> None:
+    with pytest.raises(DataError, match=rf"dataset\[4\]{place} must be .*but is a NoneType\. Leave the key out"):
+        columns().tensors(sample, "dataset[4]")
+
+
 @pytest.mark.parametrize("y", [X, torch.ones(3)], ids=["equal", "unequal"])
 def test_a_named_tuple_of_tensors_in_a_sample_is_refused_whatever_their_shapes_are(y: Tensor) -> None:
     with pytest.raises(DataError, match=r"dataset\[4\]\['x'\] must be a dense tensor.*is a Pair"):
