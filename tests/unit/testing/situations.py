@@ -1208,6 +1208,59 @@ def loss_of_one_number_of_the_step(way: Way) -> None:
         way.train(model, Points(), optimizer, loss=lambda output, batch: of(batch["step"][0], output, batch))
 
 
+class Centred(nn.Module):
+    """A loss that remembers the mean of what it gets, as DINO's does."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, CLASSES))
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(output - self.center, labels)
+        with torch.no_grad():
+            self.center = self.center * 0.9 + output.mean(0, keepdim=True) * 0.1
+        return loss
+
+
+class Trained(Centred):
+    """One with a parameter, as CurricularFace is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(output * self.scale, labels)
+
+
+def centre_in_a_loss_that_trains(way: Way) -> None:
+    model, loss = built()[0], Trained()
+    way.train(model, Points(), sgd([*model.parameters(), *loss.parameters()]), loss=loss)
+
+
+class NetAndLoss(nn.Module):
+    """Both in one module."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.loss = net, Centred()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.loss(self.net(x), labels)
+
+
+def centre_in_the_loss(way: Way) -> None:
+    model, optimizer = built()
+    way.train(model, Points(), optimizer, loss=Centred())
+
+
+def centre_in_the_model(way: Way) -> None:
+    model, optimizer = built()
+    way.train(NetAndLoss(model), Points(), optimizer)
+
+
 def smoothing_of_a_loss_module_changes(way: Way) -> None:
     model, optimizer = built()
     loss = nn.CrossEntropyLoss(label_smoothing=0.2)
@@ -1794,6 +1847,14 @@ SITUATIONS = [
         "",
         r"a number that forward\(\) itself changes: passes",
         forward_reads_the_step,
+    ),
+    Situation("a loss with parameters that replaces its buffer (CurricularFace)", centre_in_a_loss_that_trains, ""),
+    Situation(
+        "a loss module that writes its own buffer (DINO's centre)",
+        centre_in_the_loss,
+        "",
+        r"loss= writes center of Centred for the next step.*a module that has the model and the loss",
+        centre_in_the_model,
     ),
     Situation('a table or a factor by `batch["step"][0]`', loss_of_one_number_of_the_step, ""),
     Situation("forward reads the step", forward_reads_the_step, "PlaytikaOSS/pybandits#137"),

@@ -31,6 +31,8 @@ FAST = {
     *("layers_dropped_by_numpy", "lazy_layers", "weighted_sampler_in_a_loader", "two_passes"),
     *("weight_decay_follows_a_cosine", "layers_unfrozen_in_the_loop", "gradients_replaced_before_the_update"),
     *(
+        "centre_in_a_loss_that_trains",
+        "centre_in_the_loss",
         "epoch_of_the_dataset_set_in_the_loop",
         "hook_of_the_optimizer_anneals_the_loss",
         "level_in_a_file",

@@ -36,7 +36,7 @@ from varuna.partition.graph.size_nodes import SizeNodes
 from varuna.partition.graph.squeezes import name_squeezed
 from varuna.partition.opaque.eager_modules import Pieces
 from varuna.partition.originals.modes import in_evaluation, into_training
-from varuna.partition.originals.outside import check_outside
+from varuna.partition.originals.outside import check_outside, own_buffers_kept
 from varuna.partition.originals.stand_ins import in_place_of
 from varuna.partition.originals.with_loss import ModelAndLoss
 from varuna.partition.watching.cumulative_norms import count_with_tensors
@@ -107,14 +107,13 @@ class LossModule(nn.Module):
         copied: nn.Module = self.model
         if isinstance(copied, ModelAndLoss) and not isinstance(own, ModelAndLoss):  # the script has built the loss only
             copied = copied.loss_itself
-        with in_place_of(own, copied):
+        with in_place_of(own, copied), own_buffers_kept(self.loss), buffers_written_in_place(self.model):
             return self._run(batch)
 
     def _run(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         whole = nested(batch)
         keys = whole.keys() if self.takes is None else [key for key in whole if key in self.takes]
-        with buffers_written_in_place(self.model):
-            output = self.model(**{key: tree_map_only(Tensor, self._cast, whole[key]) for key in keys})
+        output = self.model(**{key: tree_map_only(Tensor, self._cast, whole[key]) for key in keys})
         if self.outputs is not None:
             rows = rows_of(self.outputs(output, whole), batch)
             return torch.stack([value.sum().to(torch.float32) for value in rows.values()]).sum(), rows

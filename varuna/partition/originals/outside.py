@@ -1,13 +1,15 @@
 """Parameters outside of the model that ``forward`` or ``loss=`` computes with: a graph would keep first values."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from varuna.core.errors import ModelError
 from varuna.partition.graph.operations import op_name
 from varuna.partition.graph.shared_memory import SharedMemory, written_arguments
+from varuna.partition.originals.referred import tensors_and_modules
 from varuna.partition.watching.explaining import ForwardFindings, Outside
 
 _DETACHING = ("aten::detach", "aten::detach_")
@@ -35,6 +37,31 @@ def check_outside(
         if found is None or (found.is_leaf and trains_nothing_else) or not _reaches_loss(graph, memory, node):
             continue
         raise ModelError(_message(found))
+
+
+@contextmanager
+def own_buffers_kept(function: object) -> Iterator[None]:
+    """Refuse a function of the script's that replaces a buffer of a module, after the script's has got its own back.
+
+    Raises:
+        ModelError: names the buffer.
+    """
+    found = [each for each in tensors_and_modules(function).values() if isinstance(each, nn.Module)]
+    before = [
+        (each, name, value) for outer in found for each in outer.modules() for name, value in each._buffers.items()
+    ]
+    try:
+        yield
+    finally:
+        written = [(module, name) for module, name, value in before if module._buffers.get(name) is not value]
+        for module, name, value in before:
+            module._buffers[name] = value
+    if written:
+        module, name = written[0]
+        raise ModelError(
+            f"loss= writes {name} of {type(module).__name__} for the next step, and that is no part of the model. "
+            "Pass as model= a module that has the model and the loss, and whose forward() returns the loss."
+        )
 
 
 def _reaches_loss(graph: Graph, memory: SharedMemory, source: Node) -> bool:
