@@ -236,7 +236,7 @@ class JobSpec:
         if self.ema is not None and self.ema_from == "start":
             yield (
                 f"ema={self.ema} begins with the parameters before the first step, as a copy of the model does (timm); "
-                "with ema_from=\"first step\", with those after it, as torch's AveragedModel does"
+                'with ema_from="first step", with those after it, as torch\'s AveragedModel does'
             )
 
     @property
