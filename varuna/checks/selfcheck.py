@@ -53,7 +53,7 @@ from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
 from varuna.partition.opaque.calls import drawing_as_operations
 from varuna.partition.watching.side_effects import gradient_hooks
-from varuna.process.console import say
+from varuna.process.console import note, say
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class SelfCheck:
             say(f"{path} runs as written, as one operation that is never cut: {why}")
         for name in self.source.setters:
             unit = "pass over the dataset" if name == "set_epoch" else "step"
-            say(f"{name}() of the dataset is called with the {unit} of the sample that is read next")
+            note(f"{name}() of the dataset is called with the {unit} of the sample that is read next")
         if drawn := _drawn(model):
-            say(f"forward() or loss= draws random numbers ({', '.join(drawn)}), {OTHER_DRAWS}")
-        for note in self.notes():
-            say(note)
+            note(f"forward() or loss= draws random numbers ({', '.join(drawn)}), {OTHER_DRAWS}")
+        for each in self.notes():
+            note(each)
         say(str(self.compare(model, initial)))
 
     def compare(self, model: PartitionedModel, initial: Initial | None) -> Checked:

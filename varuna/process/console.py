@@ -41,6 +41,15 @@ def say_once(text: str) -> None:
     say(text)
 
 
+NOTE = "note: "
+"""Begins what trains otherwise than in a plain loop: whoever has started the workers sees it, too."""
+
+
+def note(text: str) -> None:
+    """Print a line like ``say``, of what trains otherwise than in a plain loop."""
+    say(f"{NOTE}{text}")
+
+
 def warn(text: str) -> None:
     """Print a line like ``say``, marked as a warning that somebody should look at."""
     say(f"warning: {text}")

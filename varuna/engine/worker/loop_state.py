@@ -19,7 +19,7 @@ from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals
 from varuna.engine.base.transport import Group
 from varuna.engine.stage.parameter_groups import Steering, Writes, Written
-from varuna.process.console import say_once, warn
+from varuna.process.console import note
 
 LOOP = "run/loop"
 """Key of this state among the scalars of section 0 in a checkpoint."""
@@ -128,7 +128,7 @@ class LoopState:
         stored = cast(dict[str, Any], saved) if isinstance(saved, dict) else {}
         state, old = first["state"], stored.get("state", {})
         if new := ", ".join(name for name in state if name not in old):
-            say_once(f"the checkpoint of step {next_step} has no state of {new}: it begins as the script made it")
+            note(f"the checkpoint of step {next_step} has no state of {new}: it begins as the script made it")
         self.take({**first, **stored, "state": {**state, **{k: old[k] for k in old if k in state}}}, next_step)
 
     def take(self, given: JSON, next_step: int) -> None:
@@ -207,7 +207,7 @@ def agree(group: Group, rank: int, members: int, mine: Told) -> JSON:
     if all(row[2:] == rows[best][2:] for row in rows):
         return mine.value
     if rank == best and any(row[:2] == rows[best][:2] and row[4] != rows[best][4] for row in rows):
-        warn(
+        note(
             "what state= names differs between workers, so all go on with that of one. Every worker must change it in "
             "the same way: by what the steps say, not by time, rank or is_main."
         )

@@ -18,7 +18,7 @@ from typing import IO
 from varuna.fleet.net.join_string import JOIN_VARIABLE
 from varuna.fleet.run_folder.log_room import LogRoom
 from varuna.fleet.state.inputs import WorkerExited
-from varuna.process.console import warn
+from varuna.process.console import NOTE, say, warn
 from varuna.process.host_memory import MemoryKills
 from varuna.process.tethering import tether
 from varuna.process.worker_environment import DEFAULTS
@@ -27,6 +27,7 @@ LINE_BYTES = 8 * 2**10
 """Bytes of the longest line that stays whole; longer ones come in pieces."""
 TAIL_BYTES = 64 * 2**10
 _TAIL_LINES = 200
+_NOTE = f"varuna: {NOTE}".encode()
 _END = re.compile(rb"\r\n|\n|\r")
 
 
@@ -117,6 +118,7 @@ class Launcher:
 
     Every worker's output goes to ``<run_dir>/<worker>.log``. Of standard output, only the complete lines of the
     main worker are passed on, as ``write`` gets them; what workers say before there is a main one is kept until then.
+    So are its notes to the script's user, which this process says.
 
     ``spawn`` must be called by a thread that outlives the workers: Linux sends the parent-death signal, which ties
     workers to us, when the *thread* that started them ends.
@@ -195,7 +197,7 @@ class Launcher:
         _widen(popen.stderr)
         process.readers = [
             _start(f"{name}-stdout", self._read, popen.stdout, log, lambda line: self._stream(name, line)),
-            _start(f"{name}-stderr", self._read, popen.stderr, log, process.stderr_tail.add),
+            _start(f"{name}-stderr", self._read, popen.stderr, log, lambda line: self._take_error(process, line)),
         ]
         with self._lock:
             self._processes[name] = process
@@ -228,7 +230,7 @@ class Launcher:
             lines = self._early.pop(name, deque()) if first else deque()
             self._early.clear()
         for line in lines:
-            self._write(line)
+            self._show(line)
 
     def stop_all(self, grace_s: float) -> str:
         """Wait ``grace_s`` for all workers to end, then kill the rest, and see that no process is left.
@@ -265,7 +267,7 @@ class Launcher:
             lines = next(iter(self._early.values()), deque()) if self._main is None else deque()
             self._early.clear()
         for line in lines:
-            self._write(line)
+            self._show(line)
 
     # -- threads of a worker ---------------------------------------------------------------------------------
 
@@ -279,13 +281,24 @@ class Launcher:
                 for line in lines.feed(data):
                     take(line)
 
+    def _take_error(self, process: _Process, line: bytes) -> None:
+        process.stderr_tail.add(line)
+        if line.startswith(_NOTE):
+            self._stream(process.name, line)
+
+    def _show(self, line: bytes) -> None:
+        if line.startswith(_NOTE):
+            say(line.decode(errors="replace").strip().removeprefix("varuna: "))
+        else:
+            self._write(line)
+
     def _stream(self, name: str, line: bytes) -> None:
         with self._lock:
             if self._main is None and name in self._early:  # not once the run is over: a grandchild may go on
                 self._early[name].append(line)
             is_main = self._main == name
         if is_main:
-            self._write(line)
+            self._show(line)
 
     def _await(self, process: _Process, log: "_Log") -> None:
         """Report the exit at once, after its last output was read; no child of it survives."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from varuna.job.handed_over.code_reads import is_library
 from varuna.job.handed_over.marks import PLAIN
 from varuna.partition.watching.own_code import OWN
-from varuna.process.console import say
+from varuna.process.console import note
 
 _VARIABLES = re.compile(r"(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)")
 
@@ -27,7 +27,7 @@ _JUMPS, _ENDS = frozenset((*dis.hasjrel, *dis.hasjabs)), ("RETURN", "RAISE", "RE
 def say_begun_anew(step: int, frame: FrameType | None, kept: Iterable[Any]) -> None:
     """Say which of them a resumed run does not have, before its loop gets ``step``."""
     if names := carried(frame, kept):
-        say(
+        note(
             f"the run goes on with step {step}, and the loop begins with its own {', '.join(names)} as the script has "
             f"made {'them' if names[1:] else 'it'}. What training follows from belongs in a dict, or in an object with "
             'state_dict() and load_state_dict(), that state= names: state={"best": best}.'

@@ -98,6 +98,22 @@ def test_only_complete_lines_of_the_main_worker_are_passed_on_even_early_ones(be
     launcher.stop_all(0)
 
 
+def test_notes_of_the_main_worker_are_said_where_it_was_started(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher = bench.launcher(
+        "import os; from varuna.process.console import note, say; say('hello'); note(os.environ['VARUNA_WORKER'])"
+    )
+    for _ in range(2):
+        launcher.spawn()
+    for _ in range(2):
+        bench.exit()
+    launcher.set_main("w1")
+    assert capfd.readouterr().err == "varuna: note: w1\n"
+    assert bench.lines == []
+    launcher.stop_all(0)
+
+
 def test_a_signal_is_reported_as_a_negative_code(bench: Bench) -> None:
     launcher = bench.launcher("import time; time.sleep(60)")
     launcher.kill(launcher.spawn())
