@@ -70,6 +70,7 @@ def watched_us(model: nn.Module, *, watches: bool) -> float:
     functions = ((LOSS, loss), (METRICS, metrics), (BEFORE_STEP, before_step), (COLLATE, collate), (DATASET, Samples()))
     handed = HandedOver(functions, model=model, optimizer=optimizer)
     if watches:
+        handed.before_capture()
         handed.begin()
     taken = []
     for repeat in range(ROUNDS):

@@ -362,6 +362,7 @@ def seen_by(function: Any) -> str:
     return repr([mark(place.value(), found.names | found.texts) for place in found.found()])
 
 
+@functools.lru_cache(maxsize=4096)
 def is_library(file: str) -> bool:
     """Return whether a file belongs to Python, or to something that was installed."""
     return any(part in file for part in LIBRARIES) or file.startswith("<frozen")

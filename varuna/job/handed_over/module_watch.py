@@ -72,6 +72,7 @@ class ModuleWatch:
         self._values = SomeValues(())
         self._hooks: list[dict[Any, Any]] = []
         self._hook_counts: list[int] = []
+        self._has_hooks = False
         self._live: list[dict[str, Any]] = []
         self._copies: list[dict[str, Any]] = []
         self._trained = module.training
@@ -134,6 +135,7 @@ class ModuleWatch:
         }
         self._hooks = [vars(each)[table] for each, *_ in self._before for table in _HOOKS]
         self._hook_counts = list(map(len, self._hooks))
+        self._has_hooks = any(self._hooks)
         self._live = [part for each, *_ in self._before for part in (vars(each), *(vars(each)[t] for t in _TABLES))]
         self._live += [vars(value) for value, _, _ in self._tensors]
         self._copies = [part for _, _, own, tables in self._before for part in (own, *tables)]
@@ -162,7 +164,8 @@ class ModuleWatch:
         if not _same(self._live, self._copies):
             yield from self._of_modules()
             yield from self._of_marks()
-        if (counts := list(map(len, self._hooks))) != self._hook_counts:
+        has_hooks = any(self._hooks) or self._has_hooks  # most modules have none
+        if has_hooks and (counts := list(map(len, self._hooks))) != self._hook_counts:
             number = next(at for at, count in enumerate(counts) if count != self._hook_counts[at])
             yield Changed(f"the hooks of {self._before[number // len(_HOOKS)][1] or 'the root'}", MISSING, MISSING, "")
 

@@ -240,15 +240,18 @@ def _copy_of_fixed(value: Any, names: frozenset[str]) -> Any:
     inside = None if isinstance(value, _FIXED) else _inside(value)
     if inside is None or len(inside) > _MOST_COPIED:
         return None
-    keys = inside if inside is value else names.intersection(inside) if isinstance(inside, dict) else ()
+    is_whole = inside is value or isinstance(value, Mapping)
+    keys = inside if is_whole else names.intersection(inside) if isinstance(inside, dict) else ()
     values = [inside[key] for key in keys] if isinstance(inside, dict) else inside
     return copy.copy(inside) if all(map(_is_fixed, values)) else None
 
 
 def _inside(value: Any) -> Any:
-    """Values in a container of Python's, or an object's attributes."""
+    """Values in a container, or an object's attributes."""
     if type(value) in (dict, OrderedDict, list, tuple, torch.Size):
         return value
+    if isinstance(value, Mapping) and len(value) <= _MOST_COPIED:
+        return dict(value)
     return None if issubclass(type(value), _CONTAINERS) else attributes(value)
 
 
