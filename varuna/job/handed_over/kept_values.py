@@ -108,15 +108,17 @@ class KeptValues:
 
     def restore(self) -> None:
         """Put back the values from before captured code ran."""
-        for place, writer, seen in () if self._is_restored else self._read:
+        for place, writer, seen in self._read:
             if not _is_same(seen, _own(place)):
                 self._kept.append(self._described(place, writer))
                 self._before.append(seen[:2])
-        self._is_restored = True
+        self._read, self._is_restored = [], True
         for (place, *_), (value, inside) in zip(self._kept, self._before, strict=True):
-            if inside is not None:
-                _fill(value, inside)
-            _put(place, value)
+            now = _own(place)
+            if not _is_away(value, inside) and not _is_away(now, now if isinstance(now, _CONTAINERS) else None):
+                if inside is not None:
+                    _fill(value, inside)
+                _put(place, value)
 
     def restored_first(self) -> bool:
         """Put back the values from before captured code ran, if that was not done; return whether it was not."""
@@ -168,6 +170,8 @@ class KeptValues:
     def _hide(self) -> None:
         self._hidden = self._values()
         for (place, _, unknown), (value, inside) in zip(self._kept, self._hidden, strict=True):
+            if _is_away(value, inside):
+                continue
             if inside is not None and len(inside) <= _MOST_HIDDEN:  # it has other names, too
                 _fill(value, dict.fromkeys(inside, unknown) if isinstance(inside, dict) else [unknown])
             _put(place, unknown)
@@ -238,6 +242,11 @@ def _key(place: ReadPlace) -> tuple[int, Key]:
 
 def _owner(place: ReadPlace) -> Any:
     return place._replace(keys=place.keys[:-1]).value()
+
+
+def _is_away(value: Any, inside: Any) -> bool:
+    """Return whether another Trainer has put its stand-in there: of a rank that is a thread, or around this one."""
+    return isinstance(value, Unknown) or (inside is not None and isinstance(next(iter(_each(inside)), None), Unknown))
 
 
 def _own(place: ReadPlace) -> Any:

@@ -215,3 +215,23 @@ def test_what_only_it_does_not_write_is_read() -> None:
     with handed.script():
         assert STATS["other"] == 1.0
     handed.end()
+
+
+def test_two_who_hide_the_same_place_leave_what_was_there() -> None:
+    log, meter = [0.5], Meter()
+
+    def loss() -> None:
+        log.append(1.0)
+        meter.update(1.0)
+
+    handed = [HandedOver([(LOSS, loss)]) for _ in range(2)]
+    for each in handed:
+        each.before_capture()
+    one, two = (each.script() for each in handed)  # ranks that are threads
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    with handed[0].aside():
+        loss()
+    two.__exit__(None, None, None)
+    assert (log, meter.number, meter.sum) == ([0.5], 0, 0.0)
