@@ -108,11 +108,11 @@ class KeptValues:
 
     def restore(self) -> None:
         """Put back the values from before captured code ran."""
-        for place, writer, seen in self._read:
-            if not _is_same(seen, _own(place)):
-                self._kept.append(self._described(place, writer))
-                self._before.append(seen[:2])
-        self._read, self._is_restored = [], True
+        found = [(place, writer, seen) for place, writer, seen in self._read if not _is_same(seen, _own(place))]
+        self._kept += [self._described(place, writer) for place, writer, _ in found]
+        self._before += [seen[:2] for *_, seen in found]
+        known = {_key(place) for place, *_ in found}
+        self._read = [each for each in self._read if _key(each[0]) not in known]
         for (place, *_), (value, inside) in zip(self._kept, self._before, strict=True):
             now = _own(place)
             if not _is_away(value, inside) and not _is_away(now, now if isinstance(now, _CONTAINERS) else None):
@@ -125,6 +125,7 @@ class KeptValues:
         is_first = not self._is_restored
         if is_first:
             self.restore()
+            self._read, self._is_restored = [], True  # from now on, the script changes what it reads
         return is_first
 
     def writer_of(self, place: ReadPlace) -> str:

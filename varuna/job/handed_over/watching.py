@@ -368,6 +368,7 @@ class HandedOver:
         Raises:
             UsageError: a function reads what another one writes that runs elsewhere, or once.
         """
+        self._kept_values.restore()
         self._refuse_unseen([(role, self._add(role, function)) for role, function in self._functions])
         if self._model is not None:
             inside = {id(each) for each in self._model.modules()}
@@ -441,7 +442,7 @@ class HandedOver:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """In this block Varuna works, asked for by the script, and may call the user's functions."""
-        with self._kept_values.shown(), nullcontext() if self.watch is None else self.watch.engine():
+        with nullcontext() if self.watch is None else self.watch.engine(), self._kept_values.shown():
             yield
         for each in self._watched:
             each.look()

@@ -165,6 +165,28 @@ def test_nothing_of_a_capture_is_left_in_what_a_loss_keeps() -> None:
     assert (log, meter.sum, meter.number, stats) == ([0.5], 0.0, 0, {})
 
 
+def test_what_a_hook_keeps_for_the_loss_is_no_change_of_the_scripts() -> None:
+    features: dict[str, Tensor] = {}
+    model = Net()
+    model.layer.register_forward_hook(lambda module, given, output: features.__setitem__("layer", output))
+
+    def loss() -> Tensor:
+        return features["layer"].mean() + sum(each.mean() for each in features.values())
+
+    handed = HandedOver([(LOSS, loss)], model=model)
+    handed.before_capture()
+    model(torch.ones(1, 2))  # as the capture does
+    handed.begin()
+    with torch.no_grad(), handed.aside():
+        model(torch.ones(1, 2))
+    with handed.script():
+        pass
+    handed.check(None)
+    with handed.script(), pytest.raises(UsageError, match=r"asked for features, which forward\(\) writes"):
+        features["layer"].mean()
+    handed.end()
+
+
 def test_the_script_may_forget_and_put_something_else() -> None:
     log, meter = [0.5], Meter()
 
