@@ -31,7 +31,7 @@ def is_same_sample(mine: int, theirs: int) -> bool:
 
 
 def begin_alike(mine: str, theirs: str) -> bool:
-    """Return whether two runs begin with the same samples, by their digests in hexadecimal; empty: nobody knows."""
+    """Return whether two runs begin with the same samples, by their digests in hexadecimal; empty: unknown."""
     return mine == theirs or bool(mine and theirs and is_same_sample(int(mine, 16), int(theirs, 16)))
 
 

@@ -104,7 +104,7 @@ def test_a_resumed_run_names_what_its_loop_counts_and_nobody_saves(capsys: pytes
 
 
 class Noam:
-    """As scripts copy it: around an optimizer, with a count of its own."""
+    """The rate of the Transformer paper: an object around the optimizer, with a count of its own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.warmup, self.count = optimizer, 3, 0

@@ -154,12 +154,12 @@ class WorkerRecords:
             self._records.clear()
 
     def has(self, name: str) -> bool:
-        """Whether a worker is one of ours."""
+        """Return whether this agent has started a worker."""
         with self._lock:
             return name in self._records
 
     def hear(self, name: str, message: FromWorker) -> tuple[bool, bool]:
-        """Take a worker's message; returns whether it is one of ours, and whether it has made progress."""
+        """Take a worker's message; returns whether this agent has started it, and whether it has made progress."""
         with self._lock:
             record = self._records.get(name)
             return record is not None, record is not None and record.hear(message)
@@ -171,13 +171,13 @@ class WorkerRecords:
                 self._records[name].told(message)
 
     def broke_off(self, name: str) -> bool:
-        """Whether a worker has had a seat, and has not left it: if its process ends, it was not done."""
+        """Return whether a worker was in a generation and has not left it, so that it is lost if its process ends."""
         with self._lock:
             record = self._records.get(name)
             return record is not None and record.generation >= 0 and record.leaving is None
 
     def ended(self, name: str, exited: Exited) -> bool:
-        """Note that a process ended; False if it is not one of ours, as after ``clear``."""
+        """Note that a process ended; False if this agent does not know it, as after ``clear``."""
         with self._lock:
             if name not in self._records:
                 return False

@@ -274,7 +274,7 @@ def test_stages_of_unlike_pipelines_are_compared_by_what_they_were_predicted_to_
     for rank, name in enumerate(driver.fleet.record.grid):
         usual[name] = float(len(plan.sections_at(rank)))
     beat_all(driver, 20, **usual | {slow: 1.5 * usual[slow]})
-    assert not driver.fleet.speeds.slow  # nobody knows what a stage should take
+    assert not driver.fleet.speeds.slow  # the times of stages are not predicted yet
     expected_s = tuple(0.1 * len(slot.sections) for slot in plan.slots)
     driver.feed(Recalibrated(driver.fleet.generation, expected_s, None))
     beat_all(driver, 20, **usual)

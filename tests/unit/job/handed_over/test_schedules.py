@@ -10,7 +10,7 @@ from varuna.job.handed_over.schedules import steering_of_loop
 
 
 class Base(ABC):
-    """As of a template for projects."""
+    """A base class for trainers, as templates of projects have it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.epochs, self.seen = optimizer, 3, 0
