@@ -216,7 +216,8 @@ class JobSpec:
     @cached_property
     def checks(self) -> SelfCheck:
         """The checks of the job before step 0."""
-        step = (LOOKED_AT - 1) // self.global_batch  # of all samples: the parts of a batch are of one step
+        # One step for all samples of the check, which is of one micro-batch: the newest that any of them belongs to.
+        step = (LOOKED_AT - 1) // self.global_batch
         return SelfCheck(
             self.recipe,
             self.reader_of(self.dataset, step=step),

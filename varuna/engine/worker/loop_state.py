@@ -19,7 +19,7 @@ from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals
 from varuna.engine.base.transport import Group
 from varuna.engine.stage.parameter_groups import Steering, Writes, Written
-from varuna.process.console import note
+from varuna.process.console import NOTE, note, say_once
 
 LOOP = "run/loop"
 """Key of this state among the scalars of section 0 in a checkpoint."""
@@ -128,7 +128,7 @@ class LoopState:
         stored = cast(dict[str, Any], saved) if isinstance(saved, dict) else {}
         state, old = first["state"], stored.get("state", {})
         if new := ", ".join(name for name in state if name not in old):
-            note(f"the checkpoint of step {next_step} has no state of {new}: it begins as the script made it")
+            say_once(f"{NOTE}the checkpoint of step {next_step} has no state of {new}: it begins as the script made it")
         self.take({**first, **stored, "state": {**state, **{k: old[k] for k in old if k in state}}}, next_step)
 
     def take(self, given: JSON, next_step: int) -> None:

@@ -51,10 +51,10 @@ _IMPORT = "import "
 """Begins the name of a module that a function imports itself."""
 _GLOBAL = "global "
 """Begins the name of a global that a function stores, which there may not be yet."""
-_CONTAINERS = (dict, list, set, deque)
+CONTAINERS = (dict, list, set, deque)
 _WATCHED = (nn.Module, torch.Tensor, torch.optim.Optimizer)
 _OF_C = (types.MethodDescriptorType, types.ClassMethodDescriptorType, types.WrapperDescriptorType)
-_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
+CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 
 Key = tuple[str, Any]
 """An attribute (``.``) or an item (``[``), by name."""
@@ -94,10 +94,10 @@ class ReadPlace(NamedTuple):
         Each is an object, by its id, and one of its entries; None: whichever there is; ...: all that there are.
         """
         owners = [self._replace(keys=self.keys[:stop]).value() for stop in range(len(self.keys) + 1)]
-        whole = {(id(owners[-1]), None)} if isinstance(owners[-1], _CONTAINERS) else set()
+        whole = {(id(owners[-1]), None)} if isinstance(owners[-1], CONTAINERS) else set()
         entries = [(id(owner), key) for owner, (_, key) in zip(owners, self.keys, strict=False)]
         if not is_written:
-            return {*entries, *whole, *((id(owner), ...) for owner in owners if isinstance(owner, _CONTAINERS))}
+            return {*entries, *whole, *((id(owner), ...) for owner in owners if isinstance(owner, CONTAINERS))}
         last = [spot for owner, key in entries[-1:] for spot in ((owner, key), (owner, None))]
         return {*last, *whole, *((owner, ...) for owner, _ in whole)}
 
@@ -191,7 +191,7 @@ class Reads:
                 self._codes(getattr(forward, "__func__", forward), each, f"{name}.{path}" if path else name)
                 for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values()):
                     self.follow(hook, f"a hook of {path or name}")
-        elif not isinstance(subject, _CODE):
+        elif not isinstance(subject, CODE):
             for method in ("__call__", "__getitem__", "__getitems__", "__len__", "index_at", *SETTERS):
                 function = inspect.getattr_static(type(subject), method, None)
                 if isinstance(function, types.FunctionType):
@@ -314,7 +314,7 @@ class Reads:
                 break
         if done:
             self._leaf(ReadPlace(start, tuple(done), said), value)
-        elif not isinstance(start, (*_WATCHED, *_CODE)):  # passed to another function
+        elif not isinstance(start, (*_WATCHED, *CODE)):  # passed to another function
             self.places.setdefault((id(start), ()), ReadPlace(start, (), said))
 
     def _ends(self, value: Any, key: Key, said: str) -> bool:
@@ -323,7 +323,7 @@ class Reads:
             return not isinstance(value, functools._lru_cache_wrapper)
         if isinstance(value, contextvars.ContextVar):
             return True
-        if isinstance(value, _CODE) and not isinstance(value, types.ModuleType | type):
+        if isinstance(value, CODE) and not isinstance(value, types.ModuleType | type):
             if not _is_own(value, key[1]):
                 return True
             self.follow(value, said)
@@ -376,7 +376,7 @@ def _is_librarys(base: Any) -> bool:
 
 def _numbers_in(owner: Any, name: str, seen: set[int], depth: int) -> Iterator[ReadPlace]:
     """Yield places of numbers in an object of the user's, and in objects that it holds."""
-    if id(owner) in seen or depth > _DEEPEST or isinstance(owner, _CODE):
+    if id(owner) in seen or depth > _DEEPEST or isinstance(owner, CODE):
         return
     seen.add(id(owner))
     if isinstance(owner, list | tuple):
@@ -473,7 +473,7 @@ def _of_its_class(value: Any, name: str) -> Any:
         found = next((vars(each)[name] for each in type(value).__mro__ if name in vars(each)), MISSING)
     if isinstance(found, types.MemberDescriptorType):
         return found.__get__(value)
-    if found is not MISSING and not isinstance(found, _CODE):
+    if found is not MISSING and not isinstance(found, CODE):
         return found if (told := _told(value, found)) is MISSING else told
     if found is MISSING and hasattr(type(value), "__getattr__") and not isinstance(value, _WATCHED):
         try:

@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from varuna.job.handed_over.code_reads import MISSING, Key, ReadPlace
+from varuna.job.handed_over.code_reads import CODE, CONTAINERS, MISSING, Key, ReadPlace
 from varuna.job.handed_over.marks import attributes, is_users_object
 
 _ASKED = """float int index complex bool len iter next getitem contains reversed call enter array str format round trunc
@@ -28,8 +27,6 @@ _ASKED = """float int index complex bool len iter next getitem contains reversed
     add sub mul matmul truediv floordiv mod pow and or xor
     radd rsub rmul rmatmul rtruediv rfloordiv rmod rpow rand ror rxor
     iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor"""
-_CONTAINERS = (list, dict, set, deque)
-_CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _MOST_HIDDEN = 256
 """Values in a container that are hidden one by one: of a larger one, only the container as such."""
 
@@ -115,7 +112,7 @@ class KeptValues:
         self._read = [each for each in self._read if _key(each[0]) not in known]
         for (place, *_), (value, inside) in zip(self._kept, self._before, strict=True):
             now = _own(place)
-            if not _is_away(value, inside) and not _is_away(now, now if isinstance(now, _CONTAINERS) else None):
+            if not _is_away(value, inside) and not _is_away(now, now if isinstance(now, CONTAINERS) else None):
                 if inside is not None:
                     _fill(value, inside)
                 _put(place, value)
@@ -130,13 +127,9 @@ class KeptValues:
 
     def writer_of(self, place: ReadPlace) -> str:
         """Return the name of the function that writes to a place, or around it; empty: none does."""
-        for stop in range(1, len(place.keys) + 1):
-            around = place._replace(keys=place.keys[:stop])
-            value, key = around.value(), _key(around)
-            for (kept, writer, _), (held, inside) in zip(self._kept, self._before, strict=True):
-                if _key(kept) == key or (inside is not None and held is value):
-                    return writer
-        return ""
+        spots = place.spots()
+        found = (writer for kept, writer, _ in self._kept if not spots.isdisjoint(kept.spots(is_written=True)))
+        return next(found, "")
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -199,7 +192,7 @@ def _is_kept(place: ReadPlace) -> bool:
         return False
     owner, key = _owner(place), place.keys[-1][1]
     if isinstance(owner, tuple):  # which keeps what it has, whatever that holds
-        return isinstance(value, _CONTAINERS)
+        return isinstance(value, CONTAINERS)
     if owner is MISSING or isinstance(owner, str | int | float | frozenset | None):
         return False
     if isinstance(owner, type):  # its methods store to the objects of it that they are given
@@ -212,11 +205,11 @@ def _is_kept(place: ReadPlace) -> bool:
 def _near(place: ReadPlace) -> Iterator[ReadPlace]:
     """Yield the place itself, if what is there can change within, or those of the attributes of its object."""
     value = place.value()
-    if isinstance(value, (*_CONTAINERS, Tensor)):
+    if isinstance(value, (*CONTAINERS, Tensor)):
         yield place
     elif isinstance(value, tuple):
         yield from (place._replace(keys=(*place.keys, ("[", at))) for at in range(len(value)))
-    elif not isinstance(value, (nn.Module, Optimizer, *_CODE)) and (own := attributes(value)) is not None:
+    elif not isinstance(value, (nn.Module, Optimizer, *CODE)) and (own := attributes(value)) is not None:
         yield from (ReadPlace(value, ((".", key),), f"{place.name}.{key}") for key in own)
 
 
@@ -224,7 +217,7 @@ def _seen(value: Any) -> tuple[Any, Any, int]:
     """Return a value, the inside of it that can be put back, and the count of writes to a tensor."""
     if isinstance(value, Tensor):
         return value, None, value._version
-    return value, value.copy() if isinstance(value, _CONTAINERS) else None, 0
+    return value, value.copy() if isinstance(value, CONTAINERS) else None, 0
 
 
 def _is_same(seen: tuple[Any, Any, int], now: Any) -> bool:

@@ -355,8 +355,9 @@ class HandedOver:
         written, read = list[tuple[str, ReadPlace]](), list[tuple[str, ReadPlace]]()
         for role, function in [*self._functions, (FORWARD, self._model)]:
             if role in _KEEPING and function is not None:
-                found = Reads()
-                found.follow(function, "model" if role is FORWARD else role.name)
+                found = self._reads_of_forward if role is FORWARD else Reads()
+                if role is not FORWARD:
+                    found.follow(function, role.name)
                 written += [(role.name, each) for each in found.kept]
                 own = getattr(function, "__self__", found)  # such as Hugging Face's Trainer, which others change, too
                 read += [(role.name, each) for each in found.places.values() if each.base is not own]

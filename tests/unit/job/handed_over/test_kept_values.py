@@ -53,6 +53,16 @@ class Meter:
         return self.sum / max(1, self.number)
 
 
+def kept_by_a_loss() -> tuple[list[float], Meter, Callable[[], None]]:
+    log, meter = [0.5], Meter()
+
+    def loss() -> None:
+        log.append(1.0)
+        meter.update(1.0)
+
+    return log, meter, loss
+
+
 def passed_on(where: Any, value: Any) -> None:
     where["last"] = value
 
@@ -188,12 +198,7 @@ def test_what_a_hook_keeps_for_the_loss_is_no_change_of_the_scripts() -> None:
 
 
 def test_the_script_may_forget_and_put_something_else() -> None:
-    log, meter = [0.5], Meter()
-
-    def loss() -> None:
-        log.append(1.0)
-        meter.update(1.0)
-
+    log, meter, loss = kept_by_a_loss()
     handed = HandedOver([(LOSS, loss)])
     handed.before_capture()
     with handed.script():
@@ -240,12 +245,7 @@ def test_what_only_it_does_not_write_is_read() -> None:
 
 
 def test_two_who_hide_the_same_place_leave_what_was_there() -> None:
-    log, meter = [0.5], Meter()
-
-    def loss() -> None:
-        log.append(1.0)
-        meter.update(1.0)
-
+    log, meter, loss = kept_by_a_loss()
     handed = [HandedOver([(LOSS, loss)]) for _ in range(2)]
     for each in handed:
         each.before_capture()
