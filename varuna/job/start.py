@@ -1,14 +1,15 @@
 """From a job's spec to a worker's life: what the engine, the planner and the manager are told of it."""
 
+import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from varuna.checkpoint.io.export import ModelForm
 from varuna.checkpoint.io.frozen import FrozenParameters
@@ -26,6 +27,7 @@ from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.device.capacity import device_class
 from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
+from varuna.engine.stage.optimizer import OptimizerFactory
 from varuna.engine.stage.precision import unit_near
 from varuna.engine.worker.forming import WorkerContext
 from varuna.engine.worker.loop_state import LoopState, LoopStep
@@ -36,7 +38,6 @@ from varuna.job.adapter_export import AdapterForm
 from varuna.job.built import GivenModel, WithLoss
 from varuna.job.first_calibration import first_calibration
 from varuna.job.given_optimizer import OptimizerLike
-from varuna.job.optimizer_options import optimizer_options
 from varuna.job.options import CHECKPOINTED_EVERY, Publish
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.membership.launched import at_end
@@ -46,6 +47,45 @@ from varuna.partition.initial.initial_values import InitialParameters
 from varuna.partition.model import PartitionedModel
 from varuna.partition.on_device import on_device
 from varuna.store.opening import location, open_store
+
+_HOW = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Options that say how the same numbers are computed: devices may differ in them."""
+
+
+def optimizer_options(build: OptimizerFactory, model: PartitionedModel) -> str:
+    """Options of all groups as JSON, as far as they are numbers or texts; empty where no optimizer can be built alone.
+
+    Args:
+        build: the script's, for parameters with their names.
+        model: whose parameters it trains.
+    """
+    named = [
+        (name, nn.Parameter(torch.empty(shape, device="meta")))
+        for name, shape in model.shapes.items()
+        if name in model.trainable
+    ]
+    try:
+        built: Any = build(named)
+        groups = [group for each in (built if isinstance(built, Sequence) else [built]) for group in each.param_groups]
+    except Exception:  # noqa: BLE001 - code that needs values, or a device: a step will say what is wrong with it
+        return ""
+    return json.dumps([_plain(group) for group in groups])
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in group.items():
+        known = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else value
+        if key not in _HOW and _is_plain(known):
+            found[key] = known
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
 
 RESCUE_VARIABLE = "VARUNA_RESCUE"
 """Folder of ``varuna run`` for the state of a script that gives no ``checkpoints=``."""

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from varuna.core.errors import LinkError
 from varuna.core.plan import Plan
 from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
 from varuna.data.sizes import of_samples, rows_in
-from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.gpu_links import GpuLinks
@@ -24,7 +25,6 @@ from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Expected, Receiver, Sender
 from varuna.engine.links.message import Layout, There
 from varuna.engine.links.trips import Trips
-from varuna.engine.pipeline.length_variants import ToldBySamples, Variants
 from varuna.engine.pipeline.whole_batch import GlobalCounts
 from varuna.engine.stage.losses import LossSums, sums_of
 from varuna.engine.stage.section import Examples
@@ -33,9 +33,83 @@ from varuna.partition.batch_layout import check_inputs
 from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.graph.sample_guards import check_conditions
+from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
 from varuna.schedule.buffers import SAMPLES_AHEAD
 from varuna.schedule.work_order import by_work
+
+
+class ToldBySamples(NamedTuple):
+    """The graph that a micro-batch runs, and how large its tensors are, as its samples tell."""
+
+    variant: int = 0
+    """index into the model's graphs"""
+    sizes: tuple[int, ...] = ()
+    """the sizes that are open"""
+
+
+_NOTHING = ToldBySamples()
+
+
+class Variants:
+    """Graphs of one rank's micro-batches, where several lengths are declared, and sizes, where they are open.
+
+    Both follow from samples alone, and every stage reads those: a stage that needs no input reads one that tells them.
+    So neither sizes of messages nor the order of micro-batches are negotiated. The loader's thread notes them, all
+    others read them.
+    """
+
+    def __init__(self, model: PartitionedModel, inbox: Inbox) -> None:
+        self._model, self._inbox = model, inbox
+        self._known: dict[tuple[int, int], ToldBySamples] = {}
+        self.several = bool(model.variants)
+        """graphs"""
+        self._tell = bool(model.telling_keys)
+
+    def note(self, step: int, micro_batch: int, batch: MicroBatch) -> None:
+        """Note what is told of a micro-batch whose samples have been read.
+
+        Raises:
+            DataError: their length was not declared, or their sizes are not what was captured.
+        """
+        if self._tell:
+            variant = variant_of(self._model, batch.tensors, batch.indices)
+            sizes = self._model.sizes
+            found = () if sizes is None else sizes.of(batch.tensors, batch.indices)
+            self._known[step, micro_batch] = ToldBySamples(variant, found)
+
+    def told(self, step: int, micro_batch: int) -> ToldBySamples:
+        """Return what is told of a micro-batch, once its samples have been read."""
+        return self._known[step, micro_batch] if self._tell else _NOTHING
+
+    def of(self, step: int, micro_batch: int) -> int:
+        """Index into the model's graphs, once the samples have been read."""
+        return self.told(step, micro_batch).variant
+
+    def first_unread(self, step: int, micro_batches: Sequence[int]) -> int | None:
+        """The first of these whose samples have not been read, or could not be."""
+        return next((micro_batch for micro_batch in micro_batches if (step, micro_batch) not in self._known), None)
+
+    def are_known(self, step: int, micro_batches: Sequence[int]) -> bool:
+        """Return whether nothing has to be told of these, or all is told."""
+        return not self._tell or self.first_unread(step, micro_batches) is None
+
+    def wait(self, step: int, *micro_batches: int) -> bool:
+        """Wait until all samples of these have been read; False if the generation ends first."""
+        if not self._tell:
+            return True
+        try:
+            self._inbox.pause(lambda: self.first_unread(step, micro_batches) is None)
+        except (GenerationEnded, LinkError):  # the training thread is told too
+            return False
+        return True
+
+    def forget(self, before: int) -> None:
+        """Forget steps before ``before``."""
+        if self._tell:
+            for key in [key for key in self._known if key[0] < before]:
+                del self._known[key]
+
 
 _REMEMBERED = 1024
 

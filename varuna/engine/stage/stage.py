@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.io.section_state import AVERAGE, SectionState
 from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums
@@ -15,7 +15,7 @@ from varuna.data.randomness import SeededTurn
 from varuna.engine.base.still import StateGate
 from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
-from varuna.engine.stage import following, load_state
+from varuna.engine.stage import load_state
 from varuna.engine.stage.buffer_statistics import Statistics
 from varuna.engine.stage.cross_stage import Exchange, LateExchange, LocalExchange, StageExchange, installed
 from varuna.engine.stage.frozen_stream import stream_of, streamed_by
@@ -23,14 +23,15 @@ from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
 from varuna.engine.stage.guards import BranchResults
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.joining import links_of
-from varuna.engine.stage.offload import optimizer_of
-from varuna.engine.stage.optimizer import call_before_step
+from varuna.engine.stage.offload import OffloadedOptimizer, optimizer_of
+from varuna.engine.stage.optimizer import StageOptimizer, call_before_step
 from varuna.engine.stage.parameter_groups import NO_STEERING, Steering
 from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import ResumedStep, StepShare, Sums, TiedTotals
 from varuna.engine.stage.tape import Tape, backward, crossing, join, joined_values, take_row
+from varuna.partition import after_step
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.held_names import owned_elsewhere
 from varuna.partition.model import PartitionedModel
@@ -158,7 +159,7 @@ class Stage:
         """
         known = {**self.job.buffers, **buffers}
         held = {name: self._compute[name] for name in self.parameters}
-        held = following.averaged(held, self.optimizer) if averaged else held
+        held = _with_averages(held, self.optimizer) if averaged else held
         return [self._runner(model, section, held, known, None) for section in self.sections]
 
     def _runner(
@@ -382,7 +383,7 @@ class Stage:
             self.loss_scale = self.loss_scale.after(overflowed)
         self.job.traffic.saves.follow(self.copied)
         self.statistics.apply(self.buffers)
-        following.follow(self.job, self.parameters, self.buffers, self._compute, step)
+        _run_after_step(self.job, self.parameters, self.buffers, self._compute, step)
         self.optimizer.advance()
         self.sharding.applied(overflowed=overflowed)
         self.sums.discard()
@@ -512,3 +513,33 @@ class Stage:
             self.optimizer.state_of if section in self.sharding.whole else None,
             self.loss_scale,
         )
+
+
+def _with_averages(computed: Mapping[str, Tensor], optimizer: StageOptimizer | OffloadedOptimizer) -> dict[str, Tensor]:
+    """Return the values that sections compute with, by parameter: averages where there are any."""
+    found = {name: optimizer.state_of(name)[0].get(AVERAGE) for name in computed}
+    return {
+        name: value if (average := found[name]) is None else average.to(value.device, value.dtype)
+        for name, value in computed.items()
+    }
+
+
+def _run_after_step(
+    job: Job, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], compute: ComputeCopies, step: int
+) -> None:
+    """Let ``after_step`` change a stage's parameters and buffers: once a step is certain, so nothing is ever undone.
+
+    Args:
+        job: has the function, and what its dry run showed.
+        parameters: all of the stage, after the optimizer.
+        buffers: those that steps change.
+        compute: copies of parameters, to be renewed.
+        step: that was applied.
+
+    Raises:
+        UsageError: it computes with what the stage does not hold.
+    """
+    function, following = job.after_step, job.model.following
+    if function is not None and following is not None:
+        after_step.run(function, following, parameters, buffers, step, seed=job.seed, device=job.device)
+        compute.refresh({name: value for name, value in parameters.items() if name in following.written})

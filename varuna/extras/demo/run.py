@@ -6,27 +6,115 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from enum import Enum
+from itertools import pairwise
 from pathlib import Path
+
+from rich.table import Table
 
 from varuna.core.devices import WorkerGroups
 from varuna.core.errors import UsageError, WorkerError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes
+from varuna.core.value import Value
 from varuna.data import sample_index
-from varuna.extras.demo.disturbance import ACTS, Act, Disturbance
-from varuna.extras.demo.proof import DemoReport, loss_table
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import SpawnRequested
 from varuna.fleet.state.run_events import RunEvent, StepRecorded
 from varuna.observe.progress import generation_table
+from varuna.observe.report import GenerationRow, largest_relative_difference
 from varuna.observe.run_view import RunView
 from varuna.observe.terminal import Progress
 from varuna.planner.choose import plan_run
 from varuna.process.console import say
 from varuna.process.plain_console import PlainConsole
+
+TOLERANCE = 1e-5
+"""Largest relative difference of a loss that fp32 sums in another order can explain, with room."""
+
+
+class DemoReport(Value):
+    """The content of ``report.json``."""
+
+    generations: tuple[GenerationRow, ...]
+    losses: tuple[float, ...]
+    reference_losses: tuple[float, ...]
+    max_relative_difference: float
+
+    @classmethod
+    def of(cls, generations: Sequence[GenerationRow], losses: list[float], reference: list[float]) -> "DemoReport":
+        """Compare both curves.
+
+        Raises:
+            ValueError: the curves differ in length.
+        """
+        return cls(
+            generations=tuple(generations),
+            losses=tuple(losses),
+            reference_losses=tuple(reference),
+            max_relative_difference=largest_relative_difference(losses, reference),
+        )
+
+    def failures(self, morphs: int) -> list[str]:
+        """One sentence for each check that failed; ``morphs`` is how many were provoked."""
+        plans = [row.plan for row in self.generations]
+        found = []
+        if len(plans) - 1 != morphs:
+            found.append(f"{morphs} morphs were provoked, but {len(plans) - 1} happened")
+        if not any(a.stages != b.stages for a, b in pairwise(plans)):
+            found.append("no morph changed the number of stages")
+        if not any(a.replicas != b.replicas for a, b in pairwise(plans)):
+            found.append("no morph changed the number of replicas")
+        for row in self.generations[1:]:
+            if row.first_step == 0:
+                found.append(f"generation {row.generation} started again at step 0")
+            if row.recovery_seconds is None:
+                found.append(f"generation {row.generation} finished no step")
+        if not self.max_relative_difference <= TOLERANCE:
+            found.append(f"losses differ by {self.max_relative_difference:.1e}, more than {TOLERANCE:.0e}")
+        return found
+
+
+def loss_table(losses: Sequence[float], reference: Sequence[float]) -> Table:
+    """Both curves side by side at about ten steps, the last one included."""
+    table = Table(title="Losses", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in ("step", "Varuna", "plain PyTorch", "relative difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = len(losses) - 1
+    for step in sorted({round(last * row / 9) for row in range(10)}):
+        ours, theirs = losses[step], reference[step]
+        table.add_row(str(step), f"{ours:.7f}", f"{theirs:.7f}", f"{abs(ours - theirs) / abs(theirs):.1e}")
+    return table
+
+
+class Act(Enum):
+    """Something to do to the run."""
+
+    KILL_LAST = "kill the worker of the last rank"
+    KILL_FIRST = "kill the worker of rank 0, which reports the steps"
+    RETURN = "start a worker"
+
+
+ACTS = (Act.KILL_LAST, Act.KILL_FIRST, Act.RETURN)
+
+
+class Disturbance:
+    """Plays the acts in order, each once its step is committed and the morph before it is over."""
+
+    def __init__(self, steps: int) -> None:
+        # A worker needs some seconds to warm up, so it is called back early enough to join before the end.
+        self._due = (steps // 7, 2 * steps // 7, 2 * steps // 7 + 1)
+        self._played = 0
+
+    def after(self, step: int, morphs_done: int) -> Act | None:
+        """The act that follows the commit of ``step``, if any; ``morphs_done`` morphs are complete by then."""
+        if self._played == len(ACTS) or step < self._due[self._played] or morphs_done < self._played:
+            return None
+        self._played += 1
+        return ACTS[self._played - 1]
 
 
 def sample_order(steps: int, *, global_batch: int, size: int, seed: int) -> list[list[int]]:

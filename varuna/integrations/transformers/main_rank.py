@@ -1,11 +1,14 @@
 """Work of Hugging Face's Trainer with the whole model, on the one rank that has it: evaluate, predict, save."""
 
+import io
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import transformers
 from transformers.trainer_utils import PredictionOutput
@@ -16,10 +19,50 @@ from varuna.core.errors import FleetError, LinkError
 from varuna.engine.worker.export import gather_model, spread_model
 from varuna.engine.worker.generation import Generation
 from varuna.engine.worker.tell import tell_all
-from varuna.integrations.transformers.packing import pack, unpack
 from varuna.job.built import GivenModel, fill
 from varuna.job.training import Training
 from varuna.partition.model import PartitionedModel
+
+_ARRAY, _TUPLE = "__array__", "__tuple__"
+
+
+def pack(value: Any) -> bytes:
+    """Any nesting of dicts, lists, tuples, arrays, numbers and text; tuples with names lose them."""
+    arrays: list[np.ndarray[Any, Any]] = []
+
+    def plain(each: Any) -> Any:
+        if isinstance(each, np.ndarray):
+            arrays.append(each)
+            return {_ARRAY: len(arrays) - 1}
+        if isinstance(each, Mapping):
+            return {key: plain(item) for key, item in each.items()}
+        if isinstance(each, tuple):
+            return {_TUPLE: [plain(item) for item in each]}
+        if isinstance(each, list):
+            return [plain(item) for item in each]
+        return each.item() if isinstance(each, np.generic) else each
+
+    tree = json.dumps(plain(value))
+    written = io.BytesIO()
+    np.savez(written, tree=np.array(tree), allow_pickle=False, **{f"a{i}": each for i, each in enumerate(arrays)})
+    return written.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """Return the value that was packed."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as stored:
+
+        def original(each: Any) -> Any:
+            if isinstance(each, dict):
+                if _ARRAY in each:
+                    return stored[f"a{each[_ARRAY]}"]
+                if _TUPLE in each:
+                    return tuple(map(original, each[_TUPLE]))
+                return {key: original(item) for key, item in each.items()}
+            return list(map(original, each)) if isinstance(each, list) else each
+
+        return original(json.loads(str(stored["tree"])))
+
 
 Found = TypeVar("Found")
 

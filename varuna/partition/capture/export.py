@@ -20,20 +20,21 @@ from torch import Tensor, nn
 from torch._dynamo.exc import UserError, UserErrorType
 from torch.export import _trace as _torch_trace
 from torch.fx import proxy as _torch_proxy
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.proxy import TracerBase
+from torch.overrides import TorchFunctionMode
 
 from varuna.core.errors import ModelError
 from varuna.data.sizes import OpenSizes
-from varuna.partition.capture.branches import Comparing, general_sizes
 from varuna.partition.capture.construction import idle_moves
 from varuna.partition.capture.loops import MaskLoopUnroller
 from varuna.partition.capture.open_sizes import general_lengths, hashed_sizes
 from varuna.partition.capture.parameter_limits import Limits
 from varuna.partition.capture.real_values import Given, RealValues, ValueSource
-from varuna.partition.capture.sample_lists import ListedSamples
 from varuna.partition.opaque.autograd_functions import kept_functions
 from varuna.partition.opaque.calls import WritesError
 from varuna.partition.opaque.ctc_loss import Alignments
+from varuna.partition.opaque.each_sample import LOOPS, LoopsOverSamplesError, counts_of, listed
 from varuna.partition.opaque.eager_modules import AgainError, Pieces, check_followed
 from varuna.partition.opaque.own_draws import OwnDrawsError
 from varuna.partition.watching.explaining import ASKS_FOR_DATA, ForwardFindings, NotExportedError
@@ -41,6 +42,103 @@ from varuna.partition.watching.noticing import Noticing
 from varuna.partition.watching.own_code import OWN
 from varuna.partition.watching.torch_versions import normalised
 from varuna.partition.watching.user_caches import without_fakes
+
+_UNBIND = (torch.unbind, Tensor.unbind)
+_SPLIT = (torch.split, Tensor.split)
+
+
+class ListedSamples(TorchFunctionMode):
+    """While a model is captured, the number of samples stays open where a list is made of them."""
+
+    def __init__(self, value_of: Callable[[Tensor], Tensor | None]) -> None:
+        """Prepare.
+
+        Args:
+            value_of: a tensor's value for the first samples; None if it is unknown.
+        """
+        super().__init__()
+        self._value_of = value_of
+        self.used = False
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One call of torch."""
+        if func is Tensor.__len__ and _is_open(args[0]):
+            self.used = True
+            raise TypeError(LOOPS)  # ``list`` asks how long it will be, and does without an answer
+        if func in _UNBIND and not kwargs and args[1:] in ((), (0,)) and _is_open(args[0]):
+            self.used = True
+            return listed(args[0])
+        if (
+            func in _SPLIT
+            and (counts := counts_of(args[1])) is not None
+            and {0} >= {*args[2:], *(kwargs or {}).values()}
+        ):
+            return self._split(args[0], counts)
+        return func(*args, **(kwargs or {}))
+
+    def _split(self, whole: Tensor, counts: Tensor) -> Any:
+        """A list with the rows that belong to each sample, if all samples have as many as the first ones have.
+
+        Raises:
+            LoopsOverSamplesError: they do not.
+        """
+        known = self._value_of(counts)
+        each = int(known[0]) if known is not None and len(known) else 0
+        if known is None or each < 1 or not bool((counts == each).all()):  # a branch, which every batch must take
+            raise LoopsOverSamplesError(LOOPS)
+        samples = counts.shape[0]
+        torch._check(whole.shape[0] == samples * each)  # type: ignore[no-untyped-call]
+        return listed(whole.reshape(samples, each, *whole.shape[1:]))
+
+
+def _is_open(value: object) -> bool:
+    """Whether the number of elements along the first dimension is unknown."""
+    size = value.shape[0] if isinstance(value, Tensor) and value.dim() else 0
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+_evaluate = ShapeEnv.evaluate_expr
+
+
+@contextmanager
+def general_sizes() -> Iterator[None]:
+    """Take each size that export cannot know for neither 0 nor 1 in branches.
+
+    ``if n == 0: continue`` then always runs the general path, which does the same with nothing to do. Other
+    conditions on data stay refused.
+    """
+
+    def evaluate(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return _evaluate(self, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            expression, hint, node = (*args, *kwargs.values())[:3]
+            return _evaluate(self, expression, hint, node, size_oblivious=True)
+
+    ShapeEnv.evaluate_expr = evaluate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShapeEnv.evaluate_expr = _evaluate  # type: ignore[method-assign]
+
+
+class Comparing(TorchFunctionMode):
+    """``torch.equal`` and ``torch.allclose`` as the tensor operations that they are: their answer can be followed."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One call of torch."""
+        given = dict(kwargs or {})
+        if func in (torch.equal, Tensor.equal) and len(args) == 2 and args[0].dtype is args[1].dtype:
+            one, other = args
+            return one.shape == other.shape and bool((one == other).all())
+        if func in (torch.allclose, Tensor.allclose):
+            return bool(torch.isclose(*args, **given).all())
+        return func(*args, **given)
+
 
 _trace: Any = _torch_trace
 _proxy: Any = _torch_proxy

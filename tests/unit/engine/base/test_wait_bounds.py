@@ -18,8 +18,8 @@ from varuna.engine.base.peer_activity import watch
 from varuna.engine.base.transport import Group, Work
 from varuna.engine.base.wait_bounds import Awaited, Doing, Heard, Patience, Scene, Waiting, doing_of, hear, overdue
 from varuna.engine.pipeline.reduce import TIED_TAG
+from varuna.engine.worker.heartbeat import Whereabouts, whereabouts
 from varuna.engine.worker.session import Session
-from varuna.engine.worker.whereabouts import Whereabouts, whereabouts
 
 PATIENCE = Patience()
 GRADIENT = Awaited("the gradient of 0B3 (step 12)", (1,))

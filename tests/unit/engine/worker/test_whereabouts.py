@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from varuna.engine.worker.whereabouts import whereabouts
+from varuna.engine.worker.heartbeat import whereabouts
 
 _BOUND_S = 10.0
 

@@ -1,4 +1,4 @@
-from varuna.extras.demo.disturbance import Act, Disturbance
+from varuna.extras.demo.run import Act, Disturbance
 
 
 def test_acts_come_in_order_and_wait_for_the_morph_before() -> None:

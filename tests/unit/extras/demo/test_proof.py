@@ -1,5 +1,5 @@
 from tests.unit.observe.recorded_events import plan
-from varuna.extras.demo.proof import DemoReport
+from varuna.extras.demo.run import DemoReport
 from varuna.observe.report import GenerationRow, PlanShape
 
 

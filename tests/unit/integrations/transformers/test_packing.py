@@ -1,6 +1,6 @@
 import numpy as np
 
-from varuna.integrations.transformers.packing import pack, unpack
+from varuna.integrations.transformers.main_rank import pack, unpack
 
 
 def test_predictions_come_back_as_they_were() -> None:

@@ -197,7 +197,7 @@ def test_what_no_sample_decides_stays_refused(build: type[Layers]) -> None:
 
 
 def test_a_model_too_large_to_be_built_for_it_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("varuna.partition.capture.known_inputs.FOLLOWED_BELOW_BYTES", 1000)
+    monkeypatch.setattr("varuna.partition.capture.capture.FOLLOWED_BELOW_BYTES", 1000)
     batch = SampleSource(Small(), seed=0).micro_batch([0, 1]).tensors
     with pytest.raises(
         ModelError, match=rf"{Path(__file__).name}:{LINE}: a decision (.|\n)*parameters are [\d.]+ KiB, and"
