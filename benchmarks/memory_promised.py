@@ -266,7 +266,7 @@ def plan_of(facts: Any, case: Case) -> Any:
         plan = best_plan(request)
     if not case.splits:
         return plan
-    split = plan.each(split_last=case.micro_batches)
+    split = plan.with_each_pipeline(split_last=case.micro_batches)
     return Builder(request, profile(request.calibration, MICRO_BATCH)).promised(split)
 
 

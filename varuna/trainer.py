@@ -18,10 +18,10 @@ from varuna.core.model import Memory, Network
 from varuna.core.precision import Precision
 from varuna.data.collate import CollateFunction
 from varuna.data.ramp import RampFunction
-from varuna.engine.aside.evaluate import evaluate
-from varuna.engine.aside.generate import generate
-from varuna.engine.aside.predict import predict
 from varuna.engine.graphs.compiled import compiler_of
+from varuna.engine.inference.evaluate import evaluate
+from varuna.engine.inference.generate import generate
+from varuna.engine.inference.predict import predict
 from varuna.engine.stage.job import Frozen
 from varuna.engine.stage.optimizer import BeforeStep, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.export import export_model, spread_model
@@ -30,7 +30,6 @@ from varuna.engine.worker.loop_state import Committed, Kept
 from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
-from varuna.job.aside import Aside
 from varuna.job.built import GivenModel, as_functions
 from varuna.job.charts import Tracker, charts_of
 from varuna.job.handed_functions import functions_of
@@ -38,13 +37,14 @@ from varuna.job.handed_over.loop_variables import say_begun_anew
 from varuna.job.handed_over.sample_watch import SampleWatch
 from varuna.job.handed_over.schedules import wholes
 from varuna.job.handed_over.watching import HandedOver
-from varuna.job.left_over import left_over
+from varuna.job.inference import Inference
 from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Publish, Weights
 from varuna.job.script_calls import calls_of
-from varuna.job.script_runner import offer
+from varuna.job.script_runner import offer_job
 from varuna.job.spec import JobSpec
 from varuna.job.speed import SpeedLines
 from varuna.job.training import Training, generators_of_script
+from varuna.job.unused_values import unused_values
 from varuna.membership.launched import at_end, failed, watch_exceptions
 from varuna.partition.after_step import AfterStep
 from varuna.partition.capture.capture import LossFunction, MetricsFunction
@@ -203,7 +203,7 @@ class Trainer:
             kept=state,
         )
         self._tells_speed = True  # without a manager, which does
-        self._aside, self._charts = Aside(self._spec), charts_of(self._spec)
+        self._inference, self._charts = Inference(self._spec), charts_of(self._spec)
 
     def steps(self, n: int | None = None, *, epochs: float | None = None) -> Iterator[Step]:
         """Train until the whole run has ``n`` steps, and yield each; a resumed run yields the steps that are left.
@@ -229,13 +229,13 @@ class Trainer:
             raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
         handed = self._handed
         handed.before_capture()
-        offer(self._spec, n)
+        offer_job(self._spec, n)
         self._given.guard()
         generators = generators_of_script()
         self._training = training = Training(self._spec, n)
         at_end(self._charts.close)
         speed = SpeedLines(n, self._spec.examples_before) if self._tells_speed and not training.is_managed else None
-        self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
+        self._inference.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
         committed, samples = training.steps(), SampleWatch(self._spec.source)
         handed.begin()
         try:
@@ -244,8 +244,8 @@ class Trainer:
                 if done.is_main and done.index and not turn:
                     say_begun_anew(done.index, sys._getframe(1), wholes(self._spec.kept))
                 if speed is not None and done.is_main:
-                    speed.take(done.index, done.loss)
-                self._charts.take(done.index, values_of(done), is_main=done.is_main)
+                    speed.add_step(done.index, done.loss)
+                self._charts.add_step(done.index, values_of(done), is_main=done.is_main)
                 with handed.script(training.session.options(), steps=done.index + 1):
                     yield done
                 handed.check(sys._getframe(1))
@@ -319,9 +319,9 @@ class Trainer:
         """
         self._check_average(ema)
         training = self._begun("evaluate(dataset)")
-        with self._handed.aside():
-            work = self._aside.evaluation(dataset, examples, step=training.session.newest_step, averaged=ema)
-            found = training.aside(partial(evaluate, work=work), f"evaluates {work.examples} examples")
+        with self._handed.unwatched():
+            work = self._inference.evaluation(dataset, examples, step=training.session.newest_step, averaged=ema)
+            found = training.run_between_steps(partial(evaluate, work=work), f"evaluates {work.examples} examples")
         return evaluation_of(found, work.examples)
 
     def predict(
@@ -347,10 +347,10 @@ class Trainer:
         """
         self._check_average(ema)
         training = self._begun("predict(dataset)")
-        with self._handed.aside():
+        with self._handed.unwatched():
             step = training.session.newest_step
-            work = self._aside.prediction(dataset, output, examples, step=step, averaged=ema)
-            return training.aside(partial(predict, work=work), f"predicts {work.examples} examples")
+            work = self._inference.prediction(dataset, output, examples, step=step, averaged=ema)
+            return training.run_between_steps(partial(predict, work=work), f"predicts {work.examples} examples")
 
     def generate(
         self,
@@ -385,12 +385,12 @@ class Trainer:
         """
         self._check_average(ema)
         training = self._begun("generate(prompts, n)")
-        with self._handed.aside():
-            work = self._aside.continuation(
+        with self._handed.unwatched():
+            work = self._inference.continuation(
                 prompts, max_new_tokens, temperature=temperature, top_k=top_k, end=eos_token_id, averaged=ema
             )
             doing = f"generates {max_new_tokens} tokens for {len(work.texts)} prompts"
-            return training.aside(partial(generate, work=work), doing)
+            return training.run_between_steps(partial(generate, work=work), doing)
 
     def export(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.
@@ -416,10 +416,10 @@ class Trainer:
             if spec.built.has_adapters:
                 export_adapter(generation, spec, Path(path), average=ema)
             else:
-                rest = partial(left_over, spec)
+                rest = partial(unused_values, spec)
                 export_model(generation, spec.partitioned, Path(path), spec.built.json, average=ema, left_over=rest)
 
-        with self._handed.aside():
+        with self._handed.unwatched():
             self._training.export(write, Path(path))
 
     @property
@@ -433,11 +433,11 @@ class Trainer:
         if built is None or training is None:
             return
         if training.session.current is None:
-            built.take(None)
+            built.take_values(None)
             return
         spread = partial(spread_model, model=model, wanted=partial(built.wants, model.changing))
-        if (values := training.aside(spread, "gets the trained model")) is not None:
-            built.take(values)
+        if (values := training.run_between_steps(spread, "gets the trained model")) is not None:
+            built.take_values(values)
 
     def _check_average(self, ema: bool) -> None:
         if ema and self._spec.ema is None:

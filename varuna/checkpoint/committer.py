@@ -16,8 +16,8 @@ from varuna.checkpoint.manifest import (
     Manifest,
     check_compatible,
     commit,
+    find_step,
     intact,
-    look,
     mark_damaged,
     newest_intact,
     survey,
@@ -137,16 +137,16 @@ class CheckpointCommitter:
         Raises:
             CheckpointError: none is intact, or the newest is of another job.
         """
-        self.settle()
+        self.wait_until_settled()
         self._is_unneeded.clear()
         deadline_s, is_told = time.monotonic() + DOUBTED_S, False
-        found, doubt = self._look(deadline_s)
+        found, doubt = self._scan_store(deadline_s)
         while doubt and waits and not self._is_unneeded.is_set():
             if not is_told:
                 self._warn(doubt)
                 is_told = True
             self._is_unneeded.wait(SHOWN_AGAIN_S)
-            found, doubt = self._look(deadline_s)
+            found, doubt = self._scan_store(deadline_s)
         if found is not None:
             check_compatible(found[0], self._job)
             if found[0].run_id != self._run_id:
@@ -167,14 +167,14 @@ class CheckpointCommitter:
         """Let ``newest`` return what the store shows, since nobody needs more; any thread may call it."""
         self._is_unneeded.set()
 
-    def _look(self, deadline_s: float) -> tuple[tuple[Manifest, list[str]] | None, str]:
+    def _scan_store(self, deadline_s: float) -> tuple[tuple[Manifest, list[str]] | None, str]:
         """Return what the store shows now, and why to look again; empty: there is no reason."""
         try:
             found = newest_intact(self.store)
         except DamagedCheckpoint as error:
             step = self.committed_step
             is_over = self._closed.is_set() or time.monotonic() > deadline_s
-            if step < 0 or is_over or self._job.rescues or look(self.store, step).is_damaged:
+            if step < 0 or is_over or self._job.rescues or find_step(self.store, step).is_damaged:
                 raise
             return None, f"{error} This run has committed it, so the store is looked at for five minutes: it may err."
         return found, self._hidden() if self._hides(found) else ""
@@ -185,7 +185,7 @@ class CheckpointCommitter:
         if (-1 if found is None else found[0].step) >= step or self._job.rescues or self._closed.is_set():
             return False
         try:
-            intact(self.store, look(self.store, step))
+            intact(self.store, find_step(self.store, step))
         except DamagedCheckpoint:
             return False
         except ObjectMissing:
@@ -203,7 +203,7 @@ class CheckpointCommitter:
     def sums_after(self, manifest: Manifest) -> StoredSums | None:
         """Find sums of the step after a checkpoint; None: there are none, or they cannot be read, which costs time."""
         try:
-            return find_sums(self.store, look(self.store, manifest.step), self._job)
+            return find_sums(self.store, find_step(self.store, manifest.step), self._job)
         except CheckpointError as error:
             self._warn(f"what was saved during step {manifest.step} cannot be read, and all of it runs again: {error}")
             return None
@@ -249,7 +249,7 @@ class CheckpointCommitter:
         with self._changed:
             return self._changed.wait_for(lambda: self._reached_step >= step, timeout_s)
 
-    def settle(self, timeout_s: float = SETTLE_BOUND_S) -> bool:
+    def wait_until_settled(self, timeout_s: float = SETTLE_BOUND_S) -> bool:
         """Wait until everything that was collected is committed or dropped; False if ``timeout_s`` passes first."""
         with self._changed:
             return self._changed.wait_for(lambda: self._open == 0, timeout_s)
@@ -258,7 +258,7 @@ class CheckpointCommitter:
         """Finish what is under way, and release the directory."""
         if self._closed.is_set():
             return
-        if not self.settle(timeout_s):
+        if not self.wait_until_settled(timeout_s):
             self._warn(f"a checkpoint was still being committed after {timeout_s:.0f} s; the previous one stays valid")
         self._closed.set()
         self._post(lambda: None)
@@ -341,7 +341,7 @@ class CheckpointCommitter:
         """
         store, step = impatient(self.store, _LOOK_S), manifest.step
         try:
-            intact(store, look(store, step))
+            intact(store, find_step(store, step))
         except DamagedCheckpoint as error:
             self._give_up(step, str(error))
             return False

@@ -133,10 +133,10 @@ def seal(manifest: Manifest) -> bytes:
 def survey(store: Store) -> list[StepFolder]:
     """All checkpoints' folders, newest first; their files are not read."""
     steps = [step for folder in store.folders() if (step := parse_step(folder)) is not None]
-    return [look(store, step) for step in sorted(steps, reverse=True)]
+    return [find_step(store, step) for step in sorted(steps, reverse=True)]
 
 
-def look(store: Store, step: int) -> StepFolder:
+def find_step(store: Store, step: int) -> StepFolder:
     """The folder of a step."""
     folder = step_folder(step)
     return StepFolder(step, {e.name.removeprefix(f"{folder}/"): e.size_bytes for e in store.entries(folder)})
@@ -260,7 +260,7 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
         StoreError: the manifest cannot be written.
     """
     name, mark = (f"{step_folder(manifest.step)}/{file}" for file in (MANIFEST, DAMAGED))
-    folder = look(store, manifest.step)
+    folder = find_step(store, manifest.step)
     if folder.is_committed:
         try:
             return intact(store, folder)
@@ -277,7 +277,7 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
     try:
         store.create(name, seal(manifest))
     except ObjectExists:
-        return intact(store, look(store, manifest.step))
+        return intact(store, find_step(store, manifest.step))
     for file in folder.sizes.keys() - {shard.file for shard in manifest.shards} - {MANIFEST, DAMAGED}:
         if parse_sums_file(file) is None:
             store.remove(f"{step_folder(manifest.step)}/{file}")

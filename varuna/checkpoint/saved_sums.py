@@ -11,12 +11,12 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from varuna.checkpoint.manifest import StepFolder, look
+from varuna.checkpoint.manifest import StepFolder, find_step
 from varuna.checkpoint.names import parse_sums_file, step_folder
 from varuna.core.errors import DamagedCheckpoint, ObjectMissing
 from varuna.core.model import JobFacts
 from varuna.core.saved import ITEM_BYTES
-from varuna.core.sums import MicroBatchLoss, SectionSum, Spans, StoredSum, StoredSums, is_within, numbers_of, union
+from varuna.core.sums import IndexSet, MicroBatchLoss, SectionSum, StoredSum, StoredSums, is_within, numbers_of, union
 from varuna.core.value import Value
 from varuna.process.threads import AbandoningThreadPool
 from varuna.store.base import Store
@@ -78,7 +78,7 @@ def find_sums(store: Store, folder: StepFolder, job: JobFacts) -> StoredSums | N
     """
     labels, mine = labels_in(store, folder), job_of(job)
     for _ in range(_TRIES):
-        again = look(store, folder.step)
+        again = find_step(store, folder.step)
         if _sums_in(again) == labels.keys():
             break
         labels = labels_in(store, again)  # somebody still writes, and has replaced what was listed
@@ -97,7 +97,7 @@ def find_sums(store: Store, folder: StepFolder, job: JobFacts) -> StoredSums | N
 
 def whole_micro_batches(labels: Iterable[SumsLabel]) -> tuple[int, int]:
     """Count the micro-batches of a step that the sums of all sections have, and those that the step has. Pure."""
-    found: dict[int, list[Spans]] = {}
+    found: dict[int, list[IndexSet]] = {}
     known, micro_batches, sections = set[int](), 0, 0
     for label in labels:
         found.setdefault(label.sums.section, []).append(label.sums.micro_batches)

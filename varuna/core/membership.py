@@ -38,7 +38,7 @@ class Membership(Protocol):
         """Whether plans want to know what this worker's sections take, before it joins."""
         ...
 
-    def offer(self, calibrations: str) -> None:
+    def offer_calibrations(self, calibrations: str) -> None:
         """Offer calibrations to plan with (JSON of a ``calibration.format.Calibrations``); before ``join``."""
         ...
 

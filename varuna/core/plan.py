@@ -216,7 +216,7 @@ class Plan(Value):
 
     # -- the same, otherwise ----------------------------------------------------------------------------------------
 
-    def each(self, **changes: object) -> "Plan":
+    def with_each_pipeline(self, **changes: object) -> "Plan":
         """This plan with changes to each of its pipelines."""
         return self.model_copy(update={"pipelines": tuple(p.model_copy(update=changes) for p in self.pipelines)})
 
@@ -243,7 +243,7 @@ class Plan(Value):
         return self._unpredicted() == other._unpredicted()
 
     def _unpredicted(self) -> "Plan":
-        unpromised = self.each(memory_bytes=(), host_bytes=())
+        unpromised = self.with_each_pipeline(memory_bytes=(), host_bytes=())
         return unpromised.model_copy(update={"step_s": 0.0, "copies": Copies.NONE})
 
     # -- who is where ----------------------------------------------------------------------------------------------

@@ -22,26 +22,26 @@ from varuna.core.value import Value
 EndsOf = Callable[[int], Sequence[int]]
 """By number of micro-batches: where each replica's share ends, after a 0."""
 
-Spans = tuple[tuple[int, int], ...]
+IndexSet = tuple[tuple[int, int], ...]
 """A set of micro-batches: ranges [first, end), ascending, none touching another."""
 
 
-def spans_of(numbers: Iterable[int]) -> Spans:
+def spans_of(numbers: Iterable[int]) -> IndexSet:
     """A set of numbers as spans."""
     return union([((number, number + 1),) for number in numbers])
 
 
-def numbers_of(spans: Spans) -> list[int]:
+def numbers_of(spans: IndexSet) -> list[int]:
     """The numbers of a set, ascending."""
     return [number for first, end in spans for number in range(first, end)]
 
 
-def count(spans: Spans) -> int:
+def count(spans: IndexSet) -> int:
     """Count the numbers in a set."""
     return sum(end - first for first, end in spans)
 
 
-def union(sets: Iterable[Spans]) -> Spans:
+def union(sets: Iterable[IndexSet]) -> IndexSet:
     """Return the numbers that are in any of the sets."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(span for spans in sets for span in spans):
@@ -52,7 +52,7 @@ def union(sets: Iterable[Spans]) -> Spans:
     return tuple(found)
 
 
-def without(spans: Spans, taken: Spans) -> Spans:
+def without(spans: IndexSet, taken: IndexSet) -> IndexSet:
     """Return the numbers that are in the first set and not in the second."""
     left: list[tuple[int, int]] = []
     for first, end in spans:
@@ -66,12 +66,12 @@ def without(spans: Spans, taken: Spans) -> Spans:
     return tuple(left)
 
 
-def overlap(one: Spans, other: Spans) -> bool:
+def overlap(one: IndexSet, other: IndexSet) -> bool:
     """Whether a number is in both sets."""
     return count(union([one, other])) < count(one) + count(other)
 
 
-def is_within(spans: Spans, micro_batches: int) -> bool:
+def is_within(spans: IndexSet, micro_batches: int) -> bool:
     """Whether spans from outside are what they should be: not empty, ascending, apart, of a step's micro-batches."""
     bounds = [-1, *(bound for span in spans for bound in span)]
     return all(a < b for a, b in pairwise(bounds)) and bounds[-1] <= micro_batches
@@ -89,11 +89,11 @@ class SumLocation(NamedTuple):
     file: str = ""
 
 
-SumsAt = Mapping[SumLocation, Spans]
+SumsAt = Mapping[SumLocation, IndexSet]
 """Sums of one section: what is in each."""
 
 
-def choose(offered: SumsAt, seats: Sequence[int]) -> dict[SumLocation, Spans]:
+def choose_sums(offered: SumsAt, seats: Sequence[int]) -> dict[SumLocation, IndexSet]:
     """Disjoint sums of one section: the largest first, among equals one that need not move, and no copy.
 
     A sum that is reduced over the replicas has all micro-batches, so it is chosen alone.
@@ -102,21 +102,21 @@ def choose(offered: SumsAt, seats: Sequence[int]) -> dict[SumLocation, Spans]:
         offered: by place.
         seats: ranks that run the section from now on.
     """
-    chosen: dict[SumLocation, Spans] = {}
+    chosen: dict[SumLocation, IndexSet] = {}
     for at in sorted(offered, key=lambda at: (-count(offered[at]), at.rank not in seats, at.copied, at.rank, at.file)):
         if offered[at] and not any(overlap(offered[at], other) for other in chosen.values()):
             chosen[at] = offered[at]
     return dict(sorted(chosen.items()))
 
 
-def deal(spans: Spans, replicas: int, ends_of: EndsOf | None = None) -> tuple[Spans, ...]:
+def deal(spans: IndexSet, replicas: int, ends_of: EndsOf | None = None) -> tuple[IndexSet, ...]:
     """Contiguous shares of a set, ascending: as ``ends_of`` says of so many numbers, or all as large."""
     numbers = numbers_of(spans)
     ends = ends_of_shares(len(numbers), replicas) if ends_of is None else ends_of(len(numbers))
     return tuple(spans_of(numbers[first:end]) for first, end in pairwise(ends))
 
 
-def square_sum(spans: Spans) -> int:
+def square_sum(spans: IndexSet) -> int:
     """Sum of (j + 1)^2: with the count, it shows that a micro-batch is missing or was added twice."""
 
     def below(end: int) -> int:
@@ -129,7 +129,7 @@ class SectionSum(Value):
     """A section's sum of gradients, by the micro-batches in it."""
 
     section: int
-    micro_batches: Spans
+    micro_batches: IndexSet
 
 
 class InheritedSum(SectionSum):
@@ -188,7 +188,7 @@ def joined(parts: Sequence[HeldSums]) -> HeldSums | None:
 class StepAssignment(Value):
     """A rank's work in a broken step, and the sums that it has already: for the first step of a generation."""
 
-    work: Spans = Field(description="micro-batches that its replica runs")
+    work: IndexSet = Field(description="micro-batches that its replica runs")
     taken: tuple[InheritedSum, ...] = Field(description="sums that it goes on from; others of its own are void")
     kept: tuple[SectionSum, ...] = Field(description="of its sections: what the sums of some replica contain")
     losses: tuple[MicroBatchLoss, ...] = Field(
@@ -203,7 +203,7 @@ class RemainingWork(Value):
     taken: tuple[tuple[InheritedSum, ...], ...] = Field(
         description="by rank of the grid: the chosen sums, of each section in the order in which they are added"
     )
-    work: tuple[Spans, ...] = Field(description="by replica: the micro-batches that run; never none")
+    work: tuple[IndexSet, ...] = Field(description="by replica: the micro-batches that run; never none")
 
     @property
     def kept(self) -> int:
@@ -215,7 +215,7 @@ class RemainingWork(Value):
         where = " that were saved during it" if stored else ""
         return f"kept {self.kept} of {self.micro_batches} micro-batches of step {step}{where}; the others run again"
 
-    def kept_of(self, section: int) -> Spans:
+    def kept_of(self, section: int) -> IndexSet:
         """Return the micro-batches that the chosen sums of a section contain."""
         return union([each.micro_batches for sums in self.taken for each in sums if each.section == section])
 
@@ -244,7 +244,7 @@ def remainder(
     replicas: int,
     seats: Mapping[int, Sequence[int]],
     offered: Mapping[int, SumsAt],
-    losses: Spans,
+    losses: IndexSet,
     *,
     ends_of: EndsOf | None = None,
 ) -> RemainingWork | None:
@@ -258,8 +258,8 @@ def remainder(
         losses: micro-batches whose losses are known.
         ends_of: how the new plan deals so many micro-batches, ``Plan.ends_of``; None: all replicas get as many.
     """
-    everything: Spans = ((0, micro_batches),)
-    chosen = {section: choose(sums, seats[section]) for section, sums in sorted(offered.items())}
+    everything: IndexSet = ((0, micro_batches),)
+    chosen = {section: choose_sums(sums, seats[section]) for section, sums in sorted(offered.items())}
     lacking = union([without(everything, union(sums.values())) for sums in chosen.values()])
     again = union([lacking, without(everything, losses)])
     if count(again) < replicas:
@@ -272,7 +272,7 @@ def remainder(
 
 
 def _seated(
-    chosen: Mapping[int, SumsAt], seats: Mapping[int, Sequence[int]], spared: Spans
+    chosen: Mapping[int, SumsAt], seats: Mapping[int, Sequence[int]], spared: IndexSet
 ) -> tuple[tuple[InheritedSum, ...], ...]:
     """By rank, the sums that it goes on from. One moves only if it spares something, to who has got fewest so far."""
     taken: list[list[InheritedSum]] = [[] for _ in range(1 + max(rank for ranks in seats.values() for rank in ranks))]
@@ -303,7 +303,7 @@ def remainder_of_stored(stored: StoredSums | None, plan: Plan, model: ModelFacts
     if stored is None or stored.micro_batch != plan.micro_batch:
         return None
     summed = [section for section, facts in enumerate(model.sections) if facts.summed_bytes]
-    offered: dict[int, dict[SumLocation, Spans]] = {section: {} for section in summed}
+    offered: dict[int, dict[SumLocation, IndexSet]] = {section: {} for section in summed}
     for each in stored.sums:
         if each.section in offered and is_within(each.micro_batches, plan.micro_batches):
             offered[each.section][SumLocation(_NOBODY, file=each.file)] = each.micro_batches

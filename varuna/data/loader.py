@@ -152,7 +152,7 @@ class Loader:
     def _ask(self, work: _Work) -> tuple[_Work, DataError | None]:
         """Have a micro-batch read; if that cannot be, say why."""
         try:
-            self._reading.ask(SampleRequest(tuple(work.positions), work.keys, work.compared))
+            self._reading.submit(SampleRequest(tuple(work.positions), work.keys, work.compared))
         except DataError as error:
             return work, error
         return work, None

@@ -51,7 +51,7 @@ class Reader:
         self.reading: list[tuple[int, ...]] = []
         """positions of what was asked for and not fetched; all but the last are of nobody's interest any more"""
 
-    def ask(self, ask: SampleRequest) -> None:
+    def submit(self, ask: SampleRequest) -> None:
         """Let it read.
 
         Raises:
@@ -114,7 +114,7 @@ class InThread:
         """Nothing waits to be fetched."""
         return self._asked is None
 
-    def ask(self, ask: SampleRequest) -> None:
+    def submit(self, ask: SampleRequest) -> None:
         """Have this read by ``fetch``."""
         self._asked = ask
 
@@ -175,13 +175,13 @@ class Readers:
         """One of them reads nothing."""
         return bool(self._idle)
 
-    def ask(self, ask: SampleRequest) -> None:
+    def submit(self, ask: SampleRequest) -> None:
         """Let an idle one read.
 
         Raises:
             DataError: it is dead.
         """
-        self._idle[0].ask(ask)
+        self._idle[0].submit(ask)
         self._busy.append(self._idle.popleft())
 
     def fetch(self) -> MicroBatch | BaseException:

@@ -18,12 +18,12 @@ from varuna.data.columns import STEP, Columns, InputNames
 from varuna.data.digests import row_digests, sample_digest
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
+from varuna.data.placed_datasets import SETTERS, placed_datasets
 from varuna.data.ramp import Ramp
 from varuna.data.randomness import Draws, reseeded, states_kept
 from varuna.data.readers import InThread, Readers
 from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, is_listed, lists_in, open_sizes
 from varuna.data.slow import SlowReading
-from varuna.data.told import SETTERS, told
 
 __all__ = ["MicroBatch", "SampleSource", "verify_digests"]
 
@@ -85,7 +85,7 @@ class SampleSource:
         self._shuffles, self._step_at, self._ask_for_step = shuffles, step_at, wants_step
         if self.size == 0:
             raise DataError(f"the dataset ({type(dataset).__name__}) is empty: len(dataset) is 0. Check its source.")
-        self._dataset, self._told, self._ramp = dataset, told(dataset), ramp
+        self._dataset, self._told, self._ramp = dataset, placed_datasets(dataset), ramp
         self._seed = seed
         self._columns = Columns(names)
         self._wait_for: Callable[[int], object] | None = getattr(dataset, "wait_for", None)

@@ -103,12 +103,12 @@ class GivenModel:
         """Return whether an entry of a section's state is the model's, and may not be as the script has built it."""
         return _is_new(trained, path)
 
-    def take(self, values: Mapping[str, Tensor] | None) -> None:
+    def take_values(self, values: Mapping[str, Tensor] | None) -> None:
         """The trained values, after the loop; None on a worker that has been a spare in the end."""
         self._is_spare = values is None
         if values is not None:
             self._release()
-            fill(self.whole, values)
+            fill_module(self.whole, values)
 
     def _release(self) -> None:
         while self._guards:
@@ -152,9 +152,9 @@ class WithLoss:
         """Return whether an entry of a section's state is the loss's, and may not be as the script has built it."""
         return _is_new(trained, path) and path.partition("/")[2].startswith(self._prefix)
 
-    def take(self, values: Mapping[str, Tensor] | None) -> None:
+    def take_values(self, values: Mapping[str, Tensor] | None) -> None:
         """The trained values, after the loop; None on a worker that has been a spare in the end."""
-        fill(self.loss, {name.removeprefix(self._prefix): value for name, value in (values or {}).items()})
+        fill_module(self.loss, {name.removeprefix(self._prefix): value for name, value in (values or {}).items()})
 
 
 def _is_new(trained: Container[str], path: str) -> bool:
@@ -170,7 +170,7 @@ def _plain(module: nn.Module) -> nn.Module:
     return found
 
 
-def fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+def fill_module(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give a module trained values; a tied parameter is in ``values`` once, and those that were not trained are not."""
     own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     with torch.no_grad():

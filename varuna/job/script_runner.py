@@ -47,7 +47,7 @@ def output_as_errors() -> Iterator[None]:
             os.close(kept)
 
 
-def offer(spec: JobSpec, steps: int) -> None:
+def offer_job(spec: JobSpec, steps: int) -> None:
     """Called by a Trainer that is about to train; does not return if a tool runs the script."""
     if _active:
         raise Intercepted(spec, steps)

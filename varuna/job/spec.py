@@ -313,7 +313,7 @@ class JobSpec:
         found = Reads()
         for function in (self.loss.function, self.metrics, self.loss.weight):
             if function is not None:
-                found.follow(function, "")
+                found.follow_reads(function, "")
         if STEP in found.texts:
             return True
         try:
@@ -383,7 +383,7 @@ class JobSpec:
 
     def initial(self) -> Initial:
         """The whole model as it is before step 0."""
-        initial = self.beginning().whole()
+        initial = self.beginning().whole_model()
         return initial if self.precision == "fp32" else initial.to(self.dtype)
 
     @property
@@ -491,5 +491,5 @@ def _numbers(functions: Mapping[str, Any]) -> list[ReadPlace]:
     found = Reads()
     for name, function in functions.items():
         if function is not None:
-            found.follow(function, name)
+            found.follow_reads(function, name)
     return found.numbers()

@@ -38,7 +38,7 @@ class SpeedLines:
         self._first: tuple[int, float, float] | None = None  # step, seconds, loss
         self._newest: tuple[int, float, float] | None = None
 
-    def take(self, step: int, loss: float) -> None:
+    def add_step(self, step: int, loss: float) -> None:
         """A step is over; the time between two of them is the script's, too."""
         now_s = self._clock()
         self._newest = step, now_s, loss

@@ -21,7 +21,7 @@ from varuna.core.membership import Membership
 from varuna.core.model import JobFacts
 from varuna.core.saved import ALONE_EVERY_S
 from varuna.data.digests import sample_digest
-from varuna.engine.base.compute_process import settle
+from varuna.engine.base.compute_process import configure_process
 from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.device.capacity import device_class
@@ -124,7 +124,7 @@ def begin(spec: JobSpec, n: int, membership: Membership, *, number: int = 0) -> 
         UsageError: the update keeps what cannot be moved or saved.
     """
     _check_links(spec)
-    settle(spec.device)
+    configure_process(spec.device)
     if spec.checkpoints is not None and "://" not in (place := location(spec.checkpoints.place)):
         check_writable(open_store(place))  # a folder needs no threads, unlike a bucket, which comes after processes
     # Now: processes that are forked later keep copies of state, and share files that were opened
@@ -227,7 +227,7 @@ def open_session(
     buffers = first.buffers(needed) if (needed := needed_buffers(model)) else {}
     job = engine_job(spec, on_device(model, spec.device), buffers)
     if measures and (known := first_calibration(spec, facts, job, first)) is not None:
-        membership.offer(known.model_dump_json())
+        membership.offer_calibrations(known.model_dump_json())
     context = WorkerContext(
         job,
         spec.training_source,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from varuna.core.errors import ModelError, UsageError
-from varuna.engine.aside.generate import Choice
+from varuna.engine.inference.generate import Choice
 from varuna.job.arguments import check_number, check_whole, described
 from varuna.job.shared_capture import captured_once
 from varuna.job.spec import JobSpec

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
-from varuna.checkpoint.manifest import Manifest, check_compatible, intact, look
+from varuna.checkpoint.manifest import Manifest, check_compatible, find_step, intact
 from varuna.core.errors import FleetError
 from varuna.core.messages import TrainingOver
 from varuna.core.model import JobFacts
@@ -61,7 +61,7 @@ def look_back(spec: JobSpec, facts: JobFacts, steps: int, behind: Behind) -> Ses
 def _shown(place: str, steps: int) -> Manifest | None:
     """The manifest of a step, which the manager may be about to write; None if it does not come."""
     store, until_s = open_store(place), time.monotonic() + SHOWN_BOUND_S
-    while not (folder := look(store, steps)).is_committed:
+    while not (folder := find_step(store, steps)).is_committed:
         if time.monotonic() >= until_s:
             return None
         time.sleep(_POLL_S)
@@ -113,7 +113,7 @@ class Training:
             yield from self.session.steps()
         self._is_over = True
 
-    def aside(self, run: Callable[[Generation], T], doing: str) -> T | None:
+    def run_between_steps(self, run: Callable[[Generation], T], doing: str) -> T | None:
         """Use the state between two steps, or after the last; None if that was interrupted, and may be tried again.
 
         Raises:
@@ -125,8 +125,8 @@ class Training:
                 f"training {self._number + 1} of the script ended without this worker, which would read what it has "
                 "left from its last checkpoint, and there is none. Pass checkpoints= to its Trainer."
             )
-        found = session.aside(run, doing)
-        return self.session.aside(run, doing) if found is None and self._is_left_alone() else found
+        found = session.run_between_steps(run, doing)
+        return self.session.run_between_steps(run, doing) if found is None and self._is_left_alone() else found
 
     def export(self, write: Callable[[Generation | None], None], path: Path) -> None:
         """Write the model to ``path``; one that others have written there stays.

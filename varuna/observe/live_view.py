@@ -63,7 +63,7 @@ def live_view(
     left = rows - len(fixed)
     split = split_table(status, width) if left >= _ROOM_FOR_SPLIT else []
     left -= _height(split)
-    sentences = [sentence(mark, width) for mark in told(status["marks"])]
+    sentences = [sentence(mark, width) for mark in untold_marks(status["marks"])]
     story_rows = sum(map(len, sentences))
     spares = without_seat(status)
     # The story gets a third of the room, and what the workers leave of the rest.
@@ -182,7 +182,7 @@ def _spent(status: Mapping[str, Any]) -> list[str]:
     return [*([] if cost is None else [cost["words"]]), *([] if budget is None else budget["phrases"])]
 
 
-def told(marks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def untold_marks(marks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Of the story, what the view has no other place for."""
     return [mark for mark in marks if mark["kind"] not in _UNTOLD]
 

@@ -44,7 +44,7 @@ class PredictionBook:
         self._newest = dict[int, GenerationTimed]()
         self._is_over = False
 
-    def take(self, event: RunEvent) -> None:
+    def add_event(self, event: RunEvent) -> None:
         """Note an event."""
         match event:
             case RunEnded():
@@ -71,7 +71,7 @@ def checked_predictions(events: Iterable[RunEvent]) -> tuple[CheckedPrediction, 
     """Check the predictions of a whole log."""
     book = PredictionBook()
     for event in events:
-        book.take(event)
+        book.add_event(event)
     return book.checked
 
 

@@ -102,9 +102,9 @@ class RunHistory:
         checked = self._predictions.checked
         return checked[-1] if checked else None
 
-    def take(self, event: RunEvent) -> Morph | None:
+    def add_event(self, event: RunEvent) -> Morph | None:
         """Note an event; returns the morph that it completes, or that it overtakes."""
-        self._predictions.take(event)
+        self._predictions.add_event(event)
         match event:
             case GenerationStarted(record=record):
                 overtaken = Morph(*self.generations[-2:]) if self._open else None

@@ -66,18 +66,18 @@ class RunView:
 
     def recall(self, event: RunEvent) -> None:
         """Take an event that an earlier manager has already shown."""
-        self.history.take(event)
+        self.history.add_event(event)
 
     def __call__(self, event: RunEvent) -> None:
         """Take the next event; called on the run's own thread."""
         if self._before is None:
             self._before = self.history.steps
-        morph = self.history.take(event)
+        morph = self.history.add_event(event)
         is_pictured = self._glance is not None and self._progress.is_live
         if is_pictured:
             self._remember(event)
         elif morph is not None:
-            self._progress.tell(morph_line(morph, self._progress.arrow), style="yellow")
+            self._progress.print_line(morph_line(morph, self._progress.arrow), style="yellow")
         match event:
             case GenerationStarted():
                 self._begin(is_pictured)
@@ -88,13 +88,13 @@ class RunView:
                 line = progress_line(step, total, loss, rate, self._tokens_per_example, row, left_s)
                 self._progress.show(line, final=step + 1 == total)
             case WorkerLost(cause=cause) if not self.history.generations and not is_pictured:
-                self._progress.tell(f"lost   {cause}", style="yellow")
+                self._progress.print_line(f"lost   {cause}", style="yellow")
             case TrainingEnded():
                 self._progress.show("", final=self._progress.is_live)
                 if (mark := told(event, self._time_s(), None)) is not None:
-                    self._progress.tell(mark.text)
+                    self._progress.print_line(mark.text)
             case Notice(text=text, warning=warning):
-                self._progress.tell(f"warning  {text}" if warning else text, style="red" if warning else "dim")
+                self._progress.print_line(f"warning  {text}" if warning else text, style="red" if warning else "dim")
 
     def watch(self, fleet: Callable[[], Fleet], glance: Callable[[], Mapping[str, Any]] | None = None) -> None:
         """Look at the run from time to time, on a thread of this view's own, until ``close``.
@@ -115,7 +115,7 @@ class RunView:
         if ended is not None and self.history.generations:
             elapsed_s = self._clock() - self._began_s
             line = closing_line(self.history, ended.exit_code, elapsed_s, checkpoint, spent, before=self._before or 0)
-            self._progress.tell(line, style="red" if ended.exit_code else "green")
+            self._progress.print_line(line, style="red" if ended.exit_code else "green")
 
     # -- the live view ---------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class RunView:
 
     def _push_out(self) -> None:
         mark = self._story.popleft()
-        self._progress.tell(f"{clock(mark.time_s)}  {mark.text}", style=_STORY[mark.kind])
+        self._progress.print_line(f"{clock(mark.time_s)}  {mark.text}", style=_STORY[mark.kind])
 
     def _picture(self, glance: Mapping[str, Any], doing_s: float) -> None:
         width, rows = self._progress.size
@@ -141,13 +141,13 @@ class RunView:
 
     # -- what the fleet says between events ------------------------------------------------------------------
 
-    def look(self, fleet: Fleet) -> None:
+    def show_now(self, fleet: Fleet) -> None:
         """Show what the run does now: in a log once, on a terminal with the seconds that it has taken."""
         phase, now_s = phase_of(fleet), self._clock()
         if phase != self._phase:
             self._phase, self._phase_s = phase, now_s
             if phase and not self._progress.is_live and len(fleet.history) <= 1:
-                self._progress.tell(phase, style="dim")
+                self._progress.print_line(phase, style="dim")
         if self._glance is not None and self._progress.is_live:
             self._picture(self._glance(), now_s - self._phase_s)
         elif not phase:
@@ -158,20 +158,20 @@ class RunView:
     def _look(self) -> None:
         assert self._fleet is not None
         while not self._over.wait(_LOOK_S):
-            self.look(self._fleet())
+            self.show_now(self._fleet())
 
     def _begin(self, is_pictured: bool) -> None:
         """A generation begins: say what it runs if it is the first, and what it puts at risk if that is new."""
         row, *before = reversed(self.history.generations)
         self._pace.begin()
         if not before and not is_pictured:
-            self._progress.tell(plan_line(row))
+            self._progress.print_line(plan_line(row))
         job = self._fleet().job if self._fleet is not None else None
         is_new = not before or before[0].plan.replicas > 1 or before[0].copies is not row.copies
         if is_new and job is not None:
             saved, rescues = job.checkpoint_dir, job.rescues
             if risk := risk_line(row.plan.replicas, row.copies, checkpoint_dir=saved, rescues=rescues):
-                self._progress.tell(risk, style="yellow")
+                self._progress.print_line(risk, style="yellow")
 
     def _steps_in_all(self) -> int:
         job = self._fleet().job if self._fleet is not None else None

@@ -62,7 +62,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self.is_live:
-            self._closing.enter_context(said_through(self.tell))
+            self._closing.enter_context(said_through(self.print_line))
         return self
 
     def __exit__(
@@ -88,7 +88,7 @@ class Progress:
                     self._draw(now_s)
             elif self._has_line and (final or now_s - self._written_s >= self._every_s):
                 self._written_s = now_s
-                self.tell(str(shown))
+                self.print_line(str(shown))
 
     def refresh(self) -> None:
         """Draw again what is shown, if something else was written since."""
@@ -96,7 +96,7 @@ class Progress:
             if not self._drawn:
                 self._draw(self._clock())
 
-    def tell(self, line: str, style: str = "") -> None:
+    def print_line(self, line: str, style: str = "") -> None:
         """Print a permanent line, never wrapped by us."""
         with self._lock:
             self._clear()

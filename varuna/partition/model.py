@@ -25,7 +25,7 @@ from varuna.partition.graph.flow import Flow
 from varuna.partition.graph.operations import Operation, operation
 from varuna.partition.graph.plain_masks import without_plain_masks
 from varuna.partition.graph.ranges import Range
-from varuna.partition.graph.reached import reached
+from varuna.partition.graph.reached import reached_parameters
 from varuna.partition.graph.sample_guards import Conditions
 from varuna.partition.graph.simplify import simplify
 from varuna.partition.held_names import held_besides, kept_together
@@ -183,7 +183,7 @@ def partition(
     simplify(captured)
     settle_strides(captured)
     loss = next(node for node in captured.graph.nodes if node.op == "output").args[0][0]
-    captured = replace(captured, trainable=reached(captured, loss))
+    captured = replace(captured, trainable=reached_parameters(captured, loss))
     terms = terms_of(captured)
     counter, splitting, mixing = _weigh(captured, terms, count_targets=count_targets)
     output = next(node for node in captured.graph.nodes if node.op == "output")

@@ -257,7 +257,7 @@ class OptimizerState:
                 entries.append([place.label, place.group, as_json(key), value])
         return entries
 
-    def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def put_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the parameters' own state, of those parameters that are here."""
         for name, parameter in self._named.items():
             given = {key: value for key, value in state.get(name, {}).items() if key != BESIDE}

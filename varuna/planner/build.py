@@ -239,7 +239,7 @@ class Builder:
         shape = built.shape
         sizer = self.sizer(self.wanted_depths(shape, built.factor), built.stash_moves, self.replication(shape))
         made = made_plan(self.request, shape, built.starts, built.sizes, [sizer] * shape.stages)
-        return made.each(split_last=built.split_last).model_copy(update={"step_s": built.bound_s})
+        return made.with_each_pipeline(split_last=built.split_last).model_copy(update={"step_s": built.bound_s})
 
     def promised(self, plan: Plan) -> Plan:
         """The plan with the memory that it needs: of its own depths, and with as many W's as it lets wait."""
@@ -255,7 +255,7 @@ class Builder:
             )
             detail = sizer.detail(stage, span.start, span.stop, size, split_last=plan.first.split_last)
             memory_bytes.append(detail.total)
-        return plan.each(memory_bytes=tuple(memory_bytes))
+        return plan.with_each_pipeline(memory_bytes=tuple(memory_bytes))
 
     def _sizes(self, sizer: Sizer, starts: tuple[int, ...]) -> tuple[Size, ...]:
         return sizes_of([sizer] * len(starts), starts, self.profile.sections)

@@ -168,7 +168,11 @@ def _double(plan: Plan, request: PlanRequest) -> dict[Plan, Prediction]:
     if plan.replicas > 1 or asked.classes or not asked.leaves_idle or asked.count < 2 * plan.stages:
         return {}
     double = equal_pipelines(asked, plan.stages, 2, plan.micro_batch)
-    return {} if double is None else {double.plan.each(device_class=plan.first.device_class): double.prediction}
+    return (
+        {}
+        if double is None
+        else {double.plan.with_each_pipeline(device_class=plan.first.device_class): double.prediction}
+    )
 
 
 def _with_larger(best: Plan, request: PlanRequest) -> Plan:

@@ -41,7 +41,7 @@ def polished(builder: Builder, built: BuiltPlan, given: Simulated, most_forwards
     forwards = 4 * first.stages * longest  # for the drain split
     splits = (first.first.split_last, longest) if given.plan.first.split_last else (0,)
     for split in dict.fromkeys(splits):  # which neighbours are better depends on it
-        start = first.each(split_last=split)
+        start = first.with_each_pipeline(split_last=split)
         walker = _Walker(builder, built, start, most_forwards)
         while walker.step():
             pass
@@ -70,7 +70,7 @@ class _Walker:
             if self.forwards > self._most_forwards:
                 return False
             pipeline = self._plan.first
-            plan = self._builder.plan(near).each(split_last=pipeline.split_last, empties=pipeline.empties)
+            plan = self._builder.plan(near).with_each_pipeline(split_last=pipeline.split_last, empties=pipeline.empties)
             self.forwards += plan.stages * len(plan.micro_batches_of(0))
             tried = simulated(near.costs, plan)
             if tried.step_s < self._plan.step_s:

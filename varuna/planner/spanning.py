@@ -96,7 +96,7 @@ class _Built(NamedTuple):
     def plan(self, request: PlanRequest) -> Plan:
         """It, with the bound as its time."""
         made = made_plan(request, self.shape, self.starts, self.sizes, self.sizers)
-        named = made.each(split_last=self.split_last, stage_classes=self.classes)
+        named = made.with_each_pipeline(split_last=self.split_last, stage_classes=self.classes)
         return named.model_copy(update={"step_s": self.bound_s})
 
 

@@ -15,7 +15,7 @@ class Bounded(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="varuna-bounded", daemon=True)
         self._thread.start()
 
-    def take(self, bound_s: float) -> T:
+    def result(self, bound_s: float) -> T:
         """Return the result of the work.
 
         Raises:

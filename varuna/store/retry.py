@@ -137,7 +137,7 @@ class RetryingStore:
         if self._answer_s is None:
             return attempt()
         try:
-            return Bounded(attempt).take(self._answer_s)
+            return Bounded(attempt).result(self._answer_s)
         except TimeoutError as error:
             raise StoreUnavailable(f"{self.url} has not answered for {self._answer_s:.0f} s") from error
 

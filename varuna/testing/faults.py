@@ -47,7 +47,7 @@ class Fault:
             self.happened = self._left < 0
             return self.happened
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         """Raise, or end the rank whose other thread this is, if this is the place."""
         if not self.is_here(span):
             return
@@ -103,7 +103,7 @@ class Warned(Fault):
     def __str__(self) -> str:
         return f"notice_at(rank={self.rank}, step={self.step}, phase={self.phase!r})"
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         """Tell the manager, if this is the place, and go on once it knows what to do: the steps of a test are short."""
         if self.is_here(span):
             self.tell(self.rank, self.seconds)
@@ -128,7 +128,7 @@ def notice_at(*, rank: int, step: int, phase: Phase = "F", seconds: float = 0.0)
 @contextmanager
 def watching(faults: Sequence[Fault]) -> Iterator[None]:
     """Let them happen in here."""
-    undos = [subscribe(fault.hear) for fault in faults]
+    undos = [subscribe(fault.on_span) for fault in faults]
     try:
         yield
     finally:

@@ -42,7 +42,7 @@ class FrozenParameters:
         )
 
 
-def put_back(
+def restore_frozen(
     states: Mapping[int, SectionState],
     parameters: Mapping[int, Sequence[str]],
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],

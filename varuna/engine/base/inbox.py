@@ -150,7 +150,7 @@ class Inbox:
                 if fault := scene.fault(waiting, now_s, self.patience):
                     raise DeviceError(fault) if awaited().by_device else LinkError(fault)
                 if not told:
-                    self._tell(scene.told(awaited(), now_s - waiting.since_s))
+                    self._tell(scene.describe_wait(awaited(), now_s - waiting.since_s))
                     told = True
         finally:
             self.waiting = None

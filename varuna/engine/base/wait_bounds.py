@@ -115,7 +115,7 @@ class Heard(NamedTuple):
         return self.read_s - self.alive_s
 
 
-def hear(before: Heard | None, doing: Doing, now_s: float) -> Heard:
+def heard_after(before: Heard | None, doing: Doing, now_s: float) -> Heard:
     """A rank's word, after what was heard ``before``."""
     if before is None:
         return Heard(doing, now_s, now_s, now_s)
@@ -138,7 +138,7 @@ class Scene:
     stalled_s: float
     """see ``Patience.stalled_after_s``"""
 
-    def told(self, awaited: Awaited, waited_s: float) -> str:
+    def describe_wait(self, awaited: Awaited, waited_s: float) -> str:
         """The report of a wait that lasts."""
         return f"{self.who} has waited {waited_s:.0f} s for {_source(awaited)}{self._others(awaited)}"
 

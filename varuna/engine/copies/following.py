@@ -93,7 +93,7 @@ class StateSender:
 
     def _send(self, sent: _Sent) -> None:
         line, step = self._line(sent.transfer.target_rank), self._where["step"]
-        opening = wire.offer(line, wire.CopyKind.REST, step, sent.header, sent.body.size_bytes)
+        opening = wire.offer_copy(line, wire.CopyKind.REST, step, sent.header, sent.body.size_bytes)
 
         def fill(first: int, part: Tensor) -> bool:
             sent.body.read(first, part)
@@ -102,8 +102,8 @@ class StateSender:
         assert opening is not None, "whoever was promised it takes it"
         wire.send_parts(line, opening, fill, lambda part_s: None)
 
-    def _line(self, target: int) -> wire.Line:
-        return wire.Line(self._group, target, _TAG)
+    def _line(self, target: int) -> wire.CopyChannel:
+        return wire.CopyChannel(self._group, target, _TAG)
 
 
 class StateReceiver:
@@ -161,14 +161,14 @@ class StateReceiver:
             self._closed = True
 
     def _start(self, source: int, transfers: Sequence[Transfer]) -> None:
-        line = wire.Line(self._group, source, _TAG)
+        line = wire.CopyChannel(self._group, source, _TAG)
 
         def run() -> None:
             try:
                 for each in transfers:
                     with span("take-rest", **self._where, rank=each.target_rank, index=each.section):
                         self._receive(line)
-                wire.answer(line, yes=True)
+                wire.send_answer(line, yes=True)
             except Exception as error:  # noqa: BLE001  whoever waits for this thread must hear why it ended
                 named = ", ".join(str(each.section) for each in transfers)
                 self._failure = LinkError(
@@ -178,7 +178,7 @@ class StateReceiver:
 
         start("state-receiver", run)
 
-    def _receive(self, line: wire.Line) -> None:
+    def _receive(self, line: wire.CopyChannel) -> None:
         opening, header = wire.next_offer(line)
         [layout] = from_bytes(header)
         memory = torch.empty(layout.size_bytes, dtype=torch.uint8)
@@ -188,7 +188,7 @@ class StateReceiver:
             body.write(first, part)
             self._stir()
 
-        wire.answer(line, yes=True)
+        wire.send_answer(line, yes=True)
         if not wire.receive_parts(line, opening, write):
             raise wire.PeerLost("it was broken off")
         with self._lock:

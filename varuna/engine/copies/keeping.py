@@ -94,7 +94,12 @@ class CopyKeeper:
             rank: this one.
             stage: that it runs.
         """
-        self._line, self._memory, self._sums, self._generation = wire.Line(group, owner), memory, sums, generation
+        self._line, self._memory, self._sums, self._generation = (
+            wire.CopyChannel(group, owner),
+            memory,
+            sums,
+            generation,
+        )
         self._inbox, self._still, self._where = inbox, still, {"rank": rank, "stage": stage}
         start("copy-keeper", self._run)
 
@@ -113,15 +118,15 @@ class CopyKeeper:
 
     def _keep_state(self, opening: wire.CopyHeader, header: bytes) -> None:
         body = self._memory.begin_others(self._generation, opening.step, from_bytes(header))
-        wire.answer(self._line, yes=body is not None)
+        wire.send_answer(self._line, yes=body is not None)
         if body is not None and wire.receive_parts(self._line, opening, body.write):
             with span("kept", **self._where, step=opening.step):
                 is_there = self._memory.complete_others(self._generation, opening.step)
-            wire.answer(self._line, yes=is_there)
+            wire.send_answer(self._line, yes=is_there)
 
     def _keep_sum(self, opening: wire.CopyHeader, held: HeldSums) -> None:
         values = self._sums.begin(opening.step, opening.body_bytes)
-        wire.answer(self._line, yes=values is not None)
+        wire.send_answer(self._line, yes=values is not None)
         if values is None:
             return
         body = Body.of_memory([values.view(torch.uint8)])

@@ -120,11 +120,11 @@ class Body:
             copies: from where the body is.
             after: a point of the device at which the body is as it should be.
         """
-        copies.down(self._overlaps(first, part), after).wait()
+        copies.copy_to_host(self._overlaps(first, part), after).wait()
 
-    def leave(self, memory: Tensor, copies: HostCopies) -> Ready:
+    def begin_copy(self, memory: Tensor, copies: HostCopies) -> Ready:
         """Begin to copy all bytes, as they are now, into host memory; they may change once the result is done."""
-        return copies.down(self._overlaps(0, memory))
+        return copies.copy_to_host(self._overlaps(0, memory))
 
     def write(self, first: int, part: Tensor) -> None:
         """Inverse of ``read``."""

@@ -107,7 +107,7 @@ class MemoryCheckpoints:
                 return None
             made_s, checkpoint = time.monotonic(), self._of(generation, step)
             checkpoint.own, checkpoint.loop = _Part(layouts, memory, is_whole=False), loop
-        copied = Body.of_states(layouts, states).leave(memory, copies)
+        copied = Body.of_states(layouts, states).begin_copy(memory, copies)
         return Made(step, as_bytes(layouts), Body.of_memory([memory]), copied, made_s)
 
     def complete_own(self, generation: int, step: int) -> bool:
@@ -263,7 +263,7 @@ class CheckpointMaker:
 
     # -- the training thread ---------------------------------------------------------------------------------
 
-    def begins(self, loop: Callable[[], JSON]) -> None:
+    def begin_first_step(self, loop: Callable[[], JSON]) -> None:
         """The generation's first step begins; ``loop`` gives the state of the training loop, as it now stays."""
         with self._changed:
             self._has_begun, self._loop = True, loop
@@ -280,7 +280,7 @@ class CheckpointMaker:
         since_s, every_s = time.monotonic() - self._made_s, self.every_s
         return (since_s >= every_s) + (since_s >= _PATIENCE * every_s)
 
-    def after(self, totals: StepTotals, next_step: int, loop: Callable[[], JSON]) -> None:
+    def follow_vote(self, totals: StepTotals, next_step: int, loop: Callable[[], JSON]) -> None:
         """Do what a vote has decided, after its update."""
         if self._made is not None and not self._everywhere and totals.kept == self._ranks:
             self._everywhere = True

@@ -42,7 +42,7 @@ class CopyKind(IntEnum):
     REST = 2
 
 
-class Line(NamedTuple):
+class CopyChannel(NamedTuple):
     """Messages of one kind between this rank and another; answers have the next tag."""
 
     group: Group
@@ -61,8 +61,8 @@ class CopyHeader(NamedTuple):
     part_bytes: int
 
 
-def offer(
-    line: Line, kind: CopyKind, step: int, header: bytes, body_bytes: int, part_bytes: int | None = None
+def offer_copy(
+    line: CopyChannel, kind: CopyKind, step: int, header: bytes, body_bytes: int, part_bytes: int | None = None
 ) -> CopyHeader | None:
     """Announce a copy, which goes in parts of ``part_bytes`` (None: large ones); None if the keeper does not take it.
 
@@ -79,7 +79,7 @@ def offer(
 
 
 def send_parts(
-    line: Line,
+    line: CopyChannel,
     opening: CopyHeader,
     fill: Callable[[int, Tensor], bool],
     pause: Callable[[float], object],
@@ -110,7 +110,7 @@ def send_parts(
     return True
 
 
-def next_offer(line: Line) -> tuple[CopyHeader, bytes]:
+def next_offer(line: CopyChannel) -> tuple[CopyHeader, bytes]:
     """Wait for the next copy that is announced, and its header.
 
     Raises:
@@ -121,7 +121,7 @@ def next_offer(line: Line) -> tuple[CopyHeader, bytes]:
     return opening, _receive(line, opening.header_bytes).numpy().tobytes()
 
 
-def answer(line: Line, *, yes: bool) -> None:
+def send_answer(line: CopyChannel, *, yes: bool) -> None:
     """Say whether what was offered is taken, or that it has come.
 
     Raises:
@@ -130,8 +130,8 @@ def answer(line: Line, *, yes: bool) -> None:
     _send(line._replace(tag=line.tag + 1), torch.tensor([int(yes)], dtype=torch.int64))
 
 
-def await_answer(line: Line) -> bool:
-    """Wait for the other end's ``answer``.
+def await_answer(line: CopyChannel) -> bool:
+    """Wait for the other end's answer.
 
     Raises:
         PeerLost: it is.
@@ -139,7 +139,7 @@ def await_answer(line: Line) -> bool:
     return bool(_receive(line._replace(tag=line.tag + 1), WORD_BYTES).view(torch.int64).item())
 
 
-def receive_parts(line: Line, opening: CopyHeader, write: Callable[[int, Tensor], None]) -> bool:
+def receive_parts(line: CopyChannel, opening: CopyHeader, write: Callable[[int, Tensor], None]) -> bool:
     """Receive the body; False if it was broken off.
 
     Raises:
@@ -157,12 +157,12 @@ def _firsts(opening: CopyHeader) -> Iterator[int]:
     return iter(range(0, max(1, opening.body_bytes), opening.part_bytes))
 
 
-def _send(line: Line, message: Tensor) -> None:
+def _send(line: CopyChannel, message: Tensor) -> None:
     with _noticing_the_end():
         line.group.send(message, line.peer, line.tag).wait()
 
 
-def _receive(line: Line, size_bytes: int) -> Tensor:
+def _receive(line: CopyChannel, size_bytes: int) -> Tensor:
     with _noticing_the_end():
         return line.group.receive(torch.empty(size_bytes, dtype=torch.uint8), line.peer, line.tag).wait()
 

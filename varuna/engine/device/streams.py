@@ -71,10 +71,10 @@ class Streams(Protocol):
     def computing(self) -> Stream:
         """The one that this thread's computations go to."""
 
-    def mark(self, stream: Stream, *, timed: bool = False) -> Event:
+    def record_event(self, stream: Stream, *, timed: bool = False) -> Event:
         """Return the point after everything that is queued on ``stream`` now."""
 
-    def follow(self, stream: Stream, event: Event) -> None:
+    def wait_event(self, stream: Stream, event: Event) -> None:
         """Let what is queued on ``stream`` from now on run after ``event``."""
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
@@ -83,10 +83,10 @@ class Streams(Protocol):
     def fetch(self, stream: Stream, value: Tensor) -> Tensor:
         """Queue a copy of a host tensor into device memory that belongs to ``stream``; returns at once."""
 
-    def take(self, stream: Stream, size_bytes: int) -> Tensor:
+    def allocate(self, stream: Stream, size_bytes: int) -> Tensor:
         """Device memory that belongs to ``stream``, as bytes."""
 
-    def keep(self, value: Tensor, stream: Stream) -> None:
+    def record_stream(self, value: Tensor, stream: Stream) -> None:
         """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""
 
     def room(self, size_bytes: int) -> Tensor:
@@ -140,11 +140,11 @@ class CudaStreams:
         """The one that this thread's computations go to."""
         return torch.cuda.current_stream(self._device)
 
-    def mark(self, stream: Stream, *, timed: bool = False) -> CudaEvent:
+    def record_event(self, stream: Stream, *, timed: bool = False) -> CudaEvent:
         """Return the point after everything that is queued on ``stream`` now."""
         return CudaEvent(stream, timed=timed)
 
-    def follow(self, stream: Stream, event: Event) -> None:
+    def wait_event(self, stream: Stream, event: Event) -> None:
         """Let what is queued on ``stream`` from now on run after ``event``."""
         assert isinstance(event, CudaEvent)
         stream.wait_event(event.event)
@@ -161,12 +161,12 @@ class CudaStreams:
         with torch.cuda.stream(stream):
             return value.to(self._device, non_blocking=True)
 
-    def take(self, stream: Stream, size_bytes: int) -> Tensor:
+    def allocate(self, stream: Stream, size_bytes: int) -> Tensor:
         """Device memory that belongs to ``stream``, as bytes."""
         with torch.cuda.stream(stream):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
-    def keep(self, value: Tensor, stream: Stream) -> None:
+    def record_stream(self, value: Tensor, stream: Stream) -> None:
         """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""
         if value.is_cuda:  # host memory is torch's own care, or was copied at once
             value.record_stream(stream)
@@ -192,7 +192,7 @@ class CudaStreams:
     def _unpin(self, address: int, streams: Sequence[Stream]) -> None:
         """Nobody has the memory any more, which is still there: let copies end first."""
         for stream in streams:
-            self.mark(stream).wait()
+            self.record_event(stream).wait()
         _check(_cudart().cudaHostUnregister(address))
 
     def memory(self) -> DeviceFacts:

@@ -55,7 +55,7 @@ class GpuTransport(Protocol):
     def bind(self, interface_host: str) -> None:
         """Use the private interface with this address."""
 
-    def offer(self) -> bytes:
+    def new_identity(self) -> bytes:
         """The identity of a new communicator, for all of its members."""
 
     def connect(self, identity: bytes, rank: int, size: int) -> Communicator:
@@ -115,7 +115,7 @@ class GpuChannel:
 
     def room(self, size_bytes: int) -> Tensor:
         """Device memory for what arrives, as bytes."""
-        return self._streams.take(self._stream, size_bytes)
+        return self._streams.allocate(self._stream, size_bytes)
 
     def connected(self) -> None:
         """Wait for the other members.
@@ -154,9 +154,9 @@ class GpuChannel:
 
     def _pass(self, value: Tensor, bound_s: float) -> None:
         """Wait until the device has finished what was asked for last."""
-        self._streams.keep(value, self._stream)  # an abort frees this thread before it frees the device
+        self._streams.record_stream(value, self._stream)  # an abort frees this thread before it frees the device
         self._until(self._communicator.ready, bound_s, "NCCL to launch")
-        event = self._streams.mark(self._stream)
+        event = self._streams.record_event(self._stream)
         self._until(lambda: self._communicator.ready() and event.passed(), bound_s, "a transfer by NCCL")
 
     def _until(self, passed: Callable[[], bool], bound_s: float, what: str) -> None:
@@ -183,7 +183,7 @@ class GpuLinks:
         self._is_over = False
         self._lock = threading.Lock()
 
-    def hold(self, communicator: Communicator) -> None:
+    def abort_with_others(self, communicator: Communicator) -> None:
         """See that ``communicator`` is aborted with all others.
 
         Raises:
@@ -264,13 +264,13 @@ def _join(
     if ended():
         raise RuntimeError("the generation ended while it formed")
     if place == 0:
-        identity = fabric.offer()
+        identity = fabric.new_identity()
         store.set(comm_group.name, identity.hex())
     else:
         store.wait([comm_group.name], timedelta(seconds=FORMING_BOUND_S))
         identity = bytes.fromhex(store.get(comm_group.name).decode())
     communicator = fabric.connect(identity, place, len(comm_group.members))
-    direct.hold(communicator)
+    direct.abort_with_others(communicator)
     channel = GpuChannel(communicator, 1 - place, streams, ended)
     channel.connected()
     warm = channel.room(_WARM_BYTES)

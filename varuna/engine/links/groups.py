@@ -62,7 +62,7 @@ class Groups:
             self.direct.abandon()
 
 
-def form(
+def form_groups(
     store: Any,
     *,
     generation: int,

@@ -74,7 +74,7 @@ class Incoming:
         for size_bytes in sizes_bytes[:_AHEAD]:
             self._ask(room(size_bytes))
 
-    def take(self, use: Callable[[Tensor], object]) -> None:
+    def take_part(self, use: Callable[[Tensor], object]) -> None:
         """Wait for the next part; once ``use`` returns, its memory gets another one.
 
         Raises:

@@ -18,9 +18,9 @@ from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import Group, Work
 from varuna.engine.device.faults import kind_of
 from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies
-from varuna.engine.links.carry import Carry
 from varuna.engine.links.gpu_links import GpuChannel
 from varuna.engine.links.message import DeviceMessage, Packed
+from varuna.engine.links.transfer_time import TransferTime
 from varuna.engine.links.trips import Trips
 from varuna.process.threads import start
 from varuna.schedule.buffers import ACTIVATIONS_COMING
@@ -65,9 +65,9 @@ class Sender:
         """
         self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
         self._channel, self._trips = channel, trips
-        self._under_way: queue.SimpleQueue[tuple[Work, Packed, Carry] | None] = queue.SimpleQueue()
+        self._under_way: queue.SimpleQueue[tuple[Work, Packed, TransferTime] | None] = queue.SimpleQueue()
         self._unready: queue.SimpleQueue[Packed | None] | None = None  # once there was such a message
-        self._begun: list[Carry] = []
+        self._begun: list[TransferTime] = []
         self._given = self._through = 0  # each is written by one thread
         start(f"send-{name}", self._run)
 
@@ -87,7 +87,7 @@ class Sender:
         else:
             self._unready.put(message)
 
-    def take_begun(self) -> list[Carry]:
+    def take_begun(self) -> list[TransferTime]:
         """All messages since the last call, in the order in which they were given; the last may be under way.
 
         For a moment at which the peer has taken them all.
@@ -103,7 +103,7 @@ class Sender:
         try:
             if self._trips is not None:
                 self._trips.stamp(message.buffer)
-            carry = Carry(message.buffer.nbytes, time.monotonic())  # first: the peer may act on it at once
+            carry = TransferTime(message.buffer.nbytes, time.monotonic())  # first: the peer may act on it at once
             work = self._group.send(message.buffer, self._peer, self._tag)
             self._begun.append(carry)
             self._under_way.put((work, message, carry))
@@ -202,7 +202,7 @@ class Receiver:
                     header = work.wait()
                     whole, at_s = self._whole(header, body), time.monotonic()
                     if self._trips is not None:
-                        self._trips.came(header, header.nbytes + (0 if body is None else body.nbytes), at_s)
+                        self._trips.note_arrival(header, header.nbytes + (0 if body is None else body.nbytes), at_s)
                     self.arrivals.append((key, at_s))  # first: the training thread may act on it at once
                     self._inbox.put(key, whole)
                     del whole, header

@@ -121,12 +121,12 @@ class Layout:
         if self.digests:
             told = (*(there or There(self.examples, self.examples)), *(digests or [0] * self.examples))
             self._digest_view(buffer).copy_(torch.tensor(told, dtype=torch.int64))
-        return Packed(buffer, copies.down(pairs), body if self.apart else None)
+        return Packed(buffer, copies.copy_to_host(pairs), body if self.apart else None)
 
     def unpack(self, arrived: Tensor | DeviceMessage, copies: HostCopies = CPU_COPIES) -> dict[str, Tensor]:
         """Return the tensors that have arrived, by crossing name: views into the message, or copies on a GPU."""
         buffer = arrived.body if isinstance(arrived, DeviceMessage) else arrived
-        return copies.up(
+        return copies.copy_to_device(
             {
                 crossing.name: self._view(buffer, crossing, start)
                 for crossing, start in zip(self.crossings, self.offsets_bytes, strict=False)

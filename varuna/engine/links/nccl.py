@@ -116,7 +116,7 @@ class Nccl:
         if name := interface_with(interface_host):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
-    def offer(self) -> bytes:
+    def new_identity(self) -> bytes:
         """See ``gpu_links.Fabric``."""
         with _reported():
             return bytes(self._core.get_unique_id())

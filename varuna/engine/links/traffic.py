@@ -19,13 +19,13 @@ class DirectCopies(StreamCopies):
 
     def room(self, size_bytes: int) -> Tensor:
         """Allocate device memory."""
-        return self._streams.take(self._down, size_bytes)
+        return self._streams.allocate(self._down, size_bytes)
 
-    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def copy_to_device(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same tensors, which have arrived; their memory stays until what computes with them is through."""
         computing = self._streams.computing()
         for value in values.values():
-            self._streams.keep(value, computing)
+            self._streams.record_stream(value, computing)
         return dict(values)
 
 

@@ -12,9 +12,9 @@ from varuna.engine.stage.stage import Stage
 def apply_vote(stage: Stage, step: int, vector: Sequence[float]) -> StepTotals:
     """Apply a step by the result of its vote, unless that is done."""
     totals = layout_of(stage).read(vector)
-    stage.still.changes()
+    stage.still.close_for_update()
     stage.apply(step, scale_of(stage, totals), overflowed=overflowed(stage.job.dtype, totals))
-    stage.still.rests(stage.next_step)
+    stage.still.open_at(stage.next_step)
     return totals
 
 

@@ -66,7 +66,7 @@ class Variants:
         """graphs"""
         self._tell = bool(model.telling_keys)
 
-    def note(self, step: int, micro_batch: int, batch: MicroBatch) -> None:
+    def note_samples(self, step: int, micro_batch: int, batch: MicroBatch) -> None:
         """Note what is told of a micro-batch whose samples have been read.
 
         Raises:
@@ -78,13 +78,13 @@ class Variants:
             found = () if sizes is None else sizes.of(batch.tensors, batch.indices)
             self._known[step, micro_batch] = ToldBySamples(variant, found)
 
-    def told(self, step: int, micro_batch: int) -> ToldBySamples:
+    def told_by_samples(self, step: int, micro_batch: int) -> ToldBySamples:
         """Return what is told of a micro-batch, once its samples have been read."""
         return self._known[step, micro_batch] if self._tell else _NOTHING
 
     def of(self, step: int, micro_batch: int) -> int:
         """Index into the model's graphs, once the samples have been read."""
-        return self.told(step, micro_batch).variant
+        return self.told_by_samples(step, micro_batch).variant
 
     def first_unread(self, step: int, micro_batches: Sequence[int]) -> int | None:
         """The first of these whose samples have not been read, or could not be."""
@@ -153,7 +153,7 @@ class Layouts:
         return self._into(self.sections.start, step, micro_batch, rows, gradients=True)
 
     def _into(self, section: int, step: int, micro_batch: int, rows: int | None, *, gradients: bool = False) -> Layout:
-        told, examples = self.variants.told(step, micro_batch), len(self.plan.samples_of(micro_batch))
+        told, examples = self.variants.told_by_samples(step, micro_batch), len(self.plan.samples_of(micro_batch))
         rows = None if rows == examples or self.graphs[told.variant].sizes is not None else rows
         key = (section, told, examples, rows, gradients)
         if key not in self._made:
@@ -360,13 +360,13 @@ class ForwardPass:
         found: MicroBatch | BaseException = batch
         if isinstance(batch, MicroBatch):
             try:
-                self.variants.note(step, micro_batch, batch)
+                self.variants.note_samples(step, micro_batch, batch)
                 if self._purpose.trains:
-                    self.whole.note(step, micro_batch, batch)
+                    self.whole.count_micro_batch(step, micro_batch, batch)
             except Exception as error:  # noqa: BLE001 - for the thread that needs it; a silent loader would hang it
                 found = error
         if self._purpose.trains and isinstance(found, BaseException):
-            self.whole.note(step, micro_batch, found)
+            self.whole.count_micro_batch(step, micro_batch, found)
         self._inbox.put((self._batch, step, micro_batch), found)
 
     def has_samples(self, step: int, micro_batch: int) -> bool:
@@ -383,7 +383,7 @@ class ForwardPass:
                 return True  # the activation may never come, since its length follows from samples
         return self._stage.index == 0 or self._inbox.has((self._activation, step, micro_batch))
 
-    def take(self, step: int, micro_batch: int) -> Arrived:
+    def take_inputs(self, step: int, micro_batch: int) -> Arrived:
         """Wait for what F of a micro-batch begins with.
 
         Raises:
@@ -418,7 +418,7 @@ class ForwardPass:
         return self._inbox.take((key, step, micro_batch), describe)
 
     def _examples(self, step: int, micro_batch: int, batch: MicroBatch | None, there: There) -> Examples:
-        told = self.variants.told(step, micro_batch)
+        told = self.variants.told_by_samples(step, micro_batch)
         graph = self._graphs[told.variant]
         if batch is not None and self._stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, self._buffers)
@@ -427,7 +427,9 @@ class ForwardPass:
             check_inputs(graph.inputs, batch.tensors, batch.indices)
             check_ranges(graph.ranges, batch.tensors, batch.indices)
             given.update(of_samples(batch.tensors))
-        return Examples(self._copies.up(given) if given else {}, there.rows, told.variant, told.sizes, there.samples)
+        return Examples(
+            self._copies.copy_to_device(given) if given else {}, there.rows, told.variant, told.sizes, there.samples
+        )
 
     def hand_on(self, step: int, micro_batch: int, values: Mapping[str, Tensor], arrived: Arrived) -> None:
         """Send what crosses into the next stage."""

@@ -51,27 +51,27 @@ class InputStash:
         self._arriving: dict[int, tuple[StashedInput, Ready]] = {}
         self._left: Ready = DONE  # of the newest in host memory
 
-    def settle(self) -> None:
+    def finish_copy(self) -> None:
         """Before an F: the input that left last needs no device memory any more."""
         self._left.wait()
 
-    def put(self, micro_batch: int, waiting: StashedInput) -> None:
-        """After an F: keep its input until ``take``."""
+    def put_input(self, micro_batch: int, waiting: StashedInput) -> None:
+        """After an F: keep its input until ``take_input``."""
         if self._places is None or len(self._on_device) < self._places:
             self._on_device[micro_batch] = waiting
             return
         home = waiting.replaced([self._copies.room_for(value) for value in waiting.tensors])
-        self._left = self._copies.down(list(zip(waiting.tensors, home.tensors, strict=True)))
+        self._left = self._copies.copy_to_host(list(zip(waiting.tensors, home.tensors, strict=True)))
         self._in_host[micro_batch] = home
 
-    def take(self, micro_batch: int) -> StashedInput:
+    def take_input(self, micro_batch: int) -> StashedInput:
         """Before an R: its input, on the device; the copy of the next R's begins."""
         if micro_batch in self._on_device:
             waiting = self._on_device.pop(micro_batch)
         else:
             self._fetch(micro_batch)
             waiting, arrived = self._arriving.pop(micro_batch)
-            self._copies.follow(arrived)
+            self._copies.compute_after(arrived)
         self._fetch(self._following.get(micro_batch))
         return waiting
 

@@ -31,7 +31,7 @@ class Lookahead(Protocol):
     def waited(self, awaited: Action) -> None:
         """The training thread had nothing to do until something for ``awaited`` came."""
 
-    def acting(self) -> None:
+    def begin_action(self) -> None:
         """An action begins."""
 
     def computing(self) -> None:
@@ -40,7 +40,7 @@ class Lookahead(Protocol):
     def computed(self) -> None:
         """The last operation of its sections is launched."""
 
-    def acted(self, action: Action) -> None:
+    def end_action(self, action: Action) -> None:
         """Its last operation is launched; returns once the device is through with the action before."""
 
     def finish(self) -> StepTimes:
@@ -66,7 +66,7 @@ class HostLookahead:
         since_s, self._now_s = self._now_s, time.monotonic()
         self._waits.append(interval_of(awaited, since_s, self._now_s))
 
-    def acting(self) -> None:
+    def begin_action(self) -> None:
         """The time of choosing an action counts with it."""
 
     def computing(self) -> None:
@@ -77,7 +77,7 @@ class HostLookahead:
         """The sections end now."""
         self._inside_s = time.monotonic() - self._computing_s
 
-    def acted(self, action: Action) -> None:
+    def end_action(self, action: Action) -> None:
         """The action ends now."""
         since_s, self._now_s = self._now_s, time.monotonic()
         self._actions.append(interval_of(action, since_s, self._now_s, self._inside_s))
@@ -128,7 +128,7 @@ class DeviceLookahead:
         """Note that the device was idle; for how long is known after the next action."""
         self._waits = True
 
-    def acting(self) -> None:
+    def begin_action(self) -> None:
         """An action begins once the device is through with what is queued."""
         self._began = self._mark()
 
@@ -141,7 +141,7 @@ class DeviceLookahead:
         if self._sections:
             self._sections.append(self._mark())
 
-    def acted(self, action: Action) -> None:
+    def end_action(self, action: Action) -> None:
         """Wait until the action before is done, in the inbox, so that the end of a generation ends it."""
         sections = (self._sections[0], self._sections[1]) if self._sections else None
         noted = Noted(action, self._began, self._mark(), self._waits, sections)
@@ -165,7 +165,7 @@ class DeviceLookahead:
         self._watch.close()
 
     def _mark(self) -> Event:
-        return self._streams.mark(self._streams.computing(), timed=True)
+        return self._streams.record_event(self._streams.computing(), timed=True)
 
     def _pass(self, number: int) -> None:
         action, step = self._noted[number].action, self._step  # other threads may ask when this wait is over

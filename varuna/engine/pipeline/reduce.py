@@ -18,10 +18,10 @@ from varuna.engine.base.spans import span
 from varuna.engine.base.transport import Group
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import Ready
-from varuna.engine.links.carry import Carry
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.in_parts import Incoming, Outgoing, part_bytes_for, spans_of
 from varuna.engine.links.links import Courier
+from varuna.engine.links.transfer_time import TransferTime
 from varuna.engine.stage.cross_stage import StageExchange
 from varuna.engine.stage.stage import Stage
 
@@ -45,7 +45,7 @@ class Reducer:
         self._courier = Courier(inbox, "reduction")
         self._votes = Courier(inbox, "vote")
         self._room = torch.empty(0)
-        self.reductions: deque[Carry] = deque(maxlen=_REMEMBERED)
+        self.reductions: deque[TransferTime] = deque(maxlen=_REMEMBERED)
         """the newest all-reduces, from device to device, waits for the other replicas included"""
 
     @cached_property
@@ -86,7 +86,7 @@ class Reducer:
             for micro_batch, values in losses.numbers().items():
                 table[micro_batch] = torch.tensor(values, dtype=torch.float64)
             group.all_reduce(table)
-            work.learn(table.tolist())
+            work.learn_losses(table.tolist())
 
         self._courier.submit(("losses", step), share)
 
@@ -106,7 +106,7 @@ class Reducer:
         else:
             with self._copies.at_host(flat, point, self._room_for) as values:
                 self._sum(group, values, step, section)
-        self.reductions.append(Carry(flat.nbytes // 2 if in_bf16 else flat.nbytes, begin_s, time.monotonic()))
+        self.reductions.append(TransferTime(flat.nbytes // 2 if in_bf16 else flat.nbytes, begin_s, time.monotonic()))
 
     def _sum(self, group: Group, values: Tensor, step: int, section: int) -> None:
         with self._span("sum", step, section):
@@ -115,7 +115,7 @@ class Reducer:
     def _copy(self, values: Tensor, after: Ready) -> Tensor:
         """A copy in host memory that the next reduction uses again: there is one at a time."""
         copy = self._room_for(values)
-        self._copies.down([(values, copy)], after).wait()
+        self._copies.copy_to_host([(values, copy)], after).wait()
         return copy
 
     def _room_for(self, values: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class Reducer:
         for number, tied in enumerate(self._stage.job.model.facts.tied):
             if tied.name in self._stage.totals.views:
                 with self._span("tied", step, number):
-                    self._stage.totals.take(tied.name, self._sum_one(tied, first_tag))
+                    self._stage.totals.add_total(tied.name, self._sum_one(tied, first_tag))
             first_tag += len(tied.sections)
 
     def _sum_one(self, tied: TiedParameter, first_tag: int) -> Tensor:
@@ -277,12 +277,12 @@ class Reducer:
                 if tag in own:
                     put(own[tag][elements])
                 else:
-                    coming[tag].take(partial(self._fetched, put, part.dtype))
+                    coming[tag].take_part(partial(self._fetched, put, part.dtype))
         going.finish()
         return total
 
     def _leave(self, values: Tensor, after: Ready, room: Tensor) -> None:
-        self._copies.down([(values, room.view(values.dtype))], after).wait()
+        self._copies.copy_to_host([(values, room.view(values.dtype))], after).wait()
 
     def _fetched(self, put: Callable[[Tensor], object], dtype: torch.dtype, room: Tensor) -> None:
         [values], arrived = self._copies.fetch([room.view(dtype)])

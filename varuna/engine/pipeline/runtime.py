@@ -17,14 +17,14 @@ from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Receiver, Sender
-from varuna.engine.links.trips import Trip
+from varuna.engine.links.trips import ArrivalTimes
 from varuna.engine.pipeline.forward_pass import TRAINING, ForwardPass
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
 from varuna.engine.pipeline.lookahead import lookahead_of
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.timeline import Messages, StepTimes, taken
 from varuna.engine.stage.section import Examples
-from varuna.engine.stage.stage import Left, Stage
+from varuna.engine.stage.stage import DeferredWeightGrad, Stage
 from varuna.engine.stage.tape import Tape
 from varuna.partition.batch_weight import WeightFunction
 from varuna.schedule.actions import Action, Kind
@@ -45,7 +45,7 @@ class Flight:
     weight: float = 0.0
     """the gradient of the global batch's sum with respect to the loss"""
     tapes: list[Tape] = field(default_factory=list)
-    left: list[Left] = field(default_factory=list)
+    left: list[DeferredWeightGrad] = field(default_factory=list)
 
 
 class Runtime:
@@ -172,7 +172,7 @@ class Runtime:
         if self._whole.counts:
             self._forward_pass.waited(time.monotonic() - begin_s)
         if self._whole.reads:
-            self._whole.settle(lambda: self._reducer.added_up(step))
+            self._whole.wait_for_others(lambda: self._reducer.added_up(step))
         self._forward_pass.await_order(step)
         self._stage.clear_gradients()
         self._stage.work.begin(step)
@@ -192,7 +192,7 @@ class Runtime:
         except (GenerationEnded, LinkError):
             self._finish_halves(flights)
             raise
-        self._whole.settle(lambda: self._reducer.added_up(step))
+        self._whole.wait_for_others(lambda: self._reducer.added_up(step))
         self.times = lookahead.finish()
         self._stage.truths.check(self._source, self._plan, step)
 
@@ -207,13 +207,13 @@ class Runtime:
                 self._wait(step, policy, arrived, awaited)
                 lookahead.waited(awaited)
                 continue
-            lookahead.acting()
+            lookahead.begin_action()
             self._acting = step, action
             name, micro_batch = action.kind.value, self._mine[action.micro_batch]
             with span(name, rank=self._rank, stage=self._stage.index, step=step, index=micro_batch):
                 self._act(step, action, policy, flights)
             policy.done(action)
-            lookahead.acted(action)
+            lookahead.end_action(action)
 
     def _finish_halves(self, flights: dict[int, Flight]) -> None:
         """Run the W of every I: else the sums of its sections, which have half of a micro-batch, are lost."""
@@ -227,10 +227,10 @@ class Runtime:
         acting = self._acting
         return "starting" if acting is None else f"step {acting[0]}: {acting[1]}"
 
-    def take_trips(self) -> list[Trip]:
+    def take_trips(self) -> list[ArrivalTimes]:
         """Take the times of messages to and from the next stage since the last call: both ends of a link find them."""
         trips = self._forward_pass.trips_down
-        return [] if trips is None else trips.take()
+        return [] if trips is None else trips.drain()
 
     def take_messages(self) -> Messages:
         """Messages of the step that has just ended."""
@@ -337,8 +337,8 @@ class Runtime:
 
     def _forward(self, step: int, micro_batch: int, *, keep: int, split: bool, joined: bool) -> Flight:
         stage, forward_pass = self._stage, self._forward_pass
-        self._stash.settle()
-        arrived = forward_pass.take(step, micro_batch)
+        self._stash.finish_copy()
+        arrived = forward_pass.take_inputs(step, micro_batch)
         examples = arrived.examples
         flight = Flight(examples._replace(inputs={}))
         self.lookahead.computing()
@@ -347,7 +347,7 @@ class Runtime:
         )
         self.lookahead.computed()
         if keep < len(stage.sections):
-            self._stash.put(micro_batch, StashedInput(begin, dict(examples.inputs)))
+            self._stash.put_input(micro_batch, StashedInput(begin, dict(examples.inputs)))
         if stage.is_last:
             sums = forward_pass.sums(micro_batch, results, arrived)
             stage.work.losses.add(micro_batch, sums)
@@ -359,7 +359,7 @@ class Runtime:
         return flight
 
     def _recompute(self, step: int, micro_batch: int, flight: Flight, *, split: bool, joined: bool) -> None:
-        kept, waiting = len(flight.tapes), self._stash.take(micro_batch)
+        kept, waiting = len(flight.tapes), self._stash.take_input(micro_batch)
         self.lookahead.computing()
         recomputed = self._stage.record(
             waiting.values,

@@ -80,7 +80,7 @@ class GlobalCounts:
         """Micro-batches that must be read before the first forward."""
         return len(self._mine) if self.counts else 0
 
-    def note(self, step: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
+    def count_micro_batch(self, step: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
         """Count a micro-batch; one that could not be read is reported by its forward.
 
         Raises:
@@ -126,7 +126,7 @@ class GlobalCounts:
         if self._exchanged:
             add_up(self._table)
 
-    def settle(self, added_up: Callable[[], None]) -> None:
+    def wait_for_others(self, added_up: Callable[[], None]) -> None:
         """Wait for the counts of the other ranks, unless that is done: ``numbers`` are then those of the step.
 
         Args:

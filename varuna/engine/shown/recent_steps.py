@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from varuna.core.messages import StepShown
 from varuna.core.times import Interval, RankTimeline
-from varuna.engine.links.carry import Carry
+from varuna.engine.links.transfer_time import TransferTime
 from varuna.engine.pipeline.timeline import Messages, StepTimes
 
 STEPS_KEPT = 32
@@ -26,7 +26,7 @@ class RanStep(NamedTuple):
     rank: int
     times: StepTimes
     messages: Messages
-    sums: tuple[Carry, ...]
+    sums: tuple[TransferTime, ...]
 
     @property
     def rows(self) -> int:
@@ -47,7 +47,7 @@ class RecentSteps:
         self._rows = 0
         self._wanted: set[int] = set()
 
-    def take(self, ran: RanStep) -> None:
+    def add_step(self, ran: RanStep) -> None:
         """A step is over."""
         with self._lock:
             self._kept.append(ran)
@@ -55,7 +55,7 @@ class RecentSteps:
             while len(self._kept) > 1 and (len(self._kept) > STEPS_KEPT or self._rows > self._rows_kept):
                 self._rows -= self._kept.popleft().rows
 
-    def want(self, step: int) -> None:
+    def request_step(self, step: int) -> None:
         """Somebody wants to see a step, which may lie ahead; of very many such wishes the first are heard."""
         with self._lock:
             if len(self._wanted) < _WANTED:
@@ -87,7 +87,7 @@ class RecentSteps:
                 for row in rows
             )
 
-        def carried(kind: str, micro_batch: int, carry: Carry) -> Interval:
+        def carried(kind: str, micro_batch: int, carry: TransferTime) -> Interval:
             return Interval(kind, micro_batch, since(carry.begin_s), since(carry.end_s), carry.size_bytes)
 
         travelled = (("activation", ran.messages.activations), ("gradient", ran.messages.gradients))

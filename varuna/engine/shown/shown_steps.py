@@ -22,13 +22,13 @@ class ShownSteps:
     def __init__(self, tell: Callable[[Shown], None], device: torch.device) -> None:
         self.recent, self._profiler = RecentSteps(tell), StepProfiler(tell, device)
 
-    def want(self, request: ShowRequest) -> None:
+    def request_steps(self, request: ShowRequest) -> None:
         """Somebody wants to see something."""
         match request:
             case ShowStep(step=step):
-                self.recent.want(step)
+                self.recent.request_step(step)
             case ProfileSteps():
-                self._profiler.want(request)
+                self._profiler.request_profile(request)
 
     def before(self, step: int) -> bool:
         """A step begins; whether it is profiled, so that it will not take what steps take."""

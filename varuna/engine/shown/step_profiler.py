@@ -33,7 +33,7 @@ class StepProfiler:
         """Whether this step is profiled: what it takes is not what steps take."""
         return self._running is not None
 
-    def want(self, request: ProfileSteps) -> None:
+    def request_profile(self, request: ProfileSteps) -> None:
         """Profile these steps; one request at a time."""
         with self._lock:
             is_busy = self._asked is not None or self._running is not None

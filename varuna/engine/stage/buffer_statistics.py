@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.plan import Plan
-from varuna.core.sums import Spans, numbers_of
+from varuna.core.sums import IndexSet, numbers_of
 from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.message import Layout
 from varuna.engine.stage.sums import ResumedStep
@@ -48,7 +48,7 @@ class Statistics:
             self._complete.clear()
         self._inherited = False
 
-    def note(self, section: int, micro_batch: int, found: Sequence[Tensor]) -> None:
+    def keep_found(self, section: int, micro_batch: int, found: Sequence[Tensor]) -> None:
         """Keep what the first run of a micro-batch found; whatever runs it again is ignored."""
         if micro_batch in self._elsewhere.get(section, ()):
             return
@@ -57,7 +57,7 @@ class Statistics:
         kept = tuple(value.detach() for each, value in statistics if each.name in names)
         self._noted.setdefault((section, micro_batch), kept)
 
-    def carried(self, section: int, micro_batches: Spans) -> Tensor | None:
+    def as_bytes(self, section: int, micro_batches: IndexSet) -> Tensor | None:
         """Those that belong to a sum of gradients, as bytes, in the order of micro-batches; None: it has none."""
         if section not in self._sections:
             return None

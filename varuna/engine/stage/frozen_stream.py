@@ -77,7 +77,7 @@ class FrozenStream:
         self._followed[self._turn] = section
         self._turn = way, self._at.section, section
         self._at = there
-        self._copies.follow(there.arrived)
+        self._copies.compute_after(there.arrived)
         coming = self._followed.get(self._turn, section)
         if all(place.section != coming for place in self._places):
             self._bring(coming)
@@ -88,7 +88,7 @@ class FrozenStream:
         values = list(self._sections[section].values())
         views = laid_out(values, place.memory)
         place.section, place.held = section, dict(zip(self._sections[section], views, strict=True))
-        place.arrived = self._copies.over(list(zip(views, values, strict=True)), self._copies.point())
+        place.arrived = self._copies.overwrite(list(zip(views, values, strict=True)), self._copies.point())
         return place
 
 

@@ -67,7 +67,7 @@ class Bucket:
             leaf.grad = None
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def dropping(self) -> Iterator[None]:
         """In this block a backward runs as ever, up to ``collect``, and its gradients are dropped."""
         self._drops = True
         for leaf, _ in self._in_place:

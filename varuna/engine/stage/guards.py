@@ -20,7 +20,7 @@ class BranchResults:
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], tuple[tuple[str, ...], Tensor]] = {}
 
-    def note(self, section: SectionGraph, micro_batch: int, truths: Sequence[Tensor]) -> None:
+    def keep_results(self, section: SectionGraph, micro_batch: int, truths: Sequence[Tensor]) -> None:
         """Keep what a section returned for a micro-batch; a recompute says the same again."""
         flat = torch.stack([truth.detach().reshape(()).to(torch.bool) for truth in truths])
         self._found[micro_batch, section.index] = section.truths, flat

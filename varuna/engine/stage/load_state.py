@@ -111,21 +111,21 @@ STATISTICS = "statistics"
 """Entry beside it, of a section that updates buffers: statistics of the micro-batches in the sums, as bytes."""
 
 
-def is_lent_along(name: str) -> bool:
+def is_needed_to_compute(name: str) -> bool:
     """Whether an entry of a section's state is wanted where its optimizer state is not."""
     return not name.startswith("optimizer/")
 
 
 def first_of(state: SectionState, dtype: torch.dtype) -> SectionState:
     """Return the state that a section computes with: no optimizer state, and parameters in the dtype of computation."""
-    first = state.only(is_lent_along)
+    first = state.only(is_needed_to_compute)
     return replace(first, tensors={name: cast(value, dtype) for name, value in first.tensors.items()})
 
 
 def rest_of(state: SectionState, dtype: torch.dtype) -> SectionState:
     """Return the state that only updates need: optimizer state, and fp32 parameters that are rounded to compute."""
-    rounded = {name for name, value in state.tensors.items() if is_lent_along(name) and is_cast(value, dtype)}
-    return state.only(lambda name: name in rounded or not is_lent_along(name))
+    rounded = {name for name, value in state.tensors.items() if is_needed_to_compute(name) and is_cast(value, dtype)}
+    return state.only(lambda name: name in rounded or not is_needed_to_compute(name))
 
 
 def state_in(

@@ -108,7 +108,7 @@ class Losses:
         row = torch.stack([value.detach().reshape(()).double() for value in sums.results])
         if not self._table.numel():
             self._table = self._copies.room(self._rows * row.nbytes).view(row.dtype).view(self._rows, -1)
-        there = self._copies.down([(row, self._table[len(self._added)])])
+        there = self._copies.copy_to_host([(row, self._table[len(self._added)])])
         with self._lock:
             self._added.append((micro_batch, sums._replace(results=()), there))
 

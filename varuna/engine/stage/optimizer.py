@@ -89,9 +89,9 @@ class StageOptimizer:
         if scheduler is not None:
             self._scheduler = _scheduled(scheduler, self._options)
         self._replay(steps_done, steering)
-        self.put(state)  # last: what a step has changed, it has changed after the schedule
+        self.put_state(state)  # last: what a step has changed, it has changed after the schedule
 
-    def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def put_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over state by parameter name, of those parameters that are here, and what was kept beside it.
 
         Raises:
@@ -99,7 +99,7 @@ class StageOptimizer:
         """
         if self._optimizer is None:
             return
-        self._state.put(state)
+        self._state.put_state(state)
         self._state.put_beside(state)
         for slot, entries in self.slots().items():
             entries[slot.key] = entries[slot.key].to(self._home or self._named[slot.name].device)

@@ -30,7 +30,7 @@ from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import ResumedStep, StepShare, Sums, TiedTotals
-from varuna.engine.stage.tape import Tape, backward, crossing, join, joined_values, take_row
+from varuna.engine.stage.tape import Tape, backward, crossing, join_tapes, joined_values, take_row
 from varuna.partition import after_step
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.held_names import owned_elsewhere
@@ -38,7 +38,7 @@ from varuna.partition.model import PartitionedModel
 from varuna.partition.parameter_marks import put_marks
 
 Results = tuple[Tensor, ...]
-Left = tuple[int, int, PendingWeights | None]
+DeferredWeightGrad = tuple[int, int, PendingWeights | None]
 """A section, a micro-batch, and the weight gradients that I left for W; None: I ran it whole."""
 
 
@@ -182,9 +182,9 @@ class Stage:
             crossings,
             job.seed,
             halved=partial(job.halves.of, model),
-            note=self.statistics.note,
+            note=self.statistics.keep_found,
             compiled=None if compiler is None else compiler.of,
-            guard=self.truths.note,
+            guard=self.truths.keep_results,
         )
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -271,7 +271,7 @@ class Stage:
         taken = joined_values(tapes, section, links)
         tape = runner.record(values, examples, step, micro_batch, joined=taken)
         if taken:
-            join(tapes, tape, links, taken)
+            join_tapes(tapes, tape, links, taken)
         else:
             tapes.append(tape)
         return crossing(tape.made)
@@ -309,12 +309,14 @@ class Stage:
         for section in reversed(self.sections[: self.gradient_free]):
             section_done(section)
 
-    def input_backward(self, tapes: list[Tape], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Left]]:
+    def input_backward(
+        self, tapes: list[Tape], gradients: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], list[DeferredWeightGrad]]:
         """I: the gradients of what was received, and the weight gradients that are left for W.
 
         Sections that cannot be split run whole.
         """
-        left: list[Left] = []
+        left: list[DeferredWeightGrad] = []
         while tapes:
             tape = tapes.pop()
             section = tape.section.index
@@ -324,7 +326,7 @@ class Stage:
             left.append((section, tape.micro_batch, tape.pending))
         return gradients, left
 
-    def weight_backward(self, left: list[Left], section_done: Callable[[int], None]) -> None:
+    def weight_backward(self, left: list[DeferredWeightGrad], section_done: Callable[[int], None]) -> None:
         """W: consume what ``input_backward`` left, from the last section to the first."""
         for section, micro_batch, pending in left:
             if pending is not None:
@@ -381,7 +383,7 @@ class Stage:
         self._undo = None
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(overflowed)
-        self.job.traffic.saves.follow(self.copied)
+        self.job.traffic.saves.compute_after(self.copied)
         self.statistics.apply(self.buffers)
         _run_after_step(self.job, self.parameters, self.buffers, self._compute, step)
         self.optimizer.advance()
@@ -415,10 +417,10 @@ class Stage:
             self._compute.refresh(self.parameters)
 
     def _update(self, scale: float) -> None:
-        self.job.traffic.saves.follow(self.copied)
+        self.job.traffic.saves.compute_after(self.copied)
         scale /= self.gradient_scale
         self.sums.discard()
-        self.totals.settle()
+        self.totals.place_totals()
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)
         self._show(self.totals.views)
@@ -490,10 +492,10 @@ class Stage:
     def complete(self, rest: SectionState) -> None:
         """Take over the rest of the state of a section that was ``missing``; before the update that needs it."""
         load_state.put_parameters(rest, self.parameters)
-        self.optimizer.put(load_state.optimizer_state_of({rest.section: rest}, (rest.section,)))
+        self.optimizer.put_state(load_state.optimizer_state_of({rest.section: rest}, (rest.section,)))
         self.sharding.missing -= {rest.section}
         if not self.sharding.missing:
-            self.still.rests(self.next_step)
+            self.still.open_at(self.next_step)
 
     def state_of(self, section: int, *, owned_only: bool = False) -> SectionState:
         """A section's state as references (not copies); without optimizer state where other replicas have it.

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from varuna.core.plan import Plan
-from varuna.core.sums import MicroBatchLoss, SectionSum, Spans, StepAssignment, count, numbers_of, spans_of, square_sum
+from varuna.core.sums import (
+    IndexSet,
+    MicroBatchLoss,
+    SectionSum,
+    StepAssignment,
+    count,
+    numbers_of,
+    spans_of,
+    square_sum,
+)
 from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies, Ready
 from varuna.engine.stage.gradient_bucket import Bucket
 from varuna.engine.stage.losses import Losses
@@ -41,7 +50,7 @@ class SumWanted:
     def __init__(self, section: int, room: Tensor) -> None:
         """Begin without them; they go into ``room``."""
         self.section, self.room = section, room
-        self.micro_batches: Spans = ()
+        self.micro_batches: IndexSet = ()
         """micro-batches that are in them; none: they are void"""
         self.taken = threading.Event()
         self.copied: Ready = DONE
@@ -75,7 +84,7 @@ class Sums:
         self._buckets, self.outlast, self._copies = buckets, outlast, copies
         self.goes_on = begun is not None and bool(begun.rest.taken)
         """whether sums of another generation are in those of this step"""
-        self._all: Spans = ((0, plan.micro_batches),)
+        self._all: IndexSet = ((0, plan.micro_batches),)
         self._lock = threading.Lock()
         self._sealed, self._is_void, self._inherited = False, False, begun is not None
         self.is_wrong = False
@@ -100,7 +109,7 @@ class Sums:
         if not self._inherited:
             self._kept, self.goes_on = {}, False
             self._discard()
-            self.settle()
+            self.add_after_copies()
             for bucket in self._buckets.values():
                 bucket.flat.zero_()
         self._inherited = False
@@ -115,7 +124,7 @@ class Sums:
         """Nobody goes on from them any more, and whoever writes there from now on does so after copies of them."""
         with self._lock:
             self._is_void = True
-        self.settle()
+        self.add_after_copies()
 
     def distrust(self) -> None:
         """Note that the ranks' sums of this step are wrong: nobody goes on from these, nor from a copy."""
@@ -124,13 +133,13 @@ class Sums:
 
     # -- by the training thread --------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def add_after_copies(self) -> None:
         """Let what is computed from now on change them all: it runs after the copies of them that were begun."""
         for section in list(self._leaving):
             self._settle(section)
 
     def _settle(self, section: int) -> None:
-        self._copies.follow(self._leaving.pop(section, DONE))
+        self._copies.compute_after(self._leaving.pop(section, DONE))
 
     def has(self, section: int, micro_batch: int) -> bool:
         """Whether some replica's sums have a micro-batch since before this generation: its gradients are dropped."""
@@ -147,7 +156,7 @@ class Sums:
             whole: nothing of it is missing afterwards.
         """
         if self.has(section, micro_batch):
-            with self._buckets[section].aside():
+            with self._buckets[section].dropping():
                 yield
         else:
             self._open[section] += not rest
@@ -165,7 +174,7 @@ class Sums:
 
     # -- by any thread -----------------------------------------------------------------------------------
 
-    def want(self, wanted: SumWanted) -> None:
+    def request_copy(self, wanted: SumWanted) -> None:
         """Let the training thread copy a section's sums, once it has added to them."""
         with self._wishes:
             self._wanted = (*self._wanted, wanted)
@@ -174,10 +183,10 @@ class Sums:
         """Host memory for the sums of any section."""
         return self._copies.arena(4 * max(self.sizes().values(), default=0)).view(torch.float32)
 
-    def take(self, section: int, room: Tensor, lasts: Callable[[], bool]) -> SumWanted | None:
+    def copy_section(self, section: int, room: Tensor, lasts: Callable[[], bool]) -> SumWanted | None:
         """A section's sums after the next micro-batch, copied into ``room``; None: the step does not last so long."""
         wanted = SumWanted(section, room)
-        self.want(wanted)
+        self.request_copy(wanted)
         while not wanted.taken.wait(_LOOK_S):
             if not lasts():
                 self.forgo(wanted)
@@ -195,9 +204,9 @@ class Sums:
     def _copy(self, wanted: SumWanted) -> None:
         wanted.micro_batches = self._held(wanted.section)
         if wanted.micro_batches:
-            wanted.copied = self._copies.down([(self._buckets[wanted.section].flat, wanted.room)])
+            wanted.copied = self._copies.copy_to_host([(self._buckets[wanted.section].flat, wanted.room)])
 
-    def release(self) -> None:
+    def release_waiting(self) -> None:
         """Whoever waits for sums gets none: the step adds nothing more."""
         for wanted in self._wanted:
             self.forgo(wanted)
@@ -224,7 +233,7 @@ class Sums:
             RuntimeError: they are sealed.
         """
         with self.changing():
-            self._copies.over([(self._buckets[section].flat, total)]).wait()
+            self._copies.overwrite([(self._buckets[section].flat, total)]).wait()
             self._reduced.add(section)
 
     @contextmanager
@@ -259,7 +268,7 @@ class Sums:
 
         Sections without gradients are counted by the first replica.
         """
-        untrained: Spans = self._all if replica == 0 else ()
+        untrained: IndexSet = self._all if replica == 0 else ()
         found = untrained if section in self.without else spans_of(self._added[section])
         return float(count(found)), float(square_sum(found))
 
@@ -275,7 +284,7 @@ class Sums:
             held = {section: self._held(section) for section in self._buckets} if self.outlast else {}
             return tuple(SectionSum(section=section, micro_batches=spans) for section, spans in held.items() if spans)
 
-    def _held(self, section: int) -> Spans:
+    def _held(self, section: int) -> IndexSet:
         is_none = self._is_void or self._open[section] or section in self._overwritten
         if is_none or not self._buckets[section].size:
             return ()
@@ -295,7 +304,7 @@ class TiedTotals:
         """by parameter, where the optimizer finds its gradient: in a section's bucket"""
         self._sums, self._apart = sums, dict[str, Tensor]()
 
-    def take(self, name: str, total: Tensor) -> None:
+    def add_total(self, name: str, total: Tensor) -> None:
         """A total is known; its memory is taken over.
 
         Raises:
@@ -317,7 +326,7 @@ class TiedTotals:
         """By parameter, once all are known."""
         return {**self.views, **self._apart}
 
-    def settle(self) -> None:
+    def place_totals(self) -> None:
         """Put them where the optimizer finds them; nobody goes on from the sums any more."""
         for name, total in self._apart.items():
             self.views[name].copy_(total)
@@ -358,7 +367,7 @@ class StepShare:
             self._told = ()
         self.losses = Losses(len(self.of(step)), self._copies, self._told if self._replica == 0 else ())
 
-    def learn(self, losses: Sequence[Sequence[float]]) -> None:
+    def learn_losses(self, losses: Sequence[Sequence[float]]) -> None:
         """All losses of the step, by micro-batch, as in ``losses``; a thread beside the training one says so."""
         self._shared = losses
 

@@ -26,7 +26,7 @@ class Row:
         self.reach: Callable[[int], None] | None = None
         """while a backward runs, called with each section whose gradients come"""
 
-    def watch(self, value: Tensor, maker: int) -> None:
+    def watch_gradient(self, value: Tensor, maker: int) -> None:
         """Let the gradient of a value be what a message would make of it, and tell that it comes."""
         value.register_hook(partial(self._pass, maker))  # type: ignore[no-untyped-call]
 
@@ -90,12 +90,12 @@ def joined_values(tapes: Sequence[Tape], section: int, links: Links) -> dict[str
     return found if all(value.requires_grad and dense(value) is value for value in found.values()) else {}
 
 
-def join(tapes: list[Tape], tape: Tape, links: Links, taken: Mapping[str, Tensor]) -> None:
+def join_tapes(tapes: list[Tape], tape: Tape, links: Links, taken: Mapping[str, Tensor]) -> None:
     """Put a tape behind those that hold some of its values, which they need not hold any more."""
     row = tapes[-1].row or Row(tapes[-1].begin)
     for name, maker, place in links.taken:
         if name in taken:
-            row.watch(taken[name], maker)
+            row.watch_gradient(taken[name], maker)
             tapes[maker - tape.section.index].made[place] = _GONE
     tapes.append(tape._replace(row=row))
 

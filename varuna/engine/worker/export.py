@@ -16,7 +16,7 @@ from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited, Patience
 from varuna.engine.links.links import Courier
 from varuna.engine.worker.generation import Generation
-from varuna.engine.worker.state_transfer import exchange
+from varuna.engine.worker.state_transfer import exchange_states
 from varuna.engine.worker.tell import tell_all
 from varuna.partition.model import PartitionedModel
 from varuna.store.folder import unwritable
@@ -101,7 +101,7 @@ def gather_model(
         courier = Courier(inbox, "export")
         copies = generation.stage.job.traffic.state
         courier.submit(
-            "exported", lambda: exchange(generation.groups.world, transfers, rank, states, copies=copies).states
+            "exported", lambda: exchange_states(generation.groups.world, transfers, rank, states, copies=copies).states
         )
         try:
             states.update(inbox.take("exported", lambda: Awaited(f"the export of {len(transfers)} sections", peers)))

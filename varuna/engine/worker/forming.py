@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.frozen import FrozenParameters, put_back
+from varuna.checkpoint.io.frozen import FrozenParameters, restore_frozen
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.checkpoint.manifest import read_manifest
 from varuna.checkpoint.names import split_place
@@ -29,12 +29,12 @@ from varuna.engine.base.transport import FORMING_BOUND_S, Store, prefixed
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.capacity import rounding_kind
 from varuna.engine.links.gpu_links import connect
-from varuna.engine.links.groups import Groups, form
+from varuna.engine.links.groups import Groups, form_groups
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
 from varuna.engine.worker.agreement import check_agreement, share_refusal
-from varuna.engine.worker.loop_state import LOOP, LoopState, Told, agree
-from varuna.engine.worker.state_transfer import exchange, sums_copied
+from varuna.engine.worker.loop_state import LOOP, LoopState, LoopStateOffer, agree
+from varuna.engine.worker.state_transfer import exchange_states, sums_copied
 from varuna.engine.worker.stored import initial_states, stored_states, stored_sums
 from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.model import PartitionedModel
@@ -95,7 +95,7 @@ class GenerationContext:
     assignment: Assignment
     held: dict[int, SectionState]
     """state that this worker has, for itself and others"""
-    told: Told
+    told: LoopStateOffer
     """the state of its training loop"""
     combines: bool | None
     """the job's steps call ``all_reduce_shared``; None: unknown here"""
@@ -226,7 +226,7 @@ def _connected(context: GenerationContext, store: InterruptibleStore, made: list
     assignment, job = context.assignment, context.worker.job
     plan, rank, traffic, endpoint = assignment.plan, assignment.rank, job.traffic, context.worker.endpoint
     context.at(Awaited("connections", context.others))
-    groups = form(
+    groups = form_groups(
         store,
         generation=assignment.generation,
         rank=rank,
@@ -275,12 +275,12 @@ def _states(context: GenerationContext, groups: Groups) -> dict[int, SectionStat
     sums: dict[tuple[int, SumLocation], SectionState] = {}
     if assignment.transfers:
         with context.span("move"):
-            received, sums = exchange(
+            received, sums = exchange_states(
                 groups.world, assignment.transfers, rank, held, worker.left_out, job.dtype, job.traffic.state
             )
     if received:
         context.at(Awaited("frozen parameters from the files of weights="))
-        put_back(received, _used(job.model, received), worker.first_values, "what another worker sent")
+        restore_frozen(received, _used(job.model, received), worker.first_values, "what another worker sent")
     states: dict[int, SectionState] = {}
     refusal: VarunaError | None = None
     what = f"first values of {len(wanted)} sections" if assignment.fresh else "state from the checkpoint"
@@ -297,7 +297,7 @@ def _states(context: GenerationContext, groups: Groups) -> dict[int, SectionStat
         _add_sums(context, states, {}, stored_sums(job.model, states, assignment, job.dtype))
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
-        put_back(states, _used(job.model, states), worker.first_values, "the copy of a lost worker's state")
+        restore_frozen(states, _used(job.model, states), worker.first_values, "the copy of a lost worker's state")
         _add_sums(context, states, held, sums)
     if context.others and assignment.fresh:
         context.at(Awaited("the comparison of first values", context.others, checks=True))

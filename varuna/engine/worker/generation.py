@@ -13,7 +13,7 @@ from varuna.core.messages import Assignment
 from varuna.core.plan import Copies, Plan
 from varuna.core.times import Interval
 from varuna.engine.base.inbox import GenerationEnded, Inbox
-from varuna.engine.base.peer_activity import watch
+from varuna.engine.base.peer_activity import watch_peers
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited, Doing
 from varuna.engine.copies.following import StateReceiver, StateSender, received_later, sent_later
@@ -30,7 +30,7 @@ from varuna.engine.stage.load_state import STATISTICS, SUMS, rest_of
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import ResumedStep
 from varuna.engine.worker.forming import GenerationContext, GenerationResources, WorkerContext, form_generation
-from varuna.engine.worker.loop_state import Told
+from varuna.engine.worker.loop_state import LoopStateOffer
 from varuna.schedule.copy_pace import checkpoint_every_s
 
 
@@ -114,12 +114,12 @@ class Generation:
         self.groups.abandon(exiting=exiting)
 
 
-def form(
+def make_generation(
     context: WorkerContext,
     assignment: Assignment,
     inbox: Inbox,
     held: dict[int, SectionState],
-    told: Told,
+    told: LoopStateOffer,
     combines: bool | None,
     doing: Callable[[int], Doing],
     give_up: Callable[[str], None],
@@ -150,7 +150,7 @@ def form(
     def work() -> GenerationResources:
         store, grid = context.connect(assignment), range(assignment.plan.workers)
         if len(grid) > 1:
-            watch(inbox, store, assignment.generation, assignment.rank, grid, doing, give_up)
+            watch_peers(inbox, store, assignment.generation, assignment.rank, grid, doing, give_up)
         return form_generation(forming, store, made)
 
     stage = assignment.plan.place_of(assignment.rank).stage
@@ -169,7 +169,7 @@ def form(
     elif not assignment.goes_on:
         context.loop.resume(formed.loop, assignment.next_step)
     else:
-        context.loop.take(formed.loop, assignment.next_step)
+        context.loop.take_state(formed.loop, assignment.next_step)
     return formed
 
 

@@ -120,7 +120,7 @@ class LoopState:
 
     def restart(self) -> None:
         """The run begins anew."""
-        self.take(self._first, 0)
+        self.take_state(self._first, 0)
 
     def resume(self, saved: JSON, next_step: int) -> None:
         """Continue from a checkpoint; what it lacks is as in the beginning."""
@@ -129,9 +129,9 @@ class LoopState:
         state, old = first["state"], stored.get("state", {})
         if new := ", ".join(name for name in state if name not in old):
             say_once(f"{NOTE}the checkpoint of step {next_step} has no state of {new}: it begins as the script made it")
-        self.take({**first, **stored, "state": {**state, **{k: old[k] for k in old if k in state}}}, next_step)
+        self.take_state({**first, **stored, "state": {**state, **{k: old[k] for k in old if k in state}}}, next_step)
 
-    def take(self, given: JSON, next_step: int) -> None:
+    def take_state(self, given: JSON, next_step: int) -> None:
         """Become what ``given`` is; of the user's state only what differs is loaded."""
         parts = cast(dict[str, Any], given)
         self.measured, self.mark = [], 0.0
@@ -165,13 +165,13 @@ class LoopState:
         """Remember options of the optimizer's groups as the loop leaves them after so many steps."""
         self.written = Written(steps, len(self.measured), values)
 
-    def told(self, turn: int) -> None:
+    def note_finished_turn(self, turn: int) -> None:
         """The loop has had ``turn`` to its end."""
         self.turns = turn + 1
         self.owed = ()
 
 
-class Told(NamedTuple):
+class LoopStateOffer(NamedTuple):
     """A worker's loop state as it goes into a generation."""
 
     turns: int
@@ -189,7 +189,7 @@ class Told(NamedTuple):
         return cls(next_step if is_there else -1, value)
 
 
-def agree(group: Group, rank: int, members: int, mine: Told) -> JSON:
+def agree(group: Group, rank: int, members: int, mine: LoopStateOffer) -> JSON:
     """The state of the member whose loop is farthest, and which knows of the newest step; blocks.
 
     Raises:

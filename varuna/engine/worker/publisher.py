@@ -152,7 +152,7 @@ class Publisher:
             values.update(own_names(stage.state_of(section, owned_only=True).only(self._form.wants)))
         copies = stage.job.traffic.saves
         hosts = self._hosts(list(values.values()), copies)
-        self._copied = stage.copied = copied = copies.down(list(zip(values.values(), hosts, strict=True)))
+        self._copied = stage.copied = copied = copies.copy_to_host(list(zip(values.values(), hosts, strict=True)))
         task = _Task(
             step=stage.next_step,
             before=before if rank and before >= 0 else None,  # rank 0 completes one after the other

@@ -40,7 +40,7 @@ class Reporter:
         with self._lock:
             self._skip = max(self._skip, 1)
 
-    def take(
+    def add_times(
         self,
         times: StepTimes,
         *,

@@ -35,13 +35,13 @@ from varuna.engine.worker.forming import WorkerContext
 from varuna.engine.worker.generation import (
     Generation,
     build_stage,
-    form,
+    make_generation,
     open_generation,
     send_rest,
     who,
 )
 from varuna.engine.worker.heartbeat import Heartbeat
-from varuna.engine.worker.loop_state import Committed, LoopStep, Told
+from varuna.engine.worker.loop_state import Committed, LoopStateOffer, LoopStep
 from varuna.engine.worker.publisher import Publisher
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import run_step
@@ -122,7 +122,7 @@ class Session:
         """Leave the last generation's groups, and end what runs for this session."""
         if self.current is not None:
             self.current.close(exiting=True)
-        self.standing.serve(None, exiting=True)
+        self.standing.send_through(None, exiting=True)
         self.heartbeat.inbox.abort(GenerationEnded(self.standing.generation))
         if self._saver is not None:
             self._saver.close()
@@ -156,7 +156,7 @@ class Session:
                 now = {(group, key): options[group][key] for group, key in now}
             self._loop.write(stage.next_step, now)
 
-    def aside(self, run: Callable[[Generation], Found], doing: str) -> Found | None:
+    def run_between_steps(self, run: Callable[[Generation], Found], doing: str) -> Found | None:
         """Use the present generation between two steps; all ranks call this at the same step.
 
         None if the generation ends meanwhile: training goes on, with whoever is left. The state is at rest, so the
@@ -199,7 +199,7 @@ class Session:
             beat=heart.beat,
             on_hold=standing.on_hold,
             on_flag=standing.on_flag,
-            on_show=self._shown.want,
+            on_show=self._shown.request_steps,
         )
         finished = False
         while not finished:
@@ -243,7 +243,7 @@ class Session:
     def drop(self) -> None:
         """Leave the groups of the last generation, and give up its state: another session has it now."""
         self._close_current()
-        self.standing.take(None)
+        self.standing.hold_stage(None)
 
     def _save_the_end(self) -> None:
         """Write this rank's part of the last checkpoint, also if it got the last step by a verdict."""
@@ -289,10 +289,12 @@ class Session:
         try:
             if plan.is_cut:
                 self._cut_check()
-            held, told = standing.in_hand(assignment), Told.of(self._loop, standing.newest())
+            held, told = standing.available_states(assignment), LoopStateOffer.of(self._loop, standing.newest())
             if assignment.from_memory:
-                told = Told.kept(assignment.next_step, standing.memory.loop(assignment.next_step))
-            formed = form(self._context, assignment, inbox, held, told, self._combines, heart.doing, heart.give_up)
+                told = LoopStateOffer.kept(assignment.next_step, standing.memory.loop(assignment.next_step))
+            formed = make_generation(
+                self._context, assignment, inbox, held, told, self._combines, heart.doing, heart.give_up
+            )
         except BaseException:
             inbox.abort(GenerationEnded(assignment.generation))
             raise
@@ -306,14 +308,14 @@ class Session:
         heart.reporter.begin()  # before a beat can name the new generation, with times of the old one
         arrived = partial(standing.arrived, assignment.generation)
         if assignment.is_spare:
-            standing.take(None, assignment)
-            standing.serve(formed.groups)
+            standing.hold_stage(None, assignment)
+            standing.send_through(formed.groups)
             send_rest(assignment, formed.groups, standing.kept, self._context.job.dtype, arrived)
             inbox.abort(GenerationEnded(assignment.generation))
             return None
         stage = build_stage(self._context, assignment, formed.states)
         sums = KeptSums()
-        standing.take(stage, assignment, sums)
+        standing.hold_stage(stage, assignment, sums)
         self._assignment = assignment
         if self._saver is not None:
             self._saver.begin(stage, assignment)
@@ -371,7 +373,7 @@ class Session:
         with self.standing.resting(regroup=regroup):
             is_main = self._may_be_main and assignment.rank == 0
             yield Committed(*turn[:2], assignment.generation, generation.plan, is_main, turn.step_s)
-            self._loop.told(turn.step)
+            self._loop.note_finished_turn(turn.step)
         self.heartbeat.is_settled = True
 
     def _one_step(self, generation: Generation, step: int) -> StepTotals:
@@ -380,7 +382,7 @@ class Session:
         if self._shown.before(step):
             self.heartbeat.reporter.pass_over()
         if generation.checkpoints is not None and step == generation.assignment.next_step:
-            generation.checkpoints.begins(self._loop_state)
+            generation.checkpoints.begin_first_step(self._loop_state)
         vote, totals = run_step(
             generation,
             step,
@@ -405,7 +407,7 @@ class Session:
         if generation.checkpoints is None:
             self.standing.memory.keep_only(())
             return
-        generation.checkpoints.after(totals, generation.stage.next_step, self._loop_state)
+        generation.checkpoints.follow_vote(totals, generation.stage.next_step, self._loop_state)
 
     def _loop_state(self) -> JSON:
         return self._loop.saved(self.standing.newest())
@@ -443,10 +445,10 @@ class Session:
             flags |= generation.checkpoints.flags()
         if generation.assignment.rank == 0:
             flags["compare"] = float(generation.comparison.is_due)
-            flags["regroup"] = float(self.standing.asked("regroup"))
-            flags["stop"] = float(self._stopping or self.standing.asked("stop"))
+            flags["regroup"] = float(self.standing.is_flag_asked("regroup"))
+            flags["stop"] = float(self._stopping or self.standing.is_flag_asked("stop"))
             due = self._saver is not None and self._saver.is_due(step, self._outliving(generation.plan))
-            flags["checkpoint"] = float(self.standing.asked("checkpoint") or due or self._saves_next)
+            flags["checkpoint"] = float(self.standing.is_flag_asked("checkpoint") or due or self._saves_next)
         if generation.reports_lr:
             flags["lr"] = generation.stage.optimizer.lr or 0.0
         return flags

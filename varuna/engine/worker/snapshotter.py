@@ -178,7 +178,7 @@ class Snapshotter:
         planned = self._parts(stage, assignment, states)
         copies = stage.job.traffic.saves
         parts, pairs = self._buffer.place(planned, states, copies.arena)
-        self._copied = stage.copied = copied = copies.down(pairs)
+        self._copied = stage.copied = copied = copies.copy_to_host(pairs)
         self._snapshot = _Snapshot(assignment, stage.next_step, parts, copied)
         mine = [copied for copied in parts if copied.part.writer == stage.sharding.replica]
         self._stall_s = time.monotonic() - self._last_s

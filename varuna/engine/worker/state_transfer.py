@@ -16,7 +16,7 @@ from varuna.engine.base.transport import Group, Work
 from varuna.engine.copies.layout import Body, SectionLayout, as_bytes, from_bytes
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies
 from varuna.engine.links.in_parts import Outgoing, part_bytes_for, spans_of
-from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS, first_of, is_lent_along
+from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS, first_of, is_needed_to_compute
 from varuna.process.threads import start
 
 _TAG = 100_000
@@ -41,7 +41,7 @@ class _Coming(NamedTuple):
     works: Sequence[Work]
 
 
-def exchange(
+def exchange_states(
     group: Group,
     transfers: Sequence[Transfer],
     rank: int,
@@ -148,7 +148,7 @@ def _part(state: SectionState, transfer: Transfer, dtype: torch.dtype) -> Sectio
     def goes(name: str) -> bool:
         if name in (SUMS, STATISTICS, COPIED_SUMS):
             return transfer.sums and name != COPIED_SUMS
-        return not transfer.sums and (not transfer.lent or is_lent_along(name))
+        return not transfer.sums and (not transfer.lent or is_needed_to_compute(name))
 
     part = state.only(goes)
     return first_of(part, dtype) if transfer.follows else part

@@ -50,7 +50,7 @@ def run_step(
     """
     stage, plan = generation.stage, generation.plan
     begin_s = time.monotonic()
-    stage.still.begins(step)
+    stage.still.note_begin(step)
     with _sparing_the_worker(generation, step):
         generation.runtime.run(step)
     generation.wait_until_whole()  # after the last activation; gradients are still being reduced
@@ -122,7 +122,7 @@ def _report(generation: Generation, reporter: Reporter, recent: RecentSteps, beg
     assert runtime.times is not None
     runtime.times = runtime.times._replace(phases=tuple(runtime.phases))
     sums = tuple(reductions.popleft() for _ in range(len(reductions)))
-    reporter.take(
+    reporter.add_times(
         runtime.times,
         step_s=time.monotonic() - begin_s,
         messages=runtime.take_trips(),
@@ -132,7 +132,7 @@ def _report(generation: Generation, reporter: Reporter, recent: RecentSteps, beg
         relayed=generation.groups.world.relayed,
     )
     assignment = generation.assignment
-    recent.take(RanStep(assignment.generation, assignment.rank, runtime.times, runtime.take_messages(), sums))
+    recent.add_step(RanStep(assignment.generation, assignment.rank, runtime.times, runtime.take_messages(), sums))
 
 
 def _apply_tentatively(generation: Generation, step: int, vector: Tensor) -> None:
@@ -141,6 +141,6 @@ def _apply_tentatively(generation: Generation, step: int, vector: Tensor) -> Non
     if overflowed(stage.job.dtype, totals):
         return
     exchange = generation.reducer.exchange(step)
-    stage.still.changes()
+    stage.still.close_for_update()
     stage.apply_tentatively(scale_of(stage, totals), exchange)
     stage.local_exchange.used |= exchange.used

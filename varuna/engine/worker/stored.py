@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.frozen import FROZEN, put_back
+from varuna.checkpoint.io.frozen import FROZEN, restore_frozen
 from varuna.checkpoint.io.restore import Wanted, everything, read_states
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.checkpoint.io.sums import fingerprint, read_sums
@@ -16,7 +16,7 @@ from varuna.checkpoint.names import split_place, step_folder
 from varuna.core.errors import DamagedCheckpoint
 from varuna.core.messages import Assignment
 from varuna.core.sums import SumLocation
-from varuna.engine.stage.load_state import SUMS, is_lent_along
+from varuna.engine.stage.load_state import SUMS, is_needed_to_compute
 from varuna.partition.held_names import shared_buffers
 from varuna.partition.model import PartitionedModel
 from varuna.store.opening import open_store
@@ -74,7 +74,9 @@ def stored_states(
             for name, holders in shared_buffers(model.sections).items()
         ),
     ]
-    wanted: dict[int, Wanted] = {section: is_lent_along if section in lent else everything for section in sections}
+    wanted: dict[int, Wanted] = {
+        section: is_needed_to_compute if section in lent else everything for section in sections
+    }
     for belongs, (owner, *others) in shared:
         if owner in sections or not frozenset(others).isdisjoint(sections):
             wanted[owner] = partial(_either, wanted.get(owner), belongs)
@@ -84,7 +86,7 @@ def stored_states(
             if section in sections:
                 read[section].tensors.update({k: v for k, v in read[owner].tensors.items() if belongs(k)})
                 read[section].scalars.update({k: v for k, v in read[owner].scalars.items() if belongs(k)})
-    put_back(read, {section: model.sections[section].parameters for section in sections}, initial, place)
+    restore_frozen(read, {section: model.sections[section].parameters for section in sections}, initial, place)
     return {section: read[section] for section in sections}
 
 

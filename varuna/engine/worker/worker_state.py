@@ -79,7 +79,7 @@ class WorkerState:
             if each.section in states:
                 states[each.section].tensors[SUMS] = stage.buckets[each.section].flat
                 states[each.section].scalars[SUMS] = [list(span) for span in each.micro_batches]
-                statistics = stage.statistics.carried(each.section, each.micro_batches)
+                statistics = stage.statistics.as_bytes(each.section, each.micro_batches)
                 if statistics is not None:
                     states[each.section].tensors[STATISTICS] = statistics
         states = {**self._copies(), **states}
@@ -89,7 +89,7 @@ class WorkerState:
             state.scalars[COPIED_SUMS] = [list(span) for span in copied.held.copies[0].micro_batches]
         return states
 
-    def in_hand(self, assignment: Assignment) -> dict[int, SectionState]:
+    def available_states(self, assignment: Assignment) -> dict[int, SectionState]:
         """The states of ``states``, or of a memory checkpoint: that stays, so what this rank will train is a copy."""
         states = self.memory.states(assignment.next_step) if assignment.from_memory else self.states()
         own = () if self.stage is None or assignment.from_memory else self.stage.sections
@@ -113,7 +113,7 @@ class WorkerState:
         if self.stage is not None:
             self.stage.roll_back()  # a new generation: the verdict on a tentative step was not COMMIT
         with self._lock:
-            self.serve(None)
+            self.send_through(None)
             self.generation, self._inbox, self._rank, self._at_rest = generation, inbox, rank, False
             if self._ended >= generation:
                 raise GenerationEnded(generation)
@@ -122,7 +122,9 @@ class WorkerState:
         """Forget votes, since their steps will be run again: the run begins anew, or from a checkpoint."""
         self._votes.clear()
 
-    def take(self, stage: Stage | None, assignment: Assignment | None = None, sums: KeptSums | None = None) -> None:
+    def hold_stage(
+        self, stage: Stage | None, assignment: Assignment | None = None, sums: KeptSums | None = None
+    ) -> None:
         """Hold this state from now on; until the first update, which needs everybody's, also what it still has to send.
 
         Args:
@@ -141,7 +143,7 @@ class WorkerState:
             if self._at_rest and self._ended >= self.generation:  # it was ended in this moment, by who saw no rest
                 self._end(self.generation)
 
-    def asked(self, flag: Flag) -> bool:
+    def is_flag_asked(self, flag: Flag) -> bool:
         """Whether the manager wants ``flag`` in the next vote; a checkpoint is asked for once."""
         with self._lock:
             is_asked = self._asked.get(flag) == self.generation
@@ -149,25 +151,25 @@ class WorkerState:
                 del self._asked[flag]
             return is_asked
 
-    def serve(self, groups: Groups | None, *, exiting: bool = False) -> None:
+    def send_through(self, groups: Groups | None, *, exiting: bool = False) -> None:
         """Send through these groups what others still need of a spare's, and through no others any more."""
         with self._lock:
             if self._serving is not None:
                 self._serving.abandon(exiting=exiting)
             self._serving = groups
 
-    def release(self, generation: int) -> None:
+    def drop_before(self, generation: int) -> None:
         """Keep nothing from before a generation any more, if it is the newest: others have it."""
         with self._lock:
             if generation == self.generation:
                 self._kept, self._kept_step = {}, None
-                self.serve(None)
+                self.send_through(None)
 
     def arrived(self, generation: int) -> None:
         """Note that others have what they needed of this rank. It stays until the first update, if there is room."""
         kept_bytes = sum(value.nbytes for state in self._kept.values() for value in state.tensors.values())
         if self.stage is None or not has_room(kept_bytes):
-            self.release(generation)
+            self.drop_before(generation)
 
     def _whole(self) -> dict[int, SectionState]:
         """By section, all state that is complete, as references."""
@@ -187,7 +189,7 @@ class WorkerState:
     def remember(self, vote: Vote) -> None:
         """Keep the result of a vote, for whoever has not got it; of those before it what nobody has written down."""
         with self._lock:
-            self.release(self.generation)  # everybody has voted, so everybody is whole
+            self.drop_before(self.generation)  # everybody has voted, so everybody is whole
             if self._votes:
                 self._votes[-1] = self._votes[-1].shortened()
             recorded = self._membership.recorded_step

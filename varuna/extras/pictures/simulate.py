@@ -148,7 +148,7 @@ def _of_plan(request: PlanRequest, split_last: int | None, seed: int) -> Simulat
     """
     plan = best_plan(request)
     if split_last is not None:
-        plan = plan.each(split_last=split_last)
+        plan = plan.with_each_pipeline(split_last=split_last)
     micro_batches = len(plan.micro_batches_of(0))
     _check_size(plan.stages, micro_batches)
     trace = simulator.simulate(

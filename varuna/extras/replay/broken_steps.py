@@ -13,9 +13,9 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.sums import (
     HeldSums,
+    IndexSet,
     MicroBatchLoss,
     SectionSum,
-    Spans,
     StepAssignment,
     count,
     joined,
@@ -124,7 +124,7 @@ class BrokenSteps:
         self._longer: dict[Plan, float] = {}
         self._courses: dict[tuple[Plan, int, int], _Course] = {}
 
-    def seconds(self, plan: Plan, work: Sequence[Spans]) -> float:
+    def seconds(self, plan: Plan, work: Sequence[IndexSet]) -> float:
         """Return the seconds of a step in which each replica runs some micro-batches."""
         longest: dict[int, int] = {}
         for each, spans in enumerate(work):
@@ -153,10 +153,10 @@ class BrokenSteps:
         sections = plan.sections_at(rank)
         mine = plan.micro_batches_of(replica) if rest is None else numbers_of(rest.work)
         course, until_s = self._course(plan, len(mine), _kind_of(plan, replica)), stopped_s[replica] / self.longer(plan)
-        everything: Spans = ((0, plan.micro_batches),)
+        everything: IndexSet = ((0, plan.micro_batches),)
         done = spans_of(mine[each.micro_batch] for each in course.added[stage] if each.ends_s <= until_s)
         if min(stopped_s) / self.longer(plan) >= course.reduced_s[stage]:
-            sums: Mapping[int, Spans] = dict.fromkeys(sections, everything)
+            sums: Mapping[int, IndexSet] = dict.fromkeys(sections, everything)
         else:
             sums = self._with_inherited(sections, done, rest)
         losses = self._losses(plan, rank, mine, rest, course, until_s)
@@ -219,7 +219,7 @@ class BrokenSteps:
         inherited = () if rest is None else rest.losses
         return (*(MicroBatchLoss(micro_batch=number, values=(0.0,) * _WIDTH) for number in known), *inherited)
 
-    def _with_inherited(self, sections: range, done: Spans, rest: StepAssignment | None) -> Mapping[int, Spans]:
+    def _with_inherited(self, sections: range, done: IndexSet, rest: StepAssignment | None) -> Mapping[int, IndexSet]:
         """By section: what was added here, and not by anyone before; and what the rank went on from."""
         if rest is None:
             return dict.fromkeys(sections, done)

@@ -46,7 +46,7 @@ class Trackers:
         self._work: queue.Queue[_Work | None] = queue.Queue(WAITING)
         self._thread: threading.Thread | None = None
 
-    def take(self, step: int, values: Mapping[str, float], *, is_main: bool) -> None:
+    def add_step(self, step: int, values: Mapping[str, float], *, is_main: bool) -> None:
         """A step is committed; a worker that is not the main one leaves its charts to the one that is."""
         if not self._services:
             return

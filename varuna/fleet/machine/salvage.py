@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from varuna.core.messages import Transfer
 from varuna.core.plan import Plan
-from varuna.core.sums import MicroBatchLoss, RemainingWork, Spans, SumLocation, SumsAt, count, remainder, spans_of
+from varuna.core.sums import IndexSet, MicroBatchLoss, RemainingWork, SumLocation, SumsAt, count, remainder, spans_of
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.morph_gain import LINK_BYTES_PER_S, sums_s
 from varuna.fleet.state.run_events import GenerationRecord
@@ -87,7 +87,7 @@ def _sums(holding: WorkerInventory, rank: int, plan: Plan, next_step: int) -> Ma
     sums = holding.sums
     if sums is None or holding.next_step != next_step or sums.micro_batch != plan.micro_batch:
         return {}
-    found: defaultdict[int, dict[SumLocation, Spans]] = defaultdict(dict)
+    found: defaultdict[int, dict[SumLocation, IndexSet]] = defaultdict(dict)
     for copied, parts in ((False, sums.sections), (True, sums.copies)):
         for each in parts:
             found[each.section][SumLocation(rank, copied)] = each.micro_batches

@@ -7,8 +7,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
+from varuna.data.placed_datasets import placed_datasets
 from varuna.data.randomness import seeded
-from varuna.data.told import told
 from varuna.process.console import say_once
 
 _OF_TOKENS = ("input_ids", "labels")
@@ -35,7 +35,7 @@ class Ordered:
         self._per_epoch = per_epoch
         self.order_length = len(dataset)
         """on which the order depends, as on the length of other datasets"""
-        self._lock, self._told = threading.Lock(), told(dataset)
+        self._lock, self._told = threading.Lock(), placed_datasets(dataset)
         self._order = lru_cache(maxsize=3)(self._ordered)
 
     def __getitem__(self, position: int) -> Any:

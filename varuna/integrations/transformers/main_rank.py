@@ -19,7 +19,7 @@ from varuna.core.errors import FleetError, LinkError
 from varuna.engine.worker.export import gather_model, spread_model
 from varuna.engine.worker.generation import Generation
 from varuna.engine.worker.tell import tell_all
-from varuna.job.built import GivenModel, fill
+from varuna.job.built import GivenModel, fill_module
 from varuna.job.training import Training
 from varuna.partition.model import PartitionedModel
 
@@ -154,7 +154,7 @@ class OnMainRank(_Base):
 
     def _writes_model(self) -> AbstractContextManager[None]:
         """In this block the model gets values or another place from here, not from the script."""
-        return nullcontext() if self._job is None else self._job._handed.aside()
+        return nullcontext() if self._job is None else self._job._handed.unwatched()
 
     def _gather(self) -> None:
         """Give the main rank's model the run's values, unless it has them."""
@@ -164,10 +164,10 @@ class OnMainRank(_Base):
         now = (self._generation, self.state.global_step)
         if self._at == now:
             return
-        found = training.aside(partial(_gathered, model=job._spec.partitioned), "gathers the model")
+        found = training.run_between_steps(partial(_gathered, model=job._spec.partitioned), "gathers the model")
         if found is not None:
             with self._writes_model():
-                fill(self.model, found)
+                fill_module(self.model, found)
         self._at = now
 
     def _take_trained(self) -> None:
@@ -178,9 +178,9 @@ class OnMainRank(_Base):
         given, model = job._spec.model, job._spec.partitioned
         assert isinstance(given, GivenModel)
         spread = partial(spread_model, model=model, wanted=partial(given.wants, model.changing))
-        if (found := training.aside(spread, "gets the trained model")) is not None:
+        if (found := training.run_between_steps(spread, "gets the trained model")) is not None:
             with self._writes_model():
-                fill(self.model, found)
+                fill_module(self.model, found)
             self._at = (self._generation, self.state.global_step)
 
     def _tell(self, value: Any, what: str) -> Any:
@@ -196,7 +196,7 @@ class OnMainRank(_Base):
                 return pack(value)
             return tell_all(generation, key, pack(value) if self._is_main else None, what)
 
-        told = training.aside(tell, what)
+        told = training.run_between_steps(tell, what)
         return None if told is None else unpack(told)
 
 

@@ -37,7 +37,7 @@ from varuna.integrations.transformers.arguments import (
 from varuna.integrations.transformers.data import Ordered, one_length
 from varuna.integrations.transformers.main_rank import IS_LAUNCHED, Found, OnMainRank
 from varuna.integrations.transformers.overrides import by_name, check_overrides
-from varuna.job.built import GivenModel, SchedulerLike, fill
+from varuna.job.built import GivenModel, SchedulerLike, fill_module
 from varuna.job.given_optimizer import OptimizerLike
 from varuna.job.handed_functions import functions_of
 from varuna.job.handed_over.watching import COMPUTE_LOSS, LOSS, HandedOver
@@ -178,7 +178,7 @@ class OverVaruna(OnMainRank):
         self.is_in_train, losses, began_s, first = True, dict[int, float](), time.time(), None
         for step in steps:
             self._training = self._job._training
-            with self._job._handed.aside():
+            with self._job._handed.unwatched():
                 if first is None:
                     first = step.index
                     self._begin(step, schedule)
@@ -367,20 +367,20 @@ class OverVaruna(OnMainRank):
         self.state.global_step = step.index + 1
         self.state.epoch = self.state.global_step / schedule.steps_per_epoch
         self._call("on_step_end")
-        self._do_what_is_due(step, losses, ignore_keys)
+        self._log_evaluate_save(step, losses, ignore_keys)
         if self.control.should_epoch_stop:
             raise UsageError(
                 "a callback set should_epoch_stop: an epoch cannot be cut short. Set should_training_stop."
             )
         if self.state.global_step % schedule.steps_per_epoch == 0 or self.state.global_step == schedule.steps:
             self._call("on_epoch_end")
-            self._do_what_is_due(step, losses, ignore_keys)
+            self._log_evaluate_save(step, losses, ignore_keys)
         stops: bool = self.control.should_training_stop
         if self.state.global_step < schedule.steps and not stops:
             self._call_before(step.index + 1, schedule)
         return stops
 
-    def _do_what_is_due(self, step: Step, losses: dict[int, float], ignore_keys: Any) -> None:
+    def _log_evaluate_save(self, step: Step, losses: dict[int, float], ignore_keys: Any) -> None:
         """Log, evaluate and save, as callbacks ask for it."""
         before = max((each["step"] for each in self.state.log_history if "loss" in each), default=0)
         if self.control.should_log and self.state.global_step > before:
@@ -438,7 +438,7 @@ class OverVaruna(OnMainRank):
         self._take_trained()
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None and self._is_main:
-            fill(self.model, load_file(Path(best) / _WEIGHTS))
+            fill_module(self.model, load_file(Path(best) / _WEIGHTS))
         self._call("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
@@ -448,7 +448,7 @@ class OverVaruna(OnMainRank):
             sys.exit(0)  # a spare, or a worker that came after the last step: the others have all results
         folder = Path(self.args.output_dir) / f"checkpoint-{schedule.steps}"
         if (folder / _WEIGHTS).exists():
-            fill(self.model, load_file(folder / _WEIGHTS))
+            fill_module(self.model, load_file(folder / _WEIGHTS))
             self.state = transformers.TrainerState.load_from_json(str(folder / _STATE))
 
     def _call(self, event: str) -> None:

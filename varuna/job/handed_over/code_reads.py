@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from varuna.data.told import SETTERS
-from varuna.job.handed_over.marks import attributes, is_users_object, mark
+from varuna.data.placed_datasets import SETTERS
+from varuna.job.handed_over.marks import attributes, is_users_object, mark_of
 from varuna.partition.watching.own_code import OWN
 from varuna.process.scripts import LIBRARIES
 
@@ -80,7 +80,7 @@ class ReadPlace(NamedTuple):
                 break
         return found
 
-    def put(self, value: Any) -> None:
+    def write(self, value: Any) -> None:
         """Write there."""
         owner, (kind, name) = self._replace(keys=self.keys[:-1]).value(), self.keys[-1]
         if kind == "[":
@@ -171,10 +171,10 @@ class Reads:
             found.extend(_numbers_in(owner, name, seen, 0))
         return found
 
-    def follow(self, subject: Any, name: str) -> None:
+    def follow_reads(self, subject: Any, name: str) -> None:
         """Look into a function, a method, a class, or an object that can be called or indexed."""
         if isinstance(subject, functools.partial):
-            self.follow(subject.func, name)
+            self.follow_reads(subject.func, name)
             for key, each in ((".args", subject.args), (".keywords", subject.keywords)):
                 self._leaf(ReadPlace(subject, ((".", key[1:]),), f"{name}{key}"), each)
             return
@@ -190,7 +190,7 @@ class Reads:
                 forward = vars(each).get("forward", type(each).forward)
                 self._codes(getattr(forward, "__func__", forward), each, f"{name}.{path}" if path else name)
                 for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values()):
-                    self.follow(hook, f"a hook of {path or name}")
+                    self.follow_reads(hook, f"a hook of {path or name}")
         elif not isinstance(subject, CODE):
             for method in ("__call__", "__getitem__", "__getitems__", "__len__", "index_at", *SETTERS):
                 function = inspect.getattr_static(type(subject), method, None)
@@ -326,7 +326,7 @@ class Reads:
         if isinstance(value, CODE) and not isinstance(value, types.ModuleType | type):
             if not _is_own(value, key[1]):
                 return True
-            self.follow(value, said)
+            self.follow_reads(value, said)
         return False
 
     def _is_code(self, value: Any, name: str, said: str) -> bool:
@@ -350,16 +350,16 @@ class Reads:
         if isinstance(value, Mapping | list | tuple | set | deque):
             for each in list(value.values() if isinstance(value, Mapping) else value)[:16]:
                 if not isinstance(each, torch.Tensor | _PLAIN):
-                    self.follow(each, place.name)
+                    self.follow_reads(each, place.name)
             return
-        self.follow(value, place.name)
+        self.follow_reads(value, place.name)
 
 
 def seen_by(function: Any) -> str:
     """All values that a function reads, in words that differ once one has changed."""
     found = Reads()
-    found.follow(function, "")
-    return repr([mark(place.value(), found.names | found.texts) for place in found.found()])
+    found.follow_reads(function, "")
+    return repr([mark_of(place.value(), found.names | found.texts) for place in found.found()])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,7 +26,7 @@ _JUMPS, _ENDS = frozenset((*dis.hasjrel, *dis.hasjabs)), ("RETURN", "RAISE", "RE
 
 def say_begun_anew(step: int, frame: FrameType | None, kept: Iterable[Any]) -> None:
     """Say which of them a resumed run does not have, before its loop gets ``step``."""
-    if names := carried(frame, kept):
+    if names := carried_names(frame, kept):
         note(
             f"the run goes on with step {step}, and the loop begins with its own {', '.join(names)} as the script has "
             f"made {'them' if names[1:] else 'it'}. What training follows from belongs in a dict, or in an object with "
@@ -34,7 +34,7 @@ def say_begun_anew(step: int, frame: FrameType | None, kept: Iterable[Any]) -> N
         )
 
 
-def carried(frame: FrameType | None, but: Iterable[Any]) -> list[str]:
+def carried_names(frame: FrameType | None, but: Iterable[Any]) -> list[str]:
     """Names of them, and of such attributes of the objects that the loop uses; nothing if the loop is a library's.
 
     Args:

@@ -31,11 +31,11 @@ from torch.nn.modules import module as torch_module
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from varuna.core.errors import UsageError
-from varuna.data.told import SETTERS, with_setters
+from varuna.data.placed_datasets import SETTERS, with_setters
 from varuna.engine.stage.parameter_groups import Writes
 from varuna.job.handed_over.code_reads import MISSING, ReadPlace, Reads, is_library, written_at
 from varuna.job.handed_over.kept_values import KeptValues
-from varuna.job.handed_over.marks import PLAIN, attributes, mark, shown, ways_into
+from varuna.job.handed_over.marks import PLAIN, attributes, mark_of, shown, ways_into
 from varuna.job.handed_over.module_watch import Changed, ModuleWatch
 from varuna.job.handed_over.script_options import ScriptOptions
 from varuna.partition.watching.own_code import OWN
@@ -167,9 +167,9 @@ class _Watched:
 
     def __init__(self, place: ReadPlace, role: Role, names: frozenset[str], depth: int = 0) -> None:
         self.place, self.role, self._names, self._depth = place, role, names, depth
-        self.look()
+        self.remember()
 
-    def look(self) -> bool:
+    def remember(self) -> bool:
         """Remember what is there now; return whether that is something else than before."""
         value, before = self.place.value(), self.mark
         if not self._is_same(value):
@@ -202,7 +202,7 @@ class _Watched:
         own = None if self.place.keys or issubclass(type(value), _CONTAINERS) else attributes(value)
         if own is not None:
             value = {key: each for key, each in own.items() if key in self._names}
-        return mark(value, self._names, self._depth)
+        return mark_of(value, self._names, self._depth)
 
     _value: Any = MISSING
     _is_fixed = True
@@ -344,7 +344,7 @@ class HandedOver:
     def _reads_of_forward(self) -> Reads:
         found = Reads()
         if self._model is not None:
-            found.follow(self._model, "model")
+            found.follow_reads(self._model, "model")
         return found
 
     def _names_of_forward(self) -> set[str]:
@@ -357,7 +357,7 @@ class HandedOver:
             if role in _KEEPING and function is not None:
                 found = self._reads_of_forward if role is FORWARD else Reads()
                 if role is not FORWARD:
-                    found.follow(function, role.name)
+                    found.follow_reads(function, role.name)
                 written += [(role.name, each) for each in found.kept]
                 own = getattr(function, "__self__", found)  # such as Hugging Face's Trainer, which others change, too
                 read += [(role.name, each) for each in found.places.values() if each.base is not own]
@@ -379,7 +379,7 @@ class HandedOver:
         if self.watch is not None:
             self.watch.begin()
         if self.options is not None:
-            self.options.look()
+            self.options.remember()
         if self._optimizer is not None:
             vars(self._optimizer)["state"] = _StateAway()  # for good: nothing brings the state here after the loop
             self._own.append(_Own(self._optimizer, "the optimizer", _COPIED))
@@ -422,7 +422,7 @@ class HandedOver:
         if self._kept_values.restored_first():
             self._refuse_reads_of_kept()
         if self.options is not None:
-            self.options.show(options)
+            self.options.show_options(options)
         self._show_schedule(steps)
         self._refresh()
         with self._kept_values.hidden(), nullcontext() if self.watch is None else self.watch.script():
@@ -441,12 +441,12 @@ class HandedOver:
             yield
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def unwatched(self) -> Iterator[None]:
         """In this block Varuna works, asked for by the script, and may call the user's functions."""
         with nullcontext() if self.watch is None else self.watch.engine(), self._kept_values.shown():
             yield
         for each in self._watched:
-            each.look()
+            each.remember()
 
     def check(self, where: FrameType | None, who: str = "the script") -> None:
         """Refuse what the script has changed of what training reads.
@@ -494,7 +494,7 @@ class HandedOver:
 
     def _add(self, role: Role, function: Any) -> Reads:
         found = Reads()
-        found.follow(function, role.name)
+        found.follow_reads(function, role.name)
         if role is DATASET and isinstance(function, list | tuple | Mapping):  # it has no code
             self._watch(ReadPlace(function, (), "dataset"), role)
         if isinstance(function, nn.Module):
@@ -509,7 +509,7 @@ class HandedOver:
         for module, _ in found.modules.values():
             if id(module) not in own:
                 watch = ModuleWatch(module, _refuse_touch, functools.partial(set, names))
-                watch.look()
+                watch.remember()
                 self._modules.append((role, watch))
         for place in found.singletons():
             self._watch(place, role, names - found.stored)
@@ -552,7 +552,9 @@ class HandedOver:
         What was captured may not change at all.
         """
         self._watched = [
-            each for each in self._watched if each.role.captured or not (each.look() and each.role.way_out is _AHEAD)
+            each
+            for each in self._watched
+            if each.role.captured or not (each.remember() and each.role.way_out is _AHEAD)
         ]
 
     def _show_schedule(self, steps: int) -> None:
@@ -562,7 +564,7 @@ class HandedOver:
         vars(self._schedule)["_last_lr"] = [group["lr"] for group in self._optimizer.param_groups]
         if not isinstance(self._schedule, ReduceLROnPlateau):
             self._schedule.last_epoch = self._first_epoch + steps
-            self._own[-1].watched["last_epoch"].look()
+            self._own[-1].watched["last_epoch"].remember()
 
     def _changes(self) -> Iterator[tuple[Changed, str]]:
         for each in self._watched:

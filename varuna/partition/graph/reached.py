@@ -12,7 +12,7 @@ _NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _ENDS = ("aten::detach", "aten::detach_")
 
 
-def reached(capture: Capture, loss: Node) -> frozenset[str]:
+def reached_parameters(capture: Capture, loss: Node) -> frozenset[str]:
     """Trained parameters from which a way leads to the loss that ``no_grad`` and ``detach`` leave open.
 
     In doubt there is one. All, if there is none at all: then the loss trains nothing, which is told elsewhere.

@@ -62,7 +62,7 @@ class SharedMemory:
         """Whether anything writes to the memory of a value."""
         return not self._writers.keys().isdisjoint(self.of(node))
 
-    def same(self, one: Node, other: Node) -> bool:
+    def share_memory(self, one: Node, other: Node) -> bool:
         """Whether both values lay in one memory when they were captured."""
         return self._held.get(one, (one,)) == self._held.get(other, (other,))
 

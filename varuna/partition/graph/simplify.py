@@ -58,7 +58,7 @@ def _complete_users(graph: Graph) -> None:
 
 def _is_argument(node: Node, same: Node, memory: SharedMemory) -> bool:
     """Whether the two are one tensor, or lie in the same memory, so that whatever writes to one writes to both."""
-    return op_name(node) not in _COPIES and (op_name(node) == "aten::dropout" or memory.same(node, same))
+    return op_name(node) not in _COPIES and (op_name(node) == "aten::dropout" or memory.share_memory(node, same))
 
 
 def _same_value(node: Node) -> Node | None:

@@ -53,7 +53,7 @@ class _Run(NamedTuple):
     passing_bytes: int
 
 
-def learn(call: Call, arguments: Arguments) -> Learned:
+def learn_module(call: Call, arguments: Arguments) -> Learned:
     """Run the module.
 
     Raises:
@@ -235,4 +235,4 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def with_learned(call: Call, arguments: Arguments) -> Call:
     """The call, with what its runs have shown."""
-    return replace(call, learned=learn(call, arguments))
+    return replace(call, learned=learn_module(call, arguments))

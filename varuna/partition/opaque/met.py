@@ -8,7 +8,7 @@ _tell: ContextVar[Callable[[], None] | None] = ContextVar("tell", default=None)
 
 
 @contextmanager
-def told(tell: Callable[[], None]) -> Iterator[None]:
+def reporting(tell: Callable[[], None]) -> Iterator[None]:
     """While a model is captured in this thread, ``tell`` is called for each such thing."""
     token = _tell.set(tell)
     try:

@@ -20,7 +20,7 @@ def ranked_alone(request: PlanRequest, name: str, rank: Rank, **changes: object)
     """The ranking of one class; its plans say that they are for it."""
     asked = request.of_class(name)
     ranking = rank(asked.model_copy(update={"wanted": max(asked.wanted, DEPTHS), **changes}))
-    return replace(ranking, plans=tuple(plan.each(device_class=name) for plan in ranking.plans))
+    return replace(ranking, plans=tuple(plan.with_each_pipeline(device_class=name) for plan in ranking.plans))
 
 
 def rate_of(plan: Plan) -> float:

@@ -205,7 +205,7 @@ def test_a_plan_that_measured_times_favour_is_asked_for_if_it_pays(tmp_path: Pat
     assert notices[-1].startswith(f"measured times favour {PLAN.shape} (m = 1) over {PLAN.shape} (m = 2): ")
 
 
-REPLICATED = make_plan(JOB, 1, 2).each(replicas=2, stash_limits=(4,))
+REPLICATED = make_plan(JOB, 1, 2).with_each_pipeline(replicas=2, stash_limits=(4,))
 ALONE = make_plan(JOB, 1, 2)
 
 
@@ -245,7 +245,7 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
     """Nothing crosses it in the plan that runs, so nothing measures that it is well again."""
 
     def on(plan: Plan) -> Plan:
-        return plan.each(device_class=device_class) if device_class else plan
+        return plan.with_each_pipeline(device_class=device_class) if device_class else plan
 
     def best(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibrations | None) -> Plan:
         is_well = known is not None and known.first.across_vms.link.bytes_per_s > 1e6
@@ -280,7 +280,7 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
 
 
 def test_a_newer_prediction_of_the_same_work_asks_for_no_morph(tmp_path: Path) -> None:
-    heard = calibrator(tmp_path, best=PLAN.each(memory_bytes=(1, 1)).model_copy(update={"step_s": 1e-3}))
+    heard = calibrator(tmp_path, best=PLAN.with_each_pipeline(memory_bytes=(1, 1)).model_copy(update={"step_s": 1e-3}))
     for worker in ("w0", "w1"):
         told = heard.hear(fleet(), worker, beat(times()), 0.0)
     assert not any(isinstance(each, MorphRequested) for each in told)
@@ -473,10 +473,12 @@ def test_a_calibration_of_the_user_is_for_all_classes_that_it_does_not_name(tmp_
 def test_figures_for_any_class_make_room_for_what_was_measured(tmp_path: Path) -> None:
     given = nominal(created="by hand")
     workers = (WorkerGroup.of_class("a", 2),)
-    heard = Calibrator(lambda *_: PLAN.each(device_class="a"), run_dir=tmp_path, cache=cache_file, given=given)
+    heard = Calibrator(
+        lambda *_: PLAN.with_each_pipeline(device_class="a"), run_dir=tmp_path, cache=cache_file, given=given
+    )
     heard.plan(JOB, workers, 2)
     one = fleet()
-    record = one.record.model_copy(update={"plan": PLAN.each(device_class="a")})
+    record = one.record.model_copy(update={"plan": PLAN.with_each_pipeline(device_class="a")})
     one = replace(
         with_history(one, (record,)), workers=Workers(replace(w, device_class="a") for w in one.workers.values())
     )

@@ -33,7 +33,7 @@ class Play:
         for target, found in self.meeting.hear(name, heard):
             said = to_worker.validate_json(found.model_dump_json())
             assert isinstance(said, Found)
-            self.stores[target].take(said)
+            self.stores[target].take_values(said)
 
 
 @given(st.randoms(use_true_random=False), st.booleans())
@@ -76,7 +76,7 @@ def test_what_is_sought_in_vain_is_asked_for_again_with_what_one_has_posted() ->
     now_s[0] = 3.1
     assert not store.check(["other"])
     assert said[2:] == said[:2]
-    store.take(Found(generation=0, values={"other": b"of an old generation"}))
+    store.take_values(Found(generation=0, values={"other": b"of an old generation"}))
     assert not store.check(["other"])
 
 

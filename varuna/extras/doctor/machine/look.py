@@ -92,7 +92,7 @@ def look_at_cloud(root: Path = Path("/"), among: Sequence[CloudNotices] | None =
     deadline_s, answers = time.monotonic() + BOUND_S, ""
     for name, work in asking:
         try:
-            answers = answers or (name if work.take(max(0.0, deadline_s - time.monotonic())) else "")
+            answers = answers or (name if work.result(max(0.0, deadline_s - time.monotonic())) else "")
         except TimeoutError:
             continue
     return CloudFacts(vendor=_vendor(root), answers=answers)
@@ -147,7 +147,7 @@ def look(child: TorchChild, wanted: Wanted) -> MachineFacts:
     store: StoreFacts | None = None
     if place:
         store = try_store(place, mark=wanted.mark, owner=wanted.owner, seeks_mark=wanted.seeks_mark)
-    found_gpus, gpu_problem = gpus.take(_PART_S)
+    found_gpus, gpu_problem = gpus.result(_PART_S)
     return MachineFacts(
         name=socket.gethostname(),
         varuna=__version__,
@@ -158,11 +158,11 @@ def look(child: TorchChild, wanted: Wanted) -> MachineFacts:
         gpus=found_gpus,
         gpu_problem=gpu_problem,
         visible_gpus=visible_gpus(),
-        folders=folders.take(_PART_S),
+        folders=folders.result(_PART_S),
         store=store,
         limits=look_at_limits(),
         starts_slowly=starts_slowly(),
-        cloud=cloud.take(_PART_S),
+        cloud=cloud.result(_PART_S),
     )
 
 
@@ -176,7 +176,7 @@ def starts_slowly(root: Path = Path("/")) -> bool:
 
 def _resolved(work: Bounded[str]) -> str:
     try:
-        return work.take(2.0)
+        return work.result(2.0)
     except (OSError, TimeoutError):
         return ""
 

@@ -111,7 +111,7 @@ def _conduct(meeting: MachineMeeting, asked: Convening, tell: Callable[[str], No
 def _check(own: Bounded[Next]) -> None:
     """Raise what ended this machine's own part."""
     try:
-        own.take(0.0)
+        own.result(0.0)
     except TimeoutError:
         return
     raise FleetError("this machine ended its part of the check too early. Start it again.")
@@ -119,6 +119,6 @@ def _check(own: Bounded[Next]) -> None:
 
 def _mark(place: str, mark: str) -> None:
     try:
-        Bounded(lambda: put_mark(place, mark)).take(10.0)
+        Bounded(lambda: put_mark(place, mark)).result(10.0)
     except (VarunaError, OSError, TimeoutError):
         return  # trying the store, which comes next, says why

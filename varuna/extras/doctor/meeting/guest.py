@@ -72,7 +72,7 @@ def try_all(doors: Mapping[str, tuple[str, int]], secret: str, source: str) -> d
     deadline_s = time.monotonic() + 3 * CONNECT_S
     for name, work in trying.items():
         try:
-            found[name] = work.take(max(0.0, deadline_s - time.monotonic()))
+            found[name] = work.result(max(0.0, deadline_s - time.monotonic()))
         except TimeoutError:
             found[name] = ReachFacts(problem=f"no answer within {3 * CONNECT_S:.0f} s")
     return found

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from varuna.core.errors import ModelError, UsageError
-from varuna.engine.aside.evaluate import EvaluationWork
-from varuna.engine.aside.generate import Continuation
+from varuna.engine.inference.evaluate import EvaluationWork
+from varuna.engine.inference.generate import Continuation
 from varuna.job.arguments import check_whole
 from varuna.job.handed_over.code_reads import seen_by
 from varuna.job.shared_capture import captured_once
@@ -35,7 +35,7 @@ class _Graphs(NamedTuple):
     """those that only it needs"""
 
 
-class Aside:
+class Inference:
     """Describes each piece of work for the engine."""
 
     def __init__(self, spec: JobSpec) -> None:

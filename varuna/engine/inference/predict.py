@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from varuna.engine.aside.evaluate import EvaluationRun, EvaluationWork
+from varuna.engine.inference.evaluate import EvaluationRun, EvaluationWork
 from varuna.engine.worker.generation import Generation
 
 _WORD = 8

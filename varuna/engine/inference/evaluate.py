@@ -145,9 +145,9 @@ class EvaluationRun:
 
         def deliver(number: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
             try:
-                self._whole.note(number, micro_batch, batch)
+                self._whole.count_micro_batch(number, micro_batch, batch)
             except Exception as error:  # noqa: BLE001 - its forward says so too; a silent loader would hang the count
-                self._whole.note(number, micro_batch, error)
+                self._whole.count_micro_batch(number, micro_batch, error)
             loader.taken()
 
         if self._whole.counts:
@@ -157,7 +157,7 @@ class EvaluationRun:
         try:
             what = "what the other ranks counted for an evaluation"
             self._whole.begin(work.number, lambda table: self.sum_all("counts", table, what))
-            self._whole.settle(lambda: None)
+            self._whole.wait_for_others(lambda: None)
         finally:
             if self._whole.counts:
                 loader.close(timeout_s=0.0)
@@ -165,7 +165,7 @@ class EvaluationRun:
     def forward(self, micro_batch: int) -> tuple[tuple[Tensor, ...], Arrived]:
         """One micro-batch through this stage: what the last one makes, and of what; nothing on others."""
         work, made = self.work, tuple[Tensor, ...]()
-        arrived = self._forward_pass.take(work.number, micro_batch)
+        arrived = self._forward_pass.take_inputs(work.number, micro_batch)
         flowing, variant = arrived.values, arrived.examples.variant
         for runner in self._runners[variant]:
             made = runner.forward(flowing, arrived.examples, 0, micro_batch)

@@ -14,8 +14,8 @@ from torch import Tensor
 from varuna.core.errors import DivergedError, ModelError, UsageError
 from varuna.data.randomness import derive_key
 from varuna.data.samples import SampleSource
-from varuna.engine.aside.evaluate import EvaluationWork
-from varuna.engine.aside.predict import PredictionRun
+from varuna.engine.inference.evaluate import EvaluationWork
+from varuna.engine.inference.predict import PredictionRun
 from varuna.engine.worker.generation import Generation
 from varuna.partition.model import PartitionedModel
 
