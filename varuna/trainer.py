@@ -228,11 +228,12 @@ class Trainer:
         if self._training is not None:
             raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
         handed = self._handed
-        handed.before_capture()
+        capturing = handed.before_capture()
         offer_job(self._spec, n)
         self._given.guard()
         generators = generators_of_script()
-        self._training = training = Training(self._spec, n)
+        with capturing:
+            self._training = training = Training(self._spec, n)
         at_end(self._charts.close)
         speed = SpeedLines(n, self._spec.examples_before) if self._tells_speed and not training.is_managed else None
         self._inference.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))

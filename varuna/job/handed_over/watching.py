@@ -20,7 +20,7 @@ import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -34,6 +34,7 @@ from varuna.core.errors import UsageError
 from varuna.data.placed_datasets import SETTERS, with_setters
 from varuna.engine.stage.parameter_groups import Writes
 from varuna.job.handed_over.code_reads import MISSING, ReadPlace, Reads, is_library, written_at
+from varuna.job.handed_over.file_reads import FileReads
 from varuna.job.handed_over.kept_values import KeptValues
 from varuna.job.handed_over.marks import PLAIN, attributes, mark_of, shown, ways_into
 from varuna.job.handed_over.module_watch import Changed, ModuleWatch
@@ -334,6 +335,7 @@ class HandedOver:
         self.options = None if optimizer is None else ScriptOptions(optimizer)
         self.watch = None if model is None else ModuleWatch(model, _refuse_touch, self._names_of_forward)
         self._kept_values = KeptValues((), (), _refuse_kept)
+        self._files = FileReads(function for role, function in self._functions if role in _KEEPING)
         self._read_in_steps: list[tuple[str, ReadPlace]] = []
         self._watched: list[_Watched] = []
         self._modules: list[tuple[Role, ModuleWatch]] = []
@@ -350,8 +352,8 @@ class HandedOver:
     def _names_of_forward(self) -> set[str]:
         return self._reads_of_forward.names | self._reads_of_forward.texts
 
-    def before_capture(self) -> None:
-        """Remember what is where captured code will keep values."""
+    def before_capture(self) -> AbstractContextManager[None]:
+        """Remember what is where captured code will keep values; in the block that is returned, it is captured."""
         written, read = list[tuple[str, ReadPlace]](), list[tuple[str, ReadPlace]]()
         for role, function in [*self._functions, (FORWARD, self._model)]:
             if role in _KEEPING and function is not None:
@@ -362,6 +364,7 @@ class HandedOver:
                 own = getattr(function, "__self__", found)  # such as Hugging Face's Trainer, which others change, too
                 read += [(role.name, each) for each in found.places.values() if each.base is not own]
         self._kept_values = KeptValues(written, read, _refuse_kept)
+        return self._files.noted()
 
     def begin(self) -> None:
         """Remember how everything is, before the script gets control for the first time.
@@ -463,6 +466,11 @@ class HandedOver:
             raise UsageError(
                 f"while trainer.steps(n) was running, {who} changed {change.name}"
                 f"{'' if change.before is MISSING else values}{at_line(change.last, where)}. {way_out}"
+            )
+        if self._begun and (file := self._files.changed()) is not None:
+            raise UsageError(
+                f"while trainer.steps(n) was running, {file.path} changed{at_line('', where)}. The code at "
+                f"{file.read_at} reads it. {_CAPTURED}"
             )
 
     def written(self, step: int) -> Writes:
