@@ -39,7 +39,7 @@ class SpeedLines:
         self._newest: tuple[int, float, float] | None = None
 
     def add_step(self, step: int, loss: float) -> None:
-        """A step is over; the time between two of them is the script's, too."""
+        """Add a step; the time between two of them is the script's, too."""
         now_s = self._clock()
         self._newest = step, now_s, loss
         self._first = self._first or self._newest

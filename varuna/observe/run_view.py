@@ -8,7 +8,7 @@ from typing import Any
 
 from varuna.fleet.page.pace import StepPace
 from varuna.fleet.page.phases import phase_of
-from varuna.fleet.page.story import Mark, told
+from varuna.fleet.page.story import Mark, sentence_of
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import (
@@ -83,7 +83,7 @@ class RunView:
                 self._begin(is_pictured)
             case StepRecorded(step=step, loss=loss, examples_per_s=rate) if not is_pictured:
                 total = self._steps_in_all()
-                self._pace.take(step, self._clock())
+                self._pace.add_step(step, self._clock())
                 row, left_s = self.history.generations[-1], self._pace.left_s(total)
                 line = progress_line(step, total, loss, rate, self._tokens_per_example, row, left_s)
                 self._progress.show(line, final=step + 1 == total)
@@ -91,7 +91,7 @@ class RunView:
                 self._progress.print_line(f"lost   {cause}", style="yellow")
             case TrainingEnded():
                 self._progress.show("", final=self._progress.is_live)
-                if (mark := told(event, self._time_s(), None)) is not None:
+                if (mark := sentence_of(event, self._time_s(), None)) is not None:
                     self._progress.print_line(mark.text)
             case Notice(text=text, warning=warning):
                 self._progress.print_line(f"warning  {text}" if warning else text, style="red" if warning else "dim")
@@ -121,7 +121,7 @@ class RunView:
 
     def _remember(self, event: RunEvent) -> None:
         """Notices are told in full at once, and the rest of the story in the live view."""
-        mark = told(event, self._time_s(), None)
+        mark = sentence_of(event, self._time_s(), None)
         if mark is None or mark.kind not in _STORY:
             return
         self._story.append(mark)
@@ -163,7 +163,7 @@ class RunView:
     def _begin(self, is_pictured: bool) -> None:
         """A generation begins: say what it runs if it is the first, and what it puts at risk if that is new."""
         row, *before = reversed(self.history.generations)
-        self._pace.begin()
+        self._pace.begin_generation()
         if not before and not is_pictured:
             self._progress.print_line(plan_line(row))
         job = self._fleet().job if self._fleet is not None else None

@@ -210,7 +210,7 @@ class _Workers:
         self._events: list[RunEvent] = []
         self._mailbox = Mailbox()
         self._journal = Journal(folder, None)
-        self._journal.begin("testing")
+        self._journal.begin_run("testing")
         self._manager = Manager(
             FleetConfig(
                 workers=workers,

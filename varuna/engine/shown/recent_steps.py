@@ -48,7 +48,7 @@ class RecentSteps:
         self._wanted: set[int] = set()
 
     def add_step(self, ran: RanStep) -> None:
-        """A step is over."""
+        """Add a step that is over."""
         with self._lock:
             self._kept.append(ran)
             self._rows += ran.rows

@@ -77,7 +77,7 @@ class GroupProvider:
         """
         state = self._api.read()
         self._note_others(state.desired, nodes)
-        self._before.keep(state.desired)
+        self._before.keep_size(state.desired)
         allowed = _within(state, nodes)
         self._wished = allowed
         if state.desired != allowed:
@@ -111,7 +111,7 @@ class GroupProvider:
         """
         if self._wished is None:
             return
-        now, before = self._api.read().desired, self._before.keep(self._wished)
+        now, before = self._api.read().desired, self._before.keep_size(self._wished)
         if now == self._wished != before:
             self._api.resize(before)
         self._before.drop()

@@ -20,7 +20,7 @@ class OriginalSize:
     def __init__(self, run_dir: Path, group: str) -> None:
         self._run_dir, self._name = run_dir, _fact(group)
 
-    def keep(self, nodes: int) -> int:
+    def keep_size(self, nodes: int) -> int:
         """Keep a size, unless one is kept already; returns the one that is kept.
 
         Raises:

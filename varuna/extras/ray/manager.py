@@ -107,7 +107,7 @@ class ManagerActor:
         """Return the command that this actor runs."""
         return self._command
 
-    def hear(self, life: int, out: int, err: int) -> ManagerOutput:
+    def output_after(self, life: int, out: int, err: int) -> ManagerOutput:
         """Return the output after these offsets, which are of that life."""
         self._heard_s = time.monotonic()
         code = self._code  # first: what was said before the end is all there then

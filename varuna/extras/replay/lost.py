@@ -63,7 +63,7 @@ class Account:
         self._there += there
         self._warm += warm
 
-    def note(self, cause: LostBy, samples: float) -> None:
+    def note_vain(self, cause: LostBy, samples: float) -> None:
         """Samples were trained in vain."""
         self._lost[cause] += samples
 

@@ -120,7 +120,7 @@ class Replay:
             BrokenSteps(self._job, self._calibrations),
             most_workers=self._trace.most_nodes * self._gpus,
             link_bytes_per_s=self._calibrations.first.across_vms.link.bytes_per_s,
-            on_event=history.note,
+            on_event=history.add_event,
             account=account,
         )
         for at_s, act in self._acts(cluster, notice_s):
@@ -128,8 +128,8 @@ class Replay:
             act()
         cluster.run_until(self._trace.end_s)
         steps = cluster.fleet.recorded.step + 1
-        account.note(LostBy.UNDONE, history.undone * self._job.global_batch)
-        account.note(LostBy.UNFINISHED, cluster.unfinished * self._job.global_batch)
+        account.note_vain(LostBy.UNDONE, history.undone * self._job.global_batch)
+        account.note_vain(LostBy.UNFINISHED, cluster.unfinished * self._job.global_batch)
         lost = account.closed(self._trace.end_s, steps * self._job.global_batch)
         return self._outcome(
             "morph",
@@ -256,7 +256,7 @@ class _History:
         """steps, by rollbacks"""
         self.kinds: dict[str, int] = {}
 
-    def note(self, at_s: float, event: RunEvent) -> None:
+    def add_event(self, at_s: float, event: RunEvent) -> None:
         """Take one event of the state machine."""
         match event:
             case GenerationStarted(record=record):

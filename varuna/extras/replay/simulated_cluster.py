@@ -212,7 +212,7 @@ class SimulatedCluster:
     def _note_saved(self) -> None:
         if self._life.formed:
             members = self.fleet.history[self._life.generation].members
-            self._stored.note(self._life, [self._workers[name] for name in members], self.now_s)
+            self._stored.note_end(self._life, [self._workers[name] for name in members], self.now_s)
 
     def _hear(self, worker: SimulatedWorker, message: object) -> None:
         life = self._life

@@ -95,7 +95,7 @@ class VarunaRendezvous(RendezvousHandler):
         bound = timedelta(seconds=_STORE_S)
         if placed.rank == 0:
             served = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=bound)
-            self._agent.offer(f"{address}:{served.port}")
+            self._agent.offer_store(f"{address}:{served.port}")
         else:
             host, _, port = placed.store.rpartition(":")
             served = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=bound)

@@ -133,7 +133,7 @@ class TorchrunAgent:
                 told = waits
             time.sleep(_ASK_S)
 
-    def offer(self, store: str) -> None:
+    def offer_store(self, store: str) -> None:
         """Rank 0 has opened the store of its world; the others are told soon, by this report or the next one."""
         self._update(store=store)
         self._ask()

@@ -7,25 +7,32 @@ from varuna.fleet.machine.commit import (
     note_saved,
     note_suspect,
     note_voted,
-    settle,
+    resolve_stop,
     watch_generation,
 )
 from varuna.fleet.machine.exits import (
     expire,
-    finish,
     finish_if_all_left,
+    finish_run,
     note_connection_lost,
     note_exited,
     note_failed,
     note_leaving,
     settle_leaving,
 )
-from varuna.fleet.machine.forming import form
+from varuna.fleet.machine.forming import start_generation
 from varuna.fleet.machine.joins import note_spawned, spawn_missing
-from varuna.fleet.machine.leases import hear, hear_all, look_around, note_parted, note_tick, take_back
+from varuna.fleet.machine.leases import (
+    check_reachability,
+    hear_all,
+    note_parted,
+    note_tick,
+    readmit_worker,
+    record_contact,
+)
 from varuna.fleet.machine.leases import note_beat as note_waiting
 from varuna.fleet.machine.planned_morphs import plan_ahead
-from varuna.fleet.machine.preemption import note_drain, note_notice, release, reprieve
+from varuna.fleet.machine.preemption import note_drain, note_notice, release_leaving, reprieve
 from varuna.fleet.machine.standstill import note_standstill
 from varuna.fleet.machine.stragglers import note_beat, note_speeds, readmit
 from varuna.fleet.machine.trainings import begin_next_training, hear_hello
@@ -86,15 +93,15 @@ def _note(transition: Transition, event: Event) -> None:
         case NodeParted(node=node, abruptly=abruptly):
             note_parted(transition, node, abruptly=abruptly)
         case WorkerSpawned(worker=name, node=node):
-            hear(transition, node)
+            record_contact(transition, node)
             note_spawned(transition, name, node)
         case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():
             worker = transition.fleet.workers.get(event.worker)
             if worker is not None:  # the lost and the refused are not heard any more
-                hear(transition, worker.node)
+                record_contact(transition, worker.node)
                 _note_worker(transition, event)
         case NoticeReceived(node=node, notice=notice):
-            hear(transition, node)
+            record_contact(transition, node)
             note_notice(transition, node, notice)
         case DrainRequested(node=node):
             note_drain(transition, node)
@@ -124,7 +131,7 @@ def _note_wish(
     requests = transition.fleet.requests
     match event:
         case SpawnRequested(count=count):
-            transition.want(count)
+            transition.want_workers(count)
         case MorphRequested(why=why):
             if requests.morph is None:
                 transition.publish(Asked(what="morph"))
@@ -137,7 +144,7 @@ def _note_wish(
                 transition.publish(Asked(what="stop", reason=reason))
                 transition.update(requests=changed(requests, finish=reason))
         case StopRequested(reason=reason, exit_code=exit_code):
-            transition.end(exit_code, reason)
+            transition.end_run(exit_code, reason)
 
 
 def _note_worker(
@@ -152,14 +159,14 @@ def _note_worker(
         case ConnectionLost():
             note_connection_lost(transition, event)
         case WorkerDistrusted(worker=name, reason=reason):
-            transition.lose(name, f"was removed: {reason}", kill=True)
+            transition.lose_worker(name, f"was removed: {reason}", kill=True)
 
 
 def _hear(transition: Transition, name: str, message: FromWorker) -> None:
     """Take down what a worker said; whatever it is, the worker is alive."""
     worker, seen_s = transition.fleet.workers[name], transition.fleet.contacts.listened_s
     if worker.standing is WorkerStatus.UNREACHABLE:
-        take_back(transition, name)
+        readmit_worker(transition, name)
     if isinstance(message, Beat):
         note_waiting(transition, name, message)
         transition.update_worker(name, seen_s=seen_s, **worker.hearing(message))
@@ -219,15 +226,15 @@ def _pass(transition: Transition) -> None:
     """Each rule acts once."""
     if not isinstance(transition.fleet.phase, Ended):
         expire(transition)
-        look_around(transition)
+        check_reachability(transition)
         reprieve(transition)
         readmit(transition)
-        release(transition)
+        release_leaving(transition)
     match transition.fleet.phase:
         case (Idle() | Stopping()) as phase if transition.fleet.is_leaving:
             settle_leaving(transition, phase)
         case Idle() as phase:
-            form(transition, phase)
+            start_generation(transition, phase)
         case Running() as phase:
             note_standstill(transition, phase)
             watch_generation(transition, phase)
@@ -235,10 +242,10 @@ def _pass(transition: Transition) -> None:
             if transition.fleet.phase is phase:
                 plan_ahead(transition, phase)
         case Stopping() as phase:
-            settle(transition, phase)
+            resolve_stop(transition, phase)
         case Finishing() if transition.fleet.script.ahead:
             begin_next_training(transition)
         case Finishing() as phase:
-            finish(transition, phase)
+            finish_run(transition, phase)
         case Ended():
             return

@@ -94,7 +94,7 @@ def _sums(holding: WorkerInventory, rank: int, plan: Plan, next_step: int) -> Ma
     return found
 
 
-def in_whole_replica(fleet: Fleet, name: str) -> bool:
+def is_in_whole_replica(fleet: Fleet, name: str) -> bool:
     """Whether all stages of a worker's replica are left, so that their sums have the same micro-batches."""
     if not fleet.history or not fleet.record.has_seat(name):
         return False
@@ -123,7 +123,7 @@ def share_of_step(record: GenerationRecord) -> float:
     return longest(map(count, left.work)) / longest(plan.shares)
 
 
-def worth_breaking_off_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) -> float | None:
+def break_off_limit_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) -> float | None:
     """Seconds that the step in flight still takes, if a planned morph does not wait for its end; None: it does.
 
     It does not where the rest of the step is so much faster by the new plan that this clearly exceeds what only a morph

@@ -101,7 +101,7 @@ class StepRecorder:
 
     # -- what happens, on the manager's thread ------------------------------------------------------------
 
-    def take(self, event: RunEvent, *, is_past: bool = False) -> None:
+    def add_event(self, event: RunEvent, *, is_past: bool = False) -> None:
         """Note an event of the run; one of an earlier manager asks nothing of workers."""
         with self._lock:
             match event:
@@ -128,8 +128,8 @@ class StepRecorder:
                         if profile.worker == worker and profile.failure is None and not whole:
                             profile.failure = f"its worker is gone: {cause}"
 
-    def hear(self, worker: str, shown: Shown) -> None:
-        """A worker has told something."""
+    def add_shown(self, worker: str, shown: Shown) -> None:
+        """Add what a worker has told."""
         with self._lock:
             if isinstance(shown, StepShown):
                 gathering = self._wanted.get(shown.step)

@@ -13,8 +13,8 @@ from varuna.fleet.page.costs import Bill, Meter, shown, shown_budget
 from varuna.fleet.page.marks import MarkHistory
 from varuna.fleet.page.pace import StepPace
 from varuna.fleet.page.step_history import StepHistory, row
-from varuna.fleet.page.story import told
-from varuna.fleet.run_folder.past_events import PastStep, carried, events_and_steps
+from varuna.fleet.page.story import sentence_of
+from varuna.fleet.run_folder.past_events import PastStep, events_and_steps, used_before
 from varuna.fleet.state.account import Account
 from varuna.fleet.state.run_events import (
     Budgeted,
@@ -50,8 +50,8 @@ class Waits:
         self._idle_s: list[float] = []
         self._uncertain_s = 0.0
 
-    def take(self, split: WaitsSplit) -> None:
-        """One more step was looked at; of an older generation nothing counts any more."""
+    def add_split(self, split: WaitsSplit) -> None:
+        """Add one more step; of an older generation nothing counts any more."""
         if self._newest is None or split.generation > self._newest.generation:
             self._looks, self._uncertain_s = 0, 0.0
             self._transfer_s, self._idle_s = [0.0] * len(split.transfer_s), [0.0] * len(split.idle_s)
@@ -122,12 +122,12 @@ class Chronicle:
         with self._lock:
             self._meter = Meter(before)
 
-    def take(self, event: RunEvent, time_s: float) -> None:
+    def add_event(self, event: RunEvent, time_s: float) -> None:
         """Note an event; ``time_s`` in seconds since 1970."""
         with self._lock:
             self._began_s = time_s if self._began_s is None else self._began_s
             self.newest_s = time_s
-            self._meter.take(event, time_s)
+            self._meter.add_event(event, time_s)
             self._note_failure(event)
             if isinstance(event, StepRecorded):
                 self._step(PastStep(event.step, time_s, event.loss, event.examples_per_s))
@@ -137,7 +137,7 @@ class Chronicle:
                     self._band(record, time_s)
                     if isinstance(event, GenerationStarted):
                         self.record = record
-                        self._pace.begin()
+                        self._pace.begin_generation()
                         if record.generation == record.began and record.first_step:
                             self._checkpoint = {"step": record.first_step, "time_s": round(time_s, 2), "resumed": True}
                             self._note("checkpoint", self._checkpoint)
@@ -147,7 +147,7 @@ class Chronicle:
                     self._timed = timed(event)
                     self._note("timed", self._timed)
                 case WaitsSplit():
-                    self._waits.take(event)
+                    self._waits.add_split(event)
                     self._note("waits", self._waits.describe())
                 case CheckpointCommitted(step=step):
                     self._checkpoint = {"step": step, "time_s": round(time_s, 2)}
@@ -157,8 +157,8 @@ class Chronicle:
                     self._note("ended", self._ended)
                 case _:
                     pass
-            if (mark := told(event, time_s, None if self._newest is None else self._newest.step)) is not None:
-                self._marks.take(mark)
+            if (mark := sentence_of(event, time_s, None if self._newest is None else self._newest.step)) is not None:
+                self._marks.add_mark(mark)
                 self._note("mark", mark._asdict())
 
     def _note_failure(self, event: RunEvent) -> None:
@@ -183,12 +183,12 @@ class Chronicle:
         Raises:
             UsageError: there is no run, or it is another version's.
         """
-        self.carry(carried(run_dir))
+        self.carry(used_before(run_dir))
         for time_s, event in events_and_steps(run_dir):
             if isinstance(event, PastStep):
                 self.take_step(event)
             else:
-                self.take(event, time_s)
+                self.add_event(event, time_s)
 
     def take_step(self, point: PastStep) -> None:
         """Note a committed step, as the journal has it."""
@@ -197,8 +197,8 @@ class Chronicle:
 
     def _step(self, point: PastStep) -> None:
         self._newest, self.newest_s = point, point.time_s
-        self._steps.take(point)
-        self._pace.take(point.step, point.time_s)
+        self._steps.add_point(point)
+        self._pace.add_step(point.step, point.time_s)
         self._meter.take_step(point)
         self._note("step", row(point))
 

@@ -20,7 +20,7 @@ class MarkBucket:
     counts: Counter[str] = field(default_factory=Counter)
     """By kind."""
 
-    def take(self, mark: Mark) -> None:
+    def add_mark(self, mark: Mark) -> None:
         """Note the next sentence."""
         self.ended_s = max(self.ended_s, mark.time_s)
         self.step = self.step if mark.step is None else mark.step
@@ -48,7 +48,7 @@ class MarkHistory:
         self.width_s = 1.0
         """Of a bucket."""
 
-    def take(self, mark: Mark) -> None:
+    def add_mark(self, mark: Mark) -> None:
         """Note a sentence."""
         self._newest.append(mark)
         if len(self._newest) <= self._most:
@@ -56,7 +56,7 @@ class MarkHistory:
         old = self._newest.popleft()
         if not self._older or not self._belongs(self._older[-1], old.time_s):
             self._older.append(MarkBucket(old.time_s, old.time_s, old.step))
-        self._older[-1].take(old)
+        self._older[-1].add_mark(old)
         while len(self._older) > self._most_buckets:
             self._widen()
 

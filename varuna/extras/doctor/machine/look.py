@@ -131,7 +131,7 @@ class Wanted:
     address: str = ""
 
 
-def look(child: TorchChild, wanted: Wanted) -> MachineFacts:
+def look_at_machine(child: TorchChild, wanted: Wanted) -> MachineFacts:
     """Look at this machine.
 
     Raises:

@@ -75,7 +75,7 @@ def convene(
         own = Bounded(lambda: Guest(remote, address, tell, is_first=True).attend())
         _conduct(meeting, asked, tell, own)
         facts = meeting.facts()
-        meeting.settle(judge(facts))
+        meeting.tell_verdict(judge(facts))
         until_s = time.monotonic() + _FAREWELL_S
         while not meeting.all_told() and time.monotonic() < until_s:
             time.sleep(_EVERY_S)

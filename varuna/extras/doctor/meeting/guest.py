@@ -17,7 +17,7 @@ from varuna.core.value import Value
 from varuna.core.version import __version__
 from varuna.extras.doctor.judging.facts import LinkOrder, MachineFacts, ReachFacts
 from varuna.extras.doctor.links.torch_child import TorchChild
-from varuna.extras.doctor.machine.look import Wanted, look, owner_here
+from varuna.extras.doctor.machine.look import Wanted, look_at_machine, owner_here
 from varuna.extras.doctor.meeting.meeting import LINKS_S, SILENT_S, Arrival, CheckPlan, MeetingRequest, Next, Report
 from varuna.fleet.net.client import ManagerRemote, UnreachableError, reason
 from varuna.fleet.net.serving import bind
@@ -164,7 +164,7 @@ class Guest:
                 seeks_mark=not self._is_first,
                 address=self._address,
             )
-            facts = look(child, wanted).model_copy(update={"clock_ahead_s": ahead_s})
+            facts = look_at_machine(child, wanted).model_copy(update={"clock_ahead_s": ahead_s})
             on_facts(facts)
             door = ProbePort(self._address, self._remote.token)
             return self._stay(facts, door, child)

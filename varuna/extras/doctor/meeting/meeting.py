@@ -24,7 +24,7 @@ from varuna.extras.doctor.judging.facts import FleetFacts, FleetSums, LinkFacts,
 from varuna.fleet.net.ca import open_authority
 from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.join_string import JoinString
-from varuna.fleet.net.requests import bearer, read_body, same
+from varuna.fleet.net.requests import bearer, is_same_token, read_body
 from varuna.fleet.net.serving import Serving
 
 SILENT_S = 6.0
@@ -155,7 +155,7 @@ class MachineMeeting:
             if self._phase == "gather":
                 self._enter("reach", REACH_S)
 
-    def settle(self, healthy: bool) -> None:
+    def tell_verdict(self, healthy: bool) -> None:
         """Tell everybody the verdict."""
         with self._lock:
             self._healthy = healthy
@@ -278,7 +278,7 @@ class MachineMeeting:
 
     def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
-            if not same(bearer(request.headers.get("authorization", "")), self.token):
+            if not is_same_token(bearer(request.headers.get("authorization", "")), self.token):
                 return _error(401, "this JOIN string is of another check: use the one that was printed last")
             welcome(request)
             return await answer(request)
