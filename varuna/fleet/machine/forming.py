@@ -14,7 +14,7 @@ from varuna.core.sums import MicroBatchLoss, remainder_of_stored
 from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.choosing import plan_and_workers
 from varuna.fleet.machine.commit import begin_recording
-from varuna.fleet.machine.keepers import keepers
+from varuna.fleet.machine.copy_holders import copy_holders
 from varuna.fleet.machine.leases import awaits_return, begin_progress, drop_unreachable
 from varuna.fleet.machine.recall import in_memory, still_needed
 from varuna.fleet.machine.salvage import is_in_whole_replica, losses_of, salvage, sums_moved
@@ -308,7 +308,9 @@ def _start(
         steps_redone=max(0, undone) + phase.in_flight,
         kept_micro_batches=left.kept if left is not None else 0,
         remainder=left,
-        keepers=keepers(plan, [fleet.workers[name].node for name in members[: plan.workers]], regions[: plan.workers]),
+        keepers=copy_holders(
+            plan, [fleet.workers[name].node for name in members[: plan.workers]], regions[: plan.workers]
+        ),
         moved_sections=len(moves),
         rollback=rollback,
         losses_per_hour=fleet.loss_rate.planned_per_hour,

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from tests.depth import by_depth
-from varuna.fleet.page.marks import MarkHistory
+from varuna.fleet.page.chronicle import MarkHistory
 from varuna.fleet.page.story import Kind, Mark
 
 
