@@ -344,8 +344,8 @@ def test_kept_activations_are_as_large_as_promised() -> None:
     assert plan.first.keeps_all(0)
     assert plan.first.stash_limits[0] == _MICRO_BATCHES
     assert plan.first.memory_bytes[0] > 1.8 * planned(setup, 2).first.memory_bytes[0]
-    in_flight = {"policy": "gpipe", "stash_limits": (_MICRO_BATCHES,) * 2, "split_last": 0}  # all, without luck
-    found = peaks(setup, plan.model_copy(update=in_flight))
+    all_in_flight = plan.with_each_pipeline(stash_limits=(_MICRO_BATCHES,) * 2, split_last=0)
+    found = peaks(setup, all_in_flight.model_copy(update={"policy": "gpipe"}))
     assert found[0] == pytest.approx(plan.first.memory_bytes[0], rel=0.1)
 
 

@@ -12,7 +12,7 @@ import pytest
 import varuna
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from varuna.core.errors import UsageError
-from varuna.extras.trackers.of_job import FILE, chart_of
+from varuna.extras.trackers.of_job import FILE, VARIABLE, chart_of
 from varuna.extras.trackers.services import FOLDER_VARIABLE
 from varuna.extras.trackers.tracker import REDONE
 from varuna.extras.trackers.trackers import Trackers
@@ -69,6 +69,7 @@ def test_a_run_that_falls_back_has_each_step_once_in_tensorboard(
 ) -> None:
     """Rank 0 is the main worker, and another continues its chart; rank 1 is not, and the main one goes back itself."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, "run1")  # as workers of one manager have it
     store, notebook = FailingStore(), Notebook()
 
     def script() -> None:
