@@ -117,7 +117,7 @@ class _Following(TorchDispatchMode):
         return known is not None and known.written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation."""
+        """Run one operation."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._seed(kwargs)
@@ -239,6 +239,7 @@ def trace(function: AfterStep, parameters: Mapping[str, TensorKind], buffers: Ma
     """
     sources: dict[str, Names] = {}
     device = torch.device("cpu")
+    # Python numbers made of tensors without data are all 1 first, then all 0: both ways of an if are seen
     for answer in (1, 0):
         tried = independent(function)  # what the function remembers stays as it is
         mode = _Following(seed=("after_step",), answer=answer)

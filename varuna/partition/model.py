@@ -1,4 +1,16 @@
-"""A partitioned model: sections with their graphs, tied parameters, and the facts that planning needs."""
+"""A partitioned model: sections with their graphs, tied parameters, and the facts that planning needs.
+
+``partition`` makes it in this order; each line rewrites or reads the one graph of the line above::
+
+    capture                           recipe, batch           -> one flat graph
+    plain masks, simplify, strides    the same values, with less
+    reached                           from the loss back      -> trainable parameters
+    terms, _weigh                     the loss                -> counter of targets, or terms (Whole), or neither
+    _take_updates                     writes to buffers       -> BufferWrite, applied at the commit
+    Flow, costs, choose               ops, live bytes         -> positions to cut after
+    split                             positions               -> sections, crossings
+    _facts                            sections                -> bytes, nominal seconds, digests: all that plans need
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -187,6 +199,7 @@ def partition(
     terms = terms_of(captured)
     counter, splitting, mixing = _weigh(captured, terms, count_targets=count_targets)
     output = next(node for node in captured.graph.nodes if node.op == "output")
+    # read by place in the engine: loss, count of targets, metric sums
     results = [output.args[0][0], *([counter] if counter else []), *output.args[0][1:]]
     if counter is not None:
         with captured.graph.inserting_before(output):
@@ -211,11 +224,13 @@ def partition(
         )
     divided = split(flow, cuts, results, updates)
     if following is not None:
+        # the first split says which names each section uses; only then is known what it must hold besides
         used = {name for section in divided.sections for name in section.parameters}
         divided = split(flow, cuts, results, updates, held_besides(divided, following))
         held = {name for section in divided.sections for name in section.parameters} - used
         # what forward() does not use has no gradient in plain PyTorch, so no optimizer touches it
         captured = replace(captured, trainable=captured.trainable - held)
+    # numbered behind the last section: no stage runs these, and they own no op
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
     whole = None if splitting is None else splitting.whole(flow, len(divided.sections))
     trial = trial_of(flow, terms, len(divided.sections))
@@ -334,6 +349,7 @@ def _facts(
     if dtype is not torch.float32:  # the fp32 parameters that the optimizer updates
         for name in captured.trainable:
             state_bytes[name] = state_bytes.get(name, 0) + 4 * counts[name]
+    # section k has the ops behind bounds[k - 1], up to bounds[k]
     bounds = [*cuts, len(flow.ops) - 1]
     found = footprints(divided.sections, flow)
     gradient_free = _gradient_free(divided, captured.trainable)

@@ -100,7 +100,7 @@ class ObjectCopier:
         return made
 
     def _tensor(self, value: Tensor) -> Tensor:
-        """By an operation, so that fakes copy without memory."""
+        """Copy a tensor by an operation, so that fakes copy without memory."""
         with torch.no_grad():
             made = torch.empty_like(value).copy_(value)
         return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made

@@ -58,7 +58,7 @@ class StatePlace(NamedTuple):
         return {key: found for key, value in self._candidates() if (found := _plain(value, None)) is not None}
 
     def marks(self) -> dict[Any, object]:
-        """All entries, as something that changes with them, None for what is not plain; no device is waited for."""
+        """Return a mark of each entry, which changes with it; None for what is not plain. Waits for no device."""
         found: dict[Any, object] = {}
         for key, value in self._candidates():
             versions: list[tuple[int, int]] = []
@@ -327,7 +327,7 @@ class OptimizerState:
 
     def copies(self) -> "Undo":
         """A copy of all state, to be put back bit for bit."""
-        self._beside = None  # whoever copies is about to change it
+        self._beside = None  # a caller that copies is about to change it
         tables = [(table, {key: _copied(its) for key, its in table.items()}) for table in states_in(self._optimizer)]
         places = [
             (place, {key: _copied(place.entries[key]) for key in place.plain()})

@@ -38,6 +38,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensors and not any(tensor.is_meta for tensor in tensors) and not _is_unknown(func):
             return func(*args, **given)
         if not tensors and not _is_unknown(func):
+            # without memory first: only what turns out small is computed
             shape = func(*args, **_on("meta", func, given))
             if not isinstance(shape, Tensor) or shape.numel() <= MOST_ELEMENTS:
                 return func(*args, **_on("cpu", func, given))
@@ -47,7 +48,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_unknown(func: Any) -> bool:
-    """Whether the op makes new tensors whose values the code does not fix; an op that writes into a tensor does not."""
+    """Return whether the op makes new tensors whose values the code leaves open; one that writes in place does not."""
     name = func._schema.name.removeprefix("aten::")
     random = torch.Tag.nondeterministic_seeded in func.tags and not name.endswith("_")
     return random or name.startswith(("empty", "new_empty"))

@@ -143,11 +143,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = len(self._operations)
         self._operations.append(Operation(call, name, arguments, structure, made, draws))
         for storage in fresh | {view.storage for view in written}:
+            # a write over a part adds to what the storage depends on; one over all of it starts anew
             kept = frozenset() if storage in fresh | overwritten else self._history.get(storage, frozenset())
             self._history[storage] = before | kept | {index}
 
     def _is_whole(self, view: View) -> bool:
-        """Whether the view covers its storage."""
+        """Return whether the view covers its storage."""
         size = torch.Size(view.size).numel()
         dense = sorted(zip(view.stride, view.size, strict=True))
         expected = 1
@@ -169,6 +170,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for view, result in zip(operation.made, results, strict=False):
             if view is None:
                 continue
+            # views recorded of this result count on its strides, which a real kernel may choose differently
             if (tuple(result.stride()), result.storage_offset()) == (view.stride, view.offset):
                 storages[view.storage] = result.untyped_storage()
             else:

@@ -21,6 +21,7 @@ from varuna.partition.graph.flow import Flow
 from varuna.partition.watching.fake_mode import FakeMode
 from varuna.partition.watching.live_bytes import Allocated
 
+# two points make a line; not 1, since ops broadcast or drop a dimension of one element
 _SIZES = (2, 4)
 _REMEMBERED = 256
 
@@ -76,6 +77,7 @@ def _of(section: SectionGraph, arguments: list[_Argument | None] | None, flow: F
     if arguments is None:
         return None
     examples = _examples(flow)
+    # equal layers run once: shape_of leaves out the names of nodes, in which they differ
     key = hashlib.sha256(repr((shape_of(section.module), arguments, examples)).encode()).hexdigest()
     if key not in _known:
         while len(_known) >= _REMEMBERED:
@@ -138,6 +140,7 @@ def _footprint(
 
 def _each(large_bytes: int, examples: tuple[int, int]) -> int:
     """Bytes per example, from those at the larger size."""
+    # rounded up: a plan must not promise less than what is used
     return -(-large_bytes // examples[1])
 
 
@@ -146,6 +149,7 @@ def _line(small_bytes: int, large_bytes: int, examples: tuple[int, int]) -> tupl
     low, high = examples
     if low == high:
         return _each(large_bytes, examples), 0
+    # not below 0: a kernel may need less at the larger size
     each_bytes = max(0, large_bytes - small_bytes) // (high - low)
     return each_bytes, max(0, large_bytes - each_bytes * high)
 
@@ -178,6 +182,7 @@ def _recorded(module: GraphModule, given: Sequence[Any], counted: Allocated) -> 
     with torch.enable_grad():
         made = list(module.forward(*given))
     activation_bytes = counted.now_bytes - before_bytes
+    # gradients that come from the next stage are there before B begins, so they count as B's
     pairs = [(value, torch.empty_like(value)) for value in made if value.requires_grad]
     if pairs:
         torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])

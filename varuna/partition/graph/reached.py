@@ -30,10 +30,11 @@ def reached_parameters(capture: Capture, loss: Node) -> frozenset[str]:
 
 
 def _ends(node: Node) -> bool:
-    """Whether no gradient goes through a node to what it was made of."""
+    """Return whether no gradient goes through a node to what it was made of."""
     if node.target is _NO_GRAD:
         return node.args[0] is False
     name = op_name(node)
+    # these take shape and dtype of their argument, not its values
     if name in _ENDS or name.endswith("_like") or name.startswith("aten::new_"):
         return True
     values = tensors_of(node)

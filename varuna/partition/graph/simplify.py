@@ -38,8 +38,10 @@ def simplify(capture: Capture) -> None:
         same = _same_value(node)
         if same is None:
             continue
+        # two memories, one of them written: as one value, the other would change too
         if not _is_argument(node, same, memory) and (memory.is_written(node) or memory.is_written(same)):
             continue
+        # on an activation it ends a gradient, which is more than a name
         if op_name(node) == "aten::detach_" and same.name not in constants:
             continue
         node.replace_all_uses_with(same)
@@ -57,7 +59,7 @@ def _complete_users(graph: Graph) -> None:
 
 
 def _is_argument(node: Node, same: Node, memory: SharedMemory) -> bool:
-    """Whether the two are one tensor, or lie in the same memory, so that whatever writes to one writes to both."""
+    """Return whether the two are one tensor, or lie in the same memory, so that a write to one is a write to both."""
     return op_name(node) not in _COPIES and (op_name(node) == "aten::dropout" or memory.share_memory(node, same))
 
 
@@ -89,7 +91,7 @@ def _detach_of_constant(node: Node) -> object:
 
 
 def _fresh_copy(node: Node) -> object:
-    """A copy of a constant that nobody writes (``detach_`` only touches autograd) is the constant."""
+    """A copy of a constant that nothing writes to (``detach_`` only touches autograd) is the constant."""
     return node.args[0]
 
 
@@ -151,6 +153,7 @@ _COPIES = ("aten::lift_fresh_copy", "aten::cat")
 
 
 def _drop_dead(graph: Graph, kept: set[Node]) -> None:
+    # from the end: what only dead nodes use is dead by the time it is met; a write in place has no users, but readers
     for node in reversed(list(graph.nodes)):
         is_dead = node not in kept and not node.users and not written_arguments(node)
         if is_dead and node.op in ("call_function", "get_attr"):

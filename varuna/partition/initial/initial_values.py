@@ -232,7 +232,7 @@ class Pretrained:
 
     @property
     def stored(self) -> Set[str]:
-        """All but those that the files lack."""
+        """Parameters that the files have."""
         return self._shapes.keys() - self._fit.without
 
     def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Lists with an element for each sample, whose number nobody knows in a graph: two elements stand for all.
+"""Lists with an element for each sample, whose number a graph leaves open: two elements stand for all.
 
 ``tensor.unbind()`` and ``list(tensor)`` give one for the first sample and one for any other. A few operations on an
 element are done for all samples at once: another shape, a part of it, what goes element by element. Put together again,
@@ -84,19 +84,19 @@ class AllSamples:
 
     @property
     def shape(self) -> torch.Size:
-        """Of one sample."""
+        """Shape of one sample."""
         return self._whole.shape[1:]
 
     def size(self, dim: int | None = None) -> Any:
-        """Of one sample."""
+        """Return the shape of one sample, or its size along ``dim``."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Of one sample."""
+        """Return the number of dimensions of one sample."""
         return self._whole.dim() - 1
 
     def item(self) -> "EachNumber":
-        """A number for each sample."""
+        """Return what stands for a number of each sample."""
         return EachNumber(self)
 
     def __len__(self) -> Any:
@@ -236,12 +236,12 @@ register_pytree_node(
 
 
 def gathered(tree: Any) -> Any:
-    """Puts whole tensors in place of lists of their samples, in the arguments of a call."""
+    """Put whole tensors in place of lists of their samples, in the arguments of a call."""
     return _changed(tree, _gathered)
 
 
 def spread(tree: Any) -> Any:
-    """Makes the arguments again that the call had, for as many samples as the tensors have."""
+    """Make the arguments again that the call had, for as many samples as the tensors have."""
     return _changed(tree, _spread)
 
 

@@ -79,7 +79,7 @@ def learn_module(call: Call, arguments: Arguments) -> Learned:
 
 
 def _runs(call: Call, arguments: Arguments) -> tuple["_Run", "_Run", Ran, frozenset[str]]:
-    """Of both sizes, the larger once more, and what is scratch."""
+    """Run both sizes, and the larger once more; return the three runs, and what is scratch."""
     failure: Exception | None = None
     for draw in (torch.randn, torch.rand):  # it may want what a sigmoid or a softmax gives: sizes of boxes
         given = replace(arguments, draw=draw)
@@ -223,7 +223,7 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One op."""
+        """Run one op."""
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
             count = flop_registry.get(func.overloadpacket)

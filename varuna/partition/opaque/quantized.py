@@ -57,7 +57,7 @@ def _wrapped(module: nn.Module) -> Iterator[str]:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Whether bitsandbytes made it, and keeps more than its parameters say."""
+    """Return whether a layer is of bitsandbytes, which keeps more than its parameters say."""
     made = any(each.__module__.startswith("bitsandbytes.nn.") for each in type(module).__mro__)
     return made and any(type(value) is not nn.Parameter for value in module.parameters(recurse=False))
 
@@ -130,7 +130,7 @@ class _Linear4Bit(nn.Module):
             self.offset = _fixed(state.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of shape (..., inputs) -> (..., outputs)."""
+        """Compute outputs [..., out] of inputs ``x`` [..., in]."""
         ops = torch.ops.bitsandbytes
         given = x if self.dtype is None else x.to(self.dtype)
         scales: Tensor = self.scales

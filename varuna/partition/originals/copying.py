@@ -91,7 +91,7 @@ class _ByValue(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One call of torch."""
+        """Run one call of torch."""
         if func not in _COPIES or args[0].layout is not torch.strided:
             return func(*args, **(kwargs or {}))
         value, made = args

@@ -24,7 +24,7 @@ def check_outside(
         graph: as exported.
         constants: by placeholder.
         noticed: what was computed with.
-        trains_nothing_else: nobody trains a parameter that is no part of the model.
+        trains_nothing_else: no parameter is trained that is no part of the model.
 
     Raises:
         ModelError: the graph has one; names the line.
