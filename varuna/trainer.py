@@ -1,4 +1,16 @@
-"""The public interface: ``Trainer`` runs a script for one GPU on whatever devices there are."""
+"""The public interface: ``Trainer`` runs a script for one GPU on whatever devices there are.
+
+One turn of ``for step in trainer.steps(n)``, on every rank::
+
+    engine    runs and commits a step        -> Committed
+    Trainer   charts it, shows the options   -> Step, the same on all ranks but for is_main and step_s
+    script    its turn: the loop's body
+    Trainer   handed.check, samples.check    refuse what the body changed of what training reads
+              session.write                  options that it wrote -> all workers, from the next step on
+    engine    the next step ...
+
+After the last turn the script's own model gets the trained values.
+"""
 
 import math
 import os
@@ -135,7 +147,7 @@ class Trainer:
                 cut where each is entered and nowhere else. Default: every place where few bytes cross.
             checkpoints: folder or URL (``s3://``, ``gs://``, ``az://``) to save to every 10 minutes, or
                 ``Checkpoints(path, every=, keep_last=, ...)``. The same command then resumes from it.
-            publish: ``Publish(path, every=, keep=)``: every so many steps the model, or of one of PEFT's the adapter,
+            publish: ``Publish(path, every=, keep=)``: every ``every`` steps the model, or of PEFT's the adapter,
                 appears in a folder as Hugging Face writes it, whole, for a server that watches it.
             state: what else is saved with each checkpoint and the same on all workers, by name: dicts, or objects with
                 ``state_dict()`` and ``load_state_dict(state)``, which the loop changes.
@@ -229,6 +241,7 @@ class Trainer:
             raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
         handed = self._handed
         capturing = handed.before_capture()
+        # a tool takes the job here, before guard() makes the script's own objects refuse to be used
         offer_job(self._spec, n)
         self._given.guard()
         generators = generators_of_script()
@@ -237,9 +250,11 @@ class Trainer:
         at_end(self._charts.close)
         speed = SpeedLines(n, self._spec.examples_before) if self._tells_speed and not training.is_managed else None
         self._inference.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
+        # before handed.begin(): what capture and the first reads leave behind is not the script's doing
         committed, samples = training.steps(), SampleWatch(self._spec.source)
         handed.begin()
         try:
+            # frame 1 of this generator is the function whose for statement asks for the next step: the script's
             for turn, step in enumerate(committed):
                 done = self._told(step)
                 if done.is_main and done.index and not turn:
@@ -372,7 +387,7 @@ class Trainer:
             prompts: token ids of each, such as ``tokenizer(["Once upon"])["input_ids"]``.
             max_new_tokens: for each prompt.
             temperature: of the choice of tokens, which depends on the seed and the step; 0: the likeliest each time.
-            top_k: choose among so many likeliest only.
+            top_k: choose among this many likeliest tokens only.
             eos_token_id: a text ends with this token.
             ema: as for ``evaluate``.
 
@@ -428,7 +443,7 @@ class Trainer:
         return None if self._training is None else self._training.session
 
     def _give_back(self) -> None:
-        """After the loop, a model that the script has built has the trained values on every worker."""
+        """Give a model that the script has built the trained values, on every worker, after the loop."""
         built, training, model = self._given.built, self._training, self._spec.partitioned
         self._handed.end()
         if built is None or training is None:
@@ -445,7 +460,7 @@ class Trainer:
             raise UsageError("ema=True needs an average: Trainer(..., ema=0.999)")
 
     def _whole_steps(self, n: int | None, epochs: float | None) -> int:
-        """Steps of the whole run."""
+        """Return the steps of the whole run."""
         if (n is None) == (epochs is None):
             raise UsageError("say one of the two: trainer.steps(1000) or trainer.steps(epochs=3)")
         if n is not None:

@@ -61,7 +61,7 @@ class Inference:
                 warn(f"trainer.{method}(...) will be refused where the script calls it: {error}")
 
     def evaluation(self, dataset: Any, examples: int | None, *, step: int, averaged: bool) -> EvaluationWork:
-        """The loss of another dataset, after ``step``.
+        """Describe the work of measuring the loss of another dataset, after ``step``.
 
         Raises:
             UsageError: ``examples`` is out of range.
@@ -75,7 +75,7 @@ class Inference:
     def prediction(
         self, dataset: Any, output: OutputsFunction, examples: int | None, *, step: int, averaged: bool
     ) -> EvaluationWork:
-        """Return what ``output`` makes of another dataset, after ``step``.
+        """Describe the work of computing what ``output`` makes of another dataset, after ``step``.
 
         Raises:
             UsageError, ModelError: as for an evaluation.
@@ -101,7 +101,7 @@ class Inference:
         end: int | None,
         averaged: bool,
     ) -> Continuation:
-        """Texts that the model continues.
+        """Describe the texts that the model continues.
 
         Raises:
             UsageError: an argument is out of range, or a text would be too long.

@@ -48,7 +48,7 @@ def output_as_errors() -> Iterator[None]:
 
 
 def offer_job(spec: JobSpec, steps: int) -> None:
-    """Called by a Trainer that is about to train; does not return if a tool runs the script."""
+    """Offer the job of a Trainer that is about to train; does not return if a tool runs the script."""
     if _active:
         raise Intercepted(spec, steps)
 

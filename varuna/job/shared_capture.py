@@ -82,7 +82,7 @@ def _bytes_of(model: PartitionedModel) -> bytes:
 
 
 def is_same(one: object, other: object) -> bool:
-    """Whether two things of a script's are the same, or functions of the same code that see the same."""
+    """Return whether two things of a script's are the same, or functions of the same code that see the same."""
     if one is other:
         return True
     if type(one) is not type(other):

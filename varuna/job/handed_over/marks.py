@@ -29,7 +29,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def mark_of(value: Any, names: Collection[str] = (), depth: int = 0) -> Any:
-    """Something hashable or comparable that is equal as long as the value is the same.
+    """Return something hashable or comparable that is equal as long as the value is the same.
 
     Args:
         value: anything. Of an object that is none of Python's own, its plain attributes in ``names``.
@@ -134,7 +134,7 @@ def _is_legible(value: Tensor) -> bool:
 
 
 class SomeValues:
-    """Some values of each of many tensors on the CPU: they tell writes that torch does not count, as NumPy's are."""
+    """Values of many tensors on the CPU, a few of each, which tell writes that torch does not count, as NumPy's are."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Look at them."""
@@ -167,7 +167,7 @@ class SomeValues:
 
 
 def _spread(value: Any, most: int) -> Any:
-    """At most so many elements, evenly spread."""
+    """Return at most ``most`` elements, evenly spread."""
     return value[:: -(-len(value) // most) or 1]
 
 

@@ -100,7 +100,7 @@ class ModuleWatch:
 
     @contextmanager
     def engine(self) -> Iterator[None]:
-        """In this block Varuna works, though the script has called it; what changes is not the script's doing."""
+        """Let Varuna work in this block, though the script has called it; what changes is not the script's doing."""
         before, self._engine = self._engine, get_ident()
         is_changed = next(self.changes(), None) is not None  # before the block, and is still to be told
         try:
@@ -112,7 +112,7 @@ class ModuleWatch:
 
     @contextmanager
     def script(self) -> Iterator[None]:
-        """In this block the script has control, on this thread."""
+        """Give the script control in this block, on this thread."""
         before, self._thread = self._thread, get_ident()
         try:
             yield
@@ -231,7 +231,7 @@ class ModuleWatch:
         if not sets and what in _METADATA:
             return
         if what == "copy_" and _is_called_by("_load_from_state_dict"):
-            return  # it would tell an error once for each tensor; what it writes is seen when the loop goes on
+            return  # it would tell an error once for each tensor; what it writes is seen after the turn
         if what in ("grad", "_grad"):
             if (sets and args[1] is None) or _is_called_by("zero_grad"):  # there are no gradients: it does nothing
                 return

@@ -10,7 +10,17 @@ from closures, globals and attributes of its object, in functions that it calls 
 long lists a few entries are compared. Everything else is the script's own business: a list to which it appends losses,
 a key of a dict or an attribute that no such code names, what such code stores itself (a counter, a cache), random
 generators, and whatever state= names for before_step=. Functions that run within a step use what they are given: they
-may not touch the tensors of the script's model either.
+may not touch the tensors of the script's model either. In the order of a run::
+
+    before_capture()          remember what is where captured code will keep values
+    ... capture ...
+    begin()                   put that back; mark all that training reads
+    script(options):          the script's turn: groups show the next step's options, tensors of the model refuse
+        ... loop body ...     to be touched, and asking for a kept value is refused
+    check()                   marks that differ are refused
+    written(step)             options that the body wrote, for all workers
+    unwatched():              evaluate, predict, generate, export: what changes is Varuna's own doing
+    end()                     the model has the trained values
 """
 
 import copy
@@ -146,7 +156,7 @@ _GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backwa
 
 
 class _All(frozenset[str]):
-    """All names."""
+    """The set of all names."""
 
     def __contains__(self, _: object) -> bool:
         return True
@@ -205,6 +215,7 @@ class _Watched:
             value = {key: each for key, each in own.items() if key in self._names}
         return mark_of(value, self._names, self._depth)
 
+    # of the class, so that the first remember() has something to compare with
     _value: Any = MISSING
     _is_fixed = True
     _copy: Any = None
@@ -415,7 +426,7 @@ class HandedOver:
 
     @contextmanager
     def script(self, options: Any = None, *, steps: int = 0) -> Iterator[None]:
-        """In this block the script has control.
+        """Give the script control in this block.
 
         Args:
             options: of the next step, for its optimizer's groups.
@@ -433,7 +444,7 @@ class HandedOver:
 
     @contextmanager
     def callbacks(self, *, may_read: bool) -> Iterator[None]:
-        """In this block functions of the user's run between Varuna's own code.
+        """Let functions of the user's run in this block, between Varuna's own code.
 
         Args:
             may_read: the script's model has the newest values here.
@@ -445,7 +456,7 @@ class HandedOver:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """In this block Varuna works, asked for by the script, and may call the user's functions."""
+        """Let Varuna work in this block, asked for by the script; it may call the user's functions."""
         with nullcontext() if self.watch is None else self.watch.engine(), self._kept_values.shown():
             yield
         for each in self._watched:
