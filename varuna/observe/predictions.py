@@ -98,6 +98,7 @@ def _since(now: Sequence[RankTimes], before: Sequence[RankTimes]) -> float:
     if not before:
         return max(each.step_s for each in now)
     return max(
+        # both are means since the generation began: seconds in all, less those that were told before
         (late.steps * late.step_s - early.steps * early.step_s) / max(1, late.steps - early.steps)
         for late, early in zip(now, before, strict=True)
     )

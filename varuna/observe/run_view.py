@@ -1,4 +1,4 @@
-"""A run as its user sees it while it goes on: events become lines, and between them the state of the fleet does."""
+"""A run as its user sees it while it trains: events become lines, and between them the state of the fleet does."""
 
 import threading
 import time
@@ -107,7 +107,7 @@ class RunView:
         start("view", self._look)
 
     def close(self, ended: Ended | None, checkpoint: str | None, spent: str = "") -> None:
-        """The run is over, or goes on without its manager (None): say how it went, unless it never began."""
+        """Say how a run went that is over, or continues without its manager (None), unless it never began."""
         self._over.set()
         self._progress.show("", final=self._progress.is_live)
         while self._story:
@@ -161,7 +161,7 @@ class RunView:
             self.show_now(self._fleet())
 
     def _begin(self, is_pictured: bool) -> None:
-        """A generation begins: say what it runs if it is the first, and what it puts at risk if that is new."""
+        """Say what a new generation runs if it is the first, and what it puts at risk if that is new."""
         row, *before = reversed(self.history.generations)
         self._pace.begin_generation()
         if not before and not is_pictured:

@@ -107,7 +107,7 @@ class Progress:
             self._redraw()
 
     def write(self, data: bytes, write: Callable[[bytes], None]) -> None:
-        """Let somebody else write to the same terminal: the picture comes back after a whole line."""
+        """Let another writer use the same terminal: the picture comes back after a whole line."""
         with self._lock:
             self._clear()
             write(data)
@@ -115,7 +115,7 @@ class Progress:
             self._redraw()
 
     def _redraw(self) -> None:
-        """After other lines; many of them at once wait for the next ``refresh``."""
+        """Draw the picture again after other lines, unless it was just drawn: then ``refresh`` does."""
         now_s = self._clock()
         if now_s - self._drawn_s >= _REDRAWN_EVERY_S:
             self._draw(now_s)
@@ -134,7 +134,7 @@ class Progress:
         self._drawn_s, self._drawn = now_s, [Text.from_ansi(line).cell_len for line in lines]
 
     def _clear(self) -> None:
-        """Also what the terminal itself has written at the bottom, such as ``^C``."""
+        """Clear the picture, and what the terminal itself has written at the bottom, such as ``^C``."""
         if self.is_live and not self._is_within_line and not self._is_over:
             self.console.file.write(self._away())
             self.console.file.flush()
@@ -148,9 +148,9 @@ class Progress:
 
 
 def beside_a_script() -> tuple[Progress, Callable[[bytes], None]]:
-    """For standard error, and what passes on the script's lines: a live line only where both end on one terminal.
+    """Return progress on standard error, and a function that passes on the script's lines.
 
-    There both go the same way, or one could overtake the other.
+    The line is live only where both end on one terminal. There both go the same way, or one could overtake the other.
     """
     is_shared = _share_one_terminal()
     progress = Progress(PlainConsole(stderr=True), redraws=is_shared, every_s=_LOGGED_EVERY_S)
