@@ -53,7 +53,7 @@ def copied_sums(
     goes_on: bool,
     until_s: float,
 ) -> Iterator[CopiedSum]:
-    """Copies of a stage's sums that are complete by ``until_s``, as ``engine.copies.sending`` makes them.
+    """Return the copies of a stage's sums that are complete by ``until_s``, as ``engine.copies.sending`` makes them.
 
     A section's sum is taken when something was just added to it.
 
@@ -212,7 +212,7 @@ class BrokenSteps:
         course: _Course,
         until_s: float,
     ) -> tuple[MicroBatchLoss, ...]:
-        """Losses that a rank knows: none but those of the last stage does."""
+        """Return the losses that a rank knows: none but those of the last stage does."""
         if plan.sections_at(rank).stop != plan.sections:
             return ()
         known = (mine[number] for number, at_s in enumerate(course.loss_s) if at_s <= until_s)
@@ -220,7 +220,7 @@ class BrokenSteps:
         return (*(MicroBatchLoss(micro_batch=number, values=(0.0,) * _WIDTH) for number in known), *inherited)
 
     def _with_inherited(self, sections: range, done: IndexSet, rest: StepAssignment | None) -> Mapping[int, IndexSet]:
-        """By section: what was added here, and not by anyone before; and what the rank went on from."""
+        """Return by section what was added here, and not before; and what the rank continued from."""
         if rest is None:
             return dict.fromkeys(sections, done)
         taken = {s: union(each.micro_batches for each in rest.taken if each.section == s) for s in sections}
@@ -229,7 +229,7 @@ class BrokenSteps:
         return {section: union([new[section], taken[section]]) for section in sections}
 
     def _course(self, plan: Plan, micro_batches: int, kind: int = 0) -> _Course:
-        """A replica's step of so many micro-batches, by how it is cut; a whole one takes as long as the plan says."""
+        """Return a replica's step of some micro-batches, by how it is cut; a whole one takes the plan's time."""
         known = self._courses.get((plan, micro_batches, kind))
         if known is None:
             whole = len(plan.micro_batches_of(0))

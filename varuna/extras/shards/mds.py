@@ -53,7 +53,7 @@ class Shard:
 
 
 def shards_of(index: bytes, where: str) -> tuple[Shard, ...]:
-    """The shards that an index.json lists.
+    """Return the shards that an index.json lists.
 
     Args:
         index: its content.
@@ -105,7 +105,7 @@ def _file(given: Mapping[str, Any]) -> StoredFile:
 
 
 def sample_of(shard: Shard, data: bytes) -> dict[str, Any]:
-    """The columns of a sample.
+    """Return the columns of a sample.
 
     Raises:
         ValueError: the bytes are damaged.
@@ -122,7 +122,7 @@ def sample_of(shard: Shard, data: bytes) -> dict[str, Any]:
 
 
 def decoder(encoding: str) -> Decode | None:
-    """Reads values of an encoding; None: it cannot be read."""
+    """Return what reads values of an encoding; None: it cannot be read."""
     kind, _, details = encoding.partition(":")
     if kind == "ndarray":
         return lambda data: _array(data, *details.partition(":")[::2])
@@ -143,7 +143,7 @@ _SIMPLE: dict[str, Decode] = {
 
 
 def _array(data: bytes, dtype: str, shape: str) -> np.ndarray[Any, Any]:
-    """An array; what the encoding does not say of dtype and shape stands before its values."""
+    """Read an array; what the encoding does not say of dtype and shape stands before its values."""
     place = 0
     if not dtype:
         dtype, place = _BY_NUMBER[data[0]], 1

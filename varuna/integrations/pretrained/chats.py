@@ -108,7 +108,7 @@ class Pairs:
 
 
 def packed(chats: Sequence[Tokens], length: int) -> list[list[Tokens]]:
-    """Rows of at most ``length`` tokens: the longest first, each into the row with the least room that is enough."""
+    """Pack chats into rows of at most ``length`` tokens: the longest first, each where the least room is left over."""
     rows: list[list[Tokens]] = []
     rooms: list[tuple[int, int]] = []  # and whose; ascending
     for chat in sorted(chats, key=lambda each: len(each.ids), reverse=True):
@@ -122,7 +122,7 @@ def packed(chats: Sequence[Tokens], length: int) -> list[list[Tokens]]:
 
 
 def _with_targets(samples: Sequence[tuple[Tokens, ...]], of_what: str, length: int) -> list[tuple[Tokens, ...]]:
-    """Samples whose chats all have something to learn."""
+    """Keep the samples whose chats all have something to learn."""
     kept = [sample for sample in samples if all(each.has_targets for each in sample)]
     if not kept:
         raise UsageError(
@@ -135,7 +135,7 @@ def _with_targets(samples: Sequence[tuple[Tokens, ...]], of_what: str, length: i
 
 
 def _tokens(tokenizer: Any, messages: Sequence[Message], length: int, where: str) -> Tokens:
-    """A chat; what the assistant says is from where the chat before it, with the template's invitation, ends."""
+    """Return a chat in tokens; the assistant's words begin where the chat before, with the template's prompt, ends."""
     if not isinstance(messages, list) or any(not isinstance(each, dict) or "role" not in each for each in messages):
         raise UsageError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}; found {messages!r:.80}')
     whole = _written(tokenizer, messages, where, False)

@@ -53,7 +53,7 @@ class Ordered:
 
 
 def one_length(collator: Callable[[list[Any]], Any], dataset: Any) -> Callable[[list[Any]], Any]:
-    """A copy of a collator that pads to the longest of a batch, which pads to the longest of the dataset.
+    """Return a copy of a collator that pads to the longest of a batch, which pads to the longest of the dataset.
 
     The loss is the same, as padding is masked; every micro-batch has one shape. Other collators are returned as they
     are.
@@ -71,7 +71,7 @@ def one_length(collator: Callable[[list[Any]], Any], dataset: Any) -> Callable[[
 
 
 def _lengths(dataset: Any) -> tuple[int, int]:
-    """The largest and the smallest number of tokens in any sample; 0 if samples are not dicts of lists."""
+    """Return the largest and the smallest number of tokens in any sample; 0 if samples are not dicts of lists."""
     columns = getattr(dataset, "column_names", None) or ()
     if columns:
         values: Iterable[Any] = chain.from_iterable(dataset[key] for key in _OF_TOKENS if key in columns)

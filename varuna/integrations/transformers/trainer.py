@@ -64,12 +64,12 @@ class ReturningLoss(GivenModel):
         self._compute_loss = compute_loss
 
     def __call__(self) -> nn.Module:
-        """A copy."""
+        """Build a copy."""
         return _returning_loss(super().__call__(), self._compute_loss)
 
 
 def _returning_loss(module: nn.Module, compute_loss: ComputeLoss) -> nn.Module:
-    """The module, of a class of the same name whose ``forward`` is ``compute_loss``."""
+    """Return the module, of a class of the same name whose ``forward`` is ``compute_loss``."""
     own = type(module)
 
     @functools.wraps(own.forward)
@@ -128,7 +128,7 @@ class OverVaruna(OnMainRank):
     """The training loop; see docs/transformers.md."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        """As for Hugging Face's Trainer.
+        """Take the arguments of Hugging Face's Trainer.
 
         Args:
             given: as there.
@@ -301,7 +301,7 @@ class OverVaruna(OnMainRank):
         )
 
     def _check_resuming(self, asked: str | bool | None) -> None:
-        """A run resumes from its newest checkpoint, and from nothing else."""
+        """Refuse to resume from anything but the run's newest checkpoint."""
         newest = get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
         if asked is True and newest is None:
             raise UsageError(f"resume_from_checkpoint=True: there is no checkpoint in {self.args.output_dir}")
@@ -346,7 +346,7 @@ class OverVaruna(OnMainRank):
         self._call("on_step_begin")
 
     def _agree(self, step: Step, losses: dict[int, float]) -> None:
-        """In a new generation, ranks that came later learn what happened; a step that is redone is forgotten."""
+        """Tell ranks that came later what happened, in a new generation; forget a step that is redone."""
         for redone in [index for index in losses if index >= step.index]:
             del losses[redone]
         self.state.log_history = [each for each in self.state.log_history if each["step"] <= step.index]
@@ -411,7 +411,7 @@ class OverVaruna(OnMainRank):
         return True
 
     def _save_folder(self) -> None:
-        """``checkpoint-N`` as Hugging Face's Trainer names it: the model, what reads its inputs, and the log."""
+        """Write ``checkpoint-N`` as Hugging Face's Trainer names it: the model, what reads its inputs, and the log."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         self.save_model(str(folder))
         if self.state.best_global_step == self.state.global_step:
@@ -443,7 +443,7 @@ class OverVaruna(OnMainRank):
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def _take_the_end(self, schedule: _Schedule) -> None:
-        """There was no step to make: the run has ended already."""
+        """Take the end of a run that had ended already: there was no step to make."""
         if IS_LAUNCHED:
             sys.exit(0)  # a spare, or a worker that came after the last step: the others have all results
         folder = Path(self.args.output_dir) / f"checkpoint-{schedule.steps}"

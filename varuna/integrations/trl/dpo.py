@@ -101,7 +101,7 @@ class DPOTrainer(OfTrl, OverVaruna, _Theirs):
             )
 
     def _precompute_ref_logps(self, *given: Any, **named: Any) -> Any:
-        """As TRL does, whose batches are on the device, where the model is not before it is evaluated."""
+        """Move the model to the device first: TRL's batches are there, and the model is only once it is evaluated."""
         model: Any = self.ref_model or self.model
         place = next(model.parameters()).device
         model.to(self.args.device)
@@ -139,5 +139,5 @@ class DPOTrainer(OfTrl, OverVaruna, _Theirs):
 
 
 def _odds(output: Any, labels: Tensor) -> Tensor:
-    """The likelihood of each row's targets, in logarithms."""
+    """Return the log-likelihood of each row's targets, [rows]."""
     return -cross_entropy(output.logits[:, :-1].float().mT, labels[:, 1:], reduction="none").sum(1)

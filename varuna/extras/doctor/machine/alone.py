@@ -1,4 +1,4 @@
-"""One machine, with nobody to meet."""
+"""One machine, which meets no other."""
 
 import secrets
 from pathlib import Path
@@ -54,7 +54,7 @@ def check_interface(interface: str) -> None:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder that this check has made, unless somebody uses it already."""
+    """Remove a folder that this check has made, unless it is in use already."""
     try:
         folder.rmdir()
     except OSError:

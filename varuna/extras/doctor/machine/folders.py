@@ -49,7 +49,7 @@ def _distinct(places: dict[str, Path]) -> Iterable[tuple[str, Path]]:
 
 
 def _existing(path: Path) -> Path:
-    """The folder, or the nearest one above it that is there: a run makes the rest."""
+    """Return the folder, or the nearest one above it that is there: a run makes the rest."""
     return next((each for each in (path.absolute(), *path.absolute().parents) if each.exists()), path)
 
 

@@ -29,7 +29,7 @@ _MIB = 1 << 20
 
 
 def look_at_gpus(root: Path = Path("/")) -> tuple[tuple[GpuFacts, ...], str]:
-    """GPUs, and why there are none although the machine has one; ``root`` is where /sys is."""
+    """Return GPUs, and why there are none although the machine has one; ``root`` is where /sys is."""
     on_bus = _on_bus(root / "sys" / "bus" / "pci" / "devices")
     there = f"{on_bus} of NVIDIA's GPUs on the bus, but " if on_bus else ""
     if shutil.which("nvidia-smi") is None:
@@ -167,7 +167,7 @@ def look_at_machine(child: TorchChild, wanted: Wanted) -> MachineFacts:
 
 
 def starts_slowly(root: Path = Path("/")) -> bool:
-    """Whether TCP begins anew after a pause, as Linux does by default; ``root`` is where file systems are."""
+    """Return whether TCP begins anew after a pause, as Linux does by default; ``root`` is where file systems are."""
     try:
         return (root / "proc" / "sys" / SETTING.replace(".", "/")).read_text().strip() == "1"
     except OSError:
@@ -182,6 +182,6 @@ def _resolved(work: Bounded[str]) -> str:
 
 
 def owner_here() -> str:
-    """A name for this process in a store, which no other on any machine has."""
+    """Return a name for this process in a store, which no other on any machine has."""
     host = "".join(letter for letter in socket.gethostname() if letter.isalnum())
     return f"{host[:40]}{os.getpid()}"

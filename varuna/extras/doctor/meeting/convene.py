@@ -18,7 +18,7 @@ from varuna.process.bounded import Bounded
 from varuna.store.opening import is_local, location
 
 ARRIVAL_S = 600.0
-"""For somebody to start the command on all machines."""
+"""Seconds for a person to start the command on all machines."""
 _FAREWELL_S = 3.0
 _EVERY_S = 0.1
 _PHASES = {"reach": "connecting all machines to all", "links": "measuring links", "done": "done"}
@@ -89,7 +89,7 @@ def convene(
 
 
 def _conduct(meeting: MachineMeeting, asked: Convening, tell: Callable[[str], None], own: Bounded[Next]) -> None:
-    """Until all is done."""
+    """Conduct the meeting until all is done."""
     until_s, phase, came = time.monotonic() + asked.arrival_s, "gather", 0
     while phase != "done":
         time.sleep(_EVERY_S)

@@ -247,7 +247,7 @@ class Guest:
                     raise FleetError(f"the first machine did not go on within {_GIVE_UP_S / 60:.0f} minutes")
 
     def _listen(self, rank: int) -> None:
-        """LinkOrder what comes next, again and again; this is also how the meeting hears that this machine lives."""
+        """Ask what comes next, again and again; this is also how the meeting hears that this machine lives."""
         heard_s, came = time.monotonic(), -1
         while not self._closed.wait(_EVERY_S):
             try:
