@@ -132,6 +132,7 @@ class _Following(TorchDispatchMode):
             return func(*args, **kwargs)
         sources = sources.union(*(self.sources_of(each) for each in given))
         written = self._write(func, args, kwargs, sources)
+        # an operation in place returns what it writes
         if written and len(func._schema.returns) <= len(written):
             return written[0] if len(func._schema.returns) == 1 else tuple(written)
         made = self._without_data(func, args, kwargs)

@@ -280,6 +280,7 @@ def _take_updates(captured: Capture, results: Sequence[Node], mixing: Sequence[M
     writes = find_writes(captured, results)
     by_micro_batch = bool(writes.normalised) or any(each.certain for each in mixing)
     at_once = [*writes.read, *(() if by_micro_batch else writes.counted)]
+    # by place in the graph: sets have no order, and workers must number updates alike
     order = {node: place for place, node in enumerate(captured.graph.nodes)}
     whole = updates_of_whole_batch(captured, sorted(at_once, key=order.__getitem__), results, required=writes.read)
     return (*whole, *separate_updates(captured, [*results, *(truth.node for truth in captured.truths)]))
@@ -411,6 +412,7 @@ def _example_bytes(crossing: Crossing) -> int:
 
 def _gradient_free(divided: Split, trainable: frozenset[str]) -> int:
     for section in divided.sections:
+        # what crosses with a gradient comes from something that is trained before this section
         taken = {crossing.name for crossing in divided.crossings[section.index] if crossing.differentiable}
         if not trainable.isdisjoint(section.parameters) or not taken.isdisjoint(section.takes):
             return section.index

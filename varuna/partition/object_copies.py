@@ -81,7 +81,7 @@ class ObjectCopier:
         made: Any
         if isinstance(value, dict):
             made = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-            self._memo[id(value)] = made
+            self._memo[id(value)] = made  # before it is filled: it may hold itself
             made.update((self.of(key), self.of(each)) for key, each in value.items())
             return made
         made = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()

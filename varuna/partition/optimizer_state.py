@@ -273,6 +273,7 @@ class OptimizerState:
                 return found.to(device) if found.dim() else found  # counters stay on the host
 
             for key, value in given.items():
+                # the longest: the path of an inner optimizer begins with that of its outer one
                 path = max((each for each in tables if key.startswith(each)), key=len)
                 found = value if isinstance(value, Tensor) else from_json(value, take)
                 entries[path][key.removeprefix(path)] = found

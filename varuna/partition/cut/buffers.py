@@ -79,7 +79,7 @@ def _written(capture: Capture) -> list[Node]:
     found = [node for node in capture.graph.find_nodes(op="placeholder") if memory.is_written(node)]
     for node in found:
         _check_writers(capture, node, memory.writers(node))
-    return [node for node in found if node.users]
+    return [node for node in found if node.users]  # one that _name_once has merged into another has none
 
 
 def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[BufferWrite, ...]:
@@ -88,7 +88,7 @@ def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[BufferW
     Raises:
         ModelError: a result depends on a buffer that forward() writes.
     """
-    placeholders = _written(capture)
+    placeholders = _written(capture)  # anew: updates of the whole batch have been taken out since find_writes
     dependent = _dependent(capture, placeholders)
     _check_apart(capture, dependent, placeholders, results)
     updates = tuple(_update(capture, part, placeholders) for part in _components(dependent, placeholders))
@@ -211,7 +211,7 @@ def _copy_written_inputs(capture: Capture) -> None:
             copy.meta = dict(node.meta)  # what shared the sample's memory shares the copy's
             node.meta["val"] = torch.clone(node.meta["val"])
             for user in list(node.users):
-                if user >= place:
+                if user >= place:  # fx compares nodes by their place in the graph
                     user.replace_input_with(node, copy)
 
 

@@ -163,6 +163,7 @@ def _run(whole: GraphModule, halved: GraphModule | None, arguments: Sequence[_Ar
         activation_bytes, backward_bytes = _recorded(whole, given, counted)
         split_bytes = backward_bytes
         if halved is not None:
+            # new leaves: the whole graph's backward has left its gradients with the others
             split_bytes = _recorded(halved, [pending, *_given(arguments, index)], counted)[1]
     return _Bytes(activation_bytes, forward_bytes, backward_bytes, split_bytes, _queued_bytes(pending))
 
@@ -192,6 +193,7 @@ def _recorded(module: GraphModule, given: Sequence[Any], counted: Allocated) -> 
 def _queued_bytes(pending: PendingWeights) -> int:
     """Bytes of all that W will multiply, without parameters, which exist anyway."""
     kept = (value.untyped_storage() for _, _, taken, gradient in pending.parts for value in (taken, gradient))
+    # several linears may have taken one tensor (q, k, v): its memory counts once
     return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
 
 

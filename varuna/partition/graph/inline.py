@@ -38,6 +38,7 @@ def inline_regions(graph: Graph, owner: GraphModule, buffers: Collection[str]) -
         inner = [each for each in body.graph.nodes if each.op == "placeholder"]
         given = dict(zip(inner, outer, strict=True))
         own = {each.name for each, value in given.items() if isinstance(value, Node) and value.name in buffers}
+        # from the inside: a region that holds another one cannot be put in line
         inline_regions(body.graph, body, own)
         if _can_inline(body.graph, node, own):
             _inline(graph, body.graph, node, given, detaches=node.target is _NO_GRAD)

@@ -69,7 +69,7 @@ class Tracking:
         self.undecided: set[MixingSource] = set()
         """no value for each example comes after them, which could tell whether examples have been mixed"""
         needed = needed_by(capture.graph, results)
-        for node in capture.graph.nodes:
+        for node in capture.graph.nodes:  # in order: what a value is made of has its state before
             if node in needed:
                 self.states[node] = self._follow(node)
                 self._write(node)
@@ -122,7 +122,7 @@ class Tracking:
 
     def _placeholder(self, node: Node) -> State:
         if node.name in self._capture.inputs:
-            return Rows(-node.meta["val"].dim(), IN_TURN, given=True)
+            return Rows(-node.meta["val"].dim(), IN_TURN, given=True)  # dimension 0, counted from the last
         return Fixed(given=node.name not in self._capture.parameters and not self._memory.is_written(node))
 
     def _write(self, node: Node) -> None:
@@ -195,6 +195,7 @@ def meet(t: Tracking, node: Node, sources: Iterable[Node], *, dim: int | None = 
         blames = (*blames, MixingSource(node, PLACES, False))
     if any(isinstance(state, BatchConstant) for state in states):
         t.fact_users.add(node)
+    # rows without an order are the same for all examples, so the others' order holds
     ordered = next((row for row in rows if row.order is not None), rows[0])
     return Rows(
         ordered.dim if dim is None else dim,

@@ -77,6 +77,7 @@ def _picked(t: Tracking, node: Node, chosen: tuple[int, Node]) -> Found:
     dims = carriers(value_of(node))
     if not isinstance(which, Rows) or not isinstance(state, Rows | Fixed) or len(dims) != 1:
         return unknown(t, node)
+    # the dimension of the source that meets the mask's examples: a mask covers dimensions from ``place`` on
     left = value_of(mask).dim() + which.dim + place
     if isinstance(state, Rows) and (value.dim() + state.dim != left or _unlike(state.order, which.order)):
         return doubted(t, node, COMPARES, certain=True)
@@ -173,6 +174,7 @@ def taken(t: Tracking, node: Node) -> Found:
     if isinstance(source, Rows):
         return source if isinstance(where, Fixed) and dim not in (None, source.dim) else unknown(t, node)
     if isinstance(where, Rows):
+        # embedding puts a new last dimension behind those of the numbers
         return meet(t, node, [table, place], dim=where.dim - 1 if dim is None else dim)
     return level(t, node, [table, place])
 

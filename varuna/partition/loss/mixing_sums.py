@@ -134,6 +134,7 @@ def recurrent(t: Tracking, node: Node) -> Found:
     if not isinstance(state, Rows) or ".data" in str(node.target) or state.dim not in (-2, -3):
         return unknown(t, node)
     found = meet(t, node, operands(node), dim=state.dim)
+    # states are [layers, examples, hidden], whatever ``batch_first`` says of the outputs
     return (found, *(at(found, -2) for _ in node.meta["val"][1:]))
 
 
@@ -144,6 +145,7 @@ def losses(t: Tracking, node: Node) -> Found:
     reduction, leading = argument(node, "reduction", MEAN), op_name(node) in LEADING
     if not rows:
         return level(t, node, sources)
+    # LEADING: examples along dimension 0 of each operand, whose shapes differ behind it ([N, C, ...] and [N, ...])
     met = meet(t, node, sources, dim=-1 if leading else None)
     if leading and any(state.dim != -value_of(source).dim() for source, state in rows):
         met = replace(met, blames=(*met.blames, MixingSource(node, COMPARES, False)))

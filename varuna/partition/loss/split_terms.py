@@ -189,6 +189,7 @@ class Splitting:
         many = range(value.dim()) if dims is None else [int(d) for d in (dims if isinstance(dims, list) else [dims])]
         each = 1
         for dim in {dim % value.dim() - value.dim() for dim in many} - {state.dim}:
+            # a second open size: the whole batch's is unknown before all of it has been read
             if carriers(value) != [state.dim] and dim in carriers(value):
                 raise CannotCountError(source)
             each *= int(value.shape[dim])

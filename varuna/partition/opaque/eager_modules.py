@@ -258,6 +258,7 @@ class Pieces:
         if calls.is_kind(path):
             raise UnfitError("it is made in forward(), and keeps tensors that are neither parameters nor buffers")
         built = []
+        # attributes that differ between two seeds were drawn
         for seed in (0, 1):
             with generator_lock, torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)

@@ -115,6 +115,7 @@ def _measured(call: Call, arguments: Arguments, size: int) -> _Run:
     work, counted = _Work(), Allocated()
     with seeded(0, call.path, "arguments"):
         given, state, sizes = _given(call, arguments, size)
+    # as in _once: results of runs are compared, so both must draw the same
     with seeded(0, call.path), counted.watch():
         with work:
             leaves, structure, *_ = call.run(given, state, sizes)
@@ -126,6 +127,7 @@ def _measured(call: Call, arguments: Arguments, size: int) -> _Run:
         if roots and wanted:
             ones = [torch.ones_like(value) for value in roots]
             found = torch.autograd.grad(roots, wanted, ones, allow_unused=True)
+        # without gradients of results, as large as these, and of arguments: the section counts them
         passing_bytes = counted.peak_bytes - after_bytes - _size_bytes(made) - _size_bytes(found)
     kept_bytes = after_bytes - _size_bytes(made)
     plain = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]

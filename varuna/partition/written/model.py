@@ -56,6 +56,7 @@ def from_bytes(data: bytes) -> PartitionedModel:
         CannotShareError: they are other bytes, or this process cannot run the model.
     """
     try:
+        # bounded: a few bytes of a broken or foreign sender can stand for very many
         whole = zlib.decompressobj().decompress(data, _MOST_BYTES)
         end = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES])
         reader = ValueReader(_TYPES, load(whole[end:]))
