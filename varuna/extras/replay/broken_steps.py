@@ -53,7 +53,7 @@ def copied_sums(
     goes_on: bool,
     until_s: float,
 ) -> Iterator[CopiedSum]:
-    """Return the copies of a stage's sums that are complete by ``until_s``, as ``engine.copies.sending`` makes them.
+    """Yield the copies of a stage's sums that are complete by ``until_s``, as ``engine.copies.sending`` makes them.
 
     A section's sum is taken when something was just added to it.
 
@@ -154,6 +154,7 @@ class BrokenSteps:
         mine = plan.micro_batches_of(replica) if rest is None else numbers_of(rest.work)
         course, until_s = self._course(plan, len(mine), _kind_of(plan, replica)), stopped_s[replica] / self.longer(plan)
         everything: IndexSet = ((0, plan.micro_batches),)
+        # mine: number among the replica's own micro-batches -> number in the global batch
         done = spans_of(mine[each.micro_batch] for each in course.added[stage] if each.ends_s <= until_s)
         if min(stopped_s) / self.longer(plan) >= course.reduced_s[stage]:
             sums: Mapping[int, IndexSet] = dict.fromkeys(sections, everything)
@@ -225,6 +226,7 @@ class BrokenSteps:
             return dict.fromkeys(sections, done)
         taken = {s: union(each.micro_batches for each in rest.taken if each.section == s) for s in sections}
         kept = {each.section: frozenset(numbers_of(each.micro_batches)) for each in rest.kept}
+        # j: number of a micro-batch in the global batch; what the rank kept of it must not count twice
         new = {section: spans_of(j for j in numbers_of(done) if j not in kept[section]) for section in sections}
         return {section: union([new[section], taken[section]]) for section in sections}
 

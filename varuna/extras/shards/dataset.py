@@ -108,6 +108,7 @@ class Shards:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         shard, place = self._shard_of(index)
+        # a shard begins with its number of samples, then where each begins, and where the last one ends
         head = WORD_BYTES * (1 + place)
         begin, end = np.frombuffer(self._cache.read(shard, head, 2 * WORD_BYTES), "<u4").tolist()
         if not begin <= end <= shard.raw.size_bytes:
@@ -137,6 +138,7 @@ class Shards:
         """Return the index of the sample at a position of a run: each epoch has every sample once."""
         if self._window is None:
             return sample_index(position, size=len(self), seed=seed)
+        # position -> (epoch, place in it) -> group of ``window`` shards -> sample of the group, shuffled within it
         epoch, place = divmod(position, len(self))
         order, ends = self._epoch(epoch, seed)
         group = bisect.bisect_right(ends, place)
@@ -211,6 +213,7 @@ _OWN = ("_waiting", "_queued", "_lock", "_fetches")
 @lru_cache(maxsize=4)
 def _order(samples: tuple[int, ...], window: int, epoch: int, seed: int) -> tuple[list[int], list[int]]:
     count = len(samples)
+    # shards are drawn as samples are: a permutation of each epoch's own
     order = [sample_index(epoch * count + place, size=count, seed=seed) for place in range(count)]
     ends = list(itertools.accumulate(samples[number] for number in order))
     return order, [*ends[window - 1 :: window], *([ends[-1]] if count % window else [])]

@@ -110,6 +110,7 @@ def sample_of(shard: Shard, data: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the bytes are damaged.
     """
+    # sizes of the columns that have no fixed one stand first, 4 bytes each; then all values, in the columns' order
     found, place = dict[str, Any](), WORD_BYTES * sum(not size for _, _, size in shard.columns)
     words = iter(np.frombuffer(data[:place], "<u4").tolist())
     for name, encoding, fixed in shard.columns:
@@ -150,6 +151,7 @@ def _array(data: bytes, dtype: str, shape: str) -> np.ndarray[Any, Any]:
     if shape:
         sizes = [int(each) for each in shape.split(",")]
     else:
+        # one byte: the number of dimensions above two bits that say how wide each of their sizes is
         count, bytes_each = data[place] >> 2, 1 << (data[place] & 3)
         end = place + 1 + count * bytes_each
         sizes = np.frombuffer(data[place + 1 : end], f"<u{bytes_each}").tolist()

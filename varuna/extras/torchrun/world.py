@@ -67,6 +67,7 @@ def heard(world: TorchrunWorld, node: str, report: TorchrunReport, now_s: float)
 
 def passed(world: TorchrunWorld, now_s: float) -> TorchrunWorld:
     """Return the world after time has passed."""
+    # in this order: a loss or an arrival breaks the world, and only then can the next one form
     return _formed(_arrivals(_without_lost(world, now_s), now_s), now_s)
 
 

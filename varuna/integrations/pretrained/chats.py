@@ -63,6 +63,7 @@ class Chats:
         return {
             "input_ids": torch.tensor([token for each in chats for token in each.ids]),
             "position_ids": torch.cat([torch.arange(len(each.ids)) for each in chats]),
+            # the first token of a chat would be predicted from the chat before it in the row
             "labels": torch.tensor([label for each in chats for label in (IGNORED, *each.labels[1:])[: len(each.ids)]]),
         }
 
@@ -112,6 +113,7 @@ def packed(chats: Sequence[Tokens], length: int) -> list[list[Tokens]]:
     rows: list[list[Tokens]] = []
     rooms: list[tuple[int, int]] = []  # and whose; ascending
     for chat in sorted(chats, key=lambda each: len(each.ids), reverse=True):
+        # the first room that is large enough is the smallest such one: rooms ascend
         at = bisect_left(rooms, (len(chat.ids), 0))
         room, row = rooms.pop(at) if at < len(rooms) else (length, len(rows))
         if row == len(rows):
@@ -142,6 +144,7 @@ def _tokens(tokenizer: Any, messages: Sequence[Message], length: int, where: str
     labels = [IGNORED] * len(whole)
     for at, message in enumerate(messages):
         if message.get("role") == "assistant":
+            # templates may write differently at the end of a chat: only what both writings share is sure
             begin = _common(_written(tokenizer, messages[:at], where, True), whole)
             end = _common(_written(tokenizer, messages[: at + 1], where, False), whole)
             labels[begin:end] = whole[begin:end]

@@ -204,6 +204,7 @@ class OverVaruna(OnMainRank):
         kept = size - size % args.per_device_train_batch_size if args.dataloader_drop_last else size
         if not kept:
             raise UsageError(f"dataloader_drop_last=True leaves no batch: the dataset has {size} samples")
+        # every step is a whole global batch, so an epoch's last one is completed from its beginning
         per_epoch = -(-kept // whole)
         if per_epoch * whole != kept:
             say_once(
@@ -265,7 +266,7 @@ class OverVaruna(OnMainRank):
 
     @property
     def _has_own_callbacks(self) -> bool:
-        """Return whether a callback is not the library's: it may write the optimizer's options."""
+        """Whether a callback is not the library's: it may write the optimizer's options."""
         kinds = {type(each) for each in self.callback_handler.callbacks}
         return any(not kind.__module__.startswith("transformers.") for kind in kinds)
 
@@ -347,7 +348,7 @@ class OverVaruna(OnMainRank):
 
     def _agree(self, step: Step, losses: dict[int, float]) -> None:
         """Tell ranks that came later what happened, in a new generation; forget a step that is redone."""
-        for redone in [index for index in losses if index >= step.index]:
+        for redone in [index for index in losses if index >= step.index]:  # the run has gone back to this step
             del losses[redone]
         self.state.log_history = [each for each in self.state.log_history if each["step"] <= step.index]
         if step.generation != self._generation and step.plan.workers > 1:
