@@ -100,14 +100,14 @@ class _Following(TorchDispatchMode):
         self._fakes = FakeMode(allow_non_fake_inputs=True)
 
     def absent(self, name: str, kind: TensorKind, device: torch.device) -> Tensor:
-        """A tensor without data, in place of one that is not here."""
+        """Make a tensor without data, in place of one that is not here."""
         with self._fakes:
             made = torch.empty(kind.shape, dtype=kind.dtype, device=device)
         self._known[_key(made)] = _Memory(made.untyped_storage(), frozenset([name]))
         return nn.Parameter(made, requires_grad=True) if kind.trained else made
 
     def sources_of(self, tensor: Tensor) -> Names:
-        """Names of what is not here, in a tensor's value."""
+        """Return the names of what is not here whose values are in a tensor's."""
         known = self._known.get(_key(tensor))
         return _NONE if known is None else known.sources
 
@@ -144,7 +144,7 @@ class _Following(TorchDispatchMode):
         return made
 
     def _without_data(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Results without data; of an operation whose shapes or numbers follow from data, of a stand-in's."""
+        """Compute results without data; if their shapes or numbers follow from data, from a stand-in's."""
         try:
             with self._fakes:
                 return func(*args, **kwargs)
@@ -180,7 +180,7 @@ class _Following(TorchDispatchMode):
         known.written |= written
 
     def _each(self, func: Any, args: Any, kwargs: Any, length: int) -> Any:
-        """An operation on lists, by element: those that are here, and those that are not."""
+        """Run an operation on lists by element: those that are here, and those that are not."""
 
         def at(place: int, value: Any) -> Any:
             is_list = isinstance(value, list | tuple) and len(value) == length and length > 0
@@ -205,7 +205,7 @@ class _Following(TorchDispatchMode):
         return made or None
 
     def _seed(self, kwargs: Mapping[str, Any]) -> None:
-        """Draws are the same wherever the function runs, whatever of the model is there."""
+        """Seed a draw, so that it is the same wherever the function runs, whatever of the model is there."""
         if kwargs.get("generator") is not None:
             raise UsageError(
                 "after_step= must draw from torch's default generator, which is seeded by the run's seed and the step, "

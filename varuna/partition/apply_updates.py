@@ -40,7 +40,7 @@ def apply_updates(
 
 
 def _whole(update: BufferUpdate, found: Sequence[MicroBatchStatistics]) -> MicroBatchStatistics:
-    """Statistics of the whole batch."""
+    """Combine the statistics of micro-batches into those of the whole batch."""
     examples = sum(each.examples for each in found)
     made = {
         name: _combined(kind, [(each.examples / examples, each.statistics.get(name)) for each in found])

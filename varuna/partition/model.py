@@ -289,7 +289,7 @@ def _take_updates(captured: Capture, results: Sequence[Node], mixing: Sequence[M
 def _weigh(
     captured: Capture, terms: Terms, *, count_targets: bool
 ) -> tuple[Node | None, Splitting | None, tuple[Mixing, ...]]:
-    """The node that counts what the loss is a mean of; or the rewritten terms; and what mixes examples."""
+    """Return the node that counts what the loss is a mean of, or the rewritten terms; and what mixes examples."""
     mixing = mixing_of(terms)
     if not count_targets:
         return None, None, mixing

@@ -117,7 +117,7 @@ class ObjectCopier:
 
 
 def independent(function: Callable[..., Any] | None, copies: dict[int, Any] | None = None) -> Any:
-    """A function that does the same, and remembers for itself: what it keeps in closures and globals is copied.
+    """Make a function that does the same, and remembers for itself: what it keeps in closures and globals is copied.
 
     Args:
         function: the user's.

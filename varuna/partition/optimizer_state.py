@@ -327,7 +327,7 @@ class OptimizerState:
     # -- undone --------------------------------------------------------------------------------------------------
 
     def copies(self) -> "Undo":
-        """A copy of all state, to be put back bit for bit."""
+        """Copy all state, to be put back bit for bit."""
         self._beside = None  # a caller that copies is about to change it
         tables = [(table, {key: _copied(its) for key, its in table.items()}) for table in states_in(self._optimizer)]
         places = [

@@ -24,7 +24,7 @@ _OWN_BACKWARDS = ("Autograd", "CompositeImplicitAutograd")
 
 
 def streamable(sections: Iterable[SectionGraph], changing: frozenset[str]) -> frozenset[str]:
-    """Names of such parameters.
+    """Return the names of parameters that may be on the device only while their section runs.
 
     Args:
         sections: of the model, as it was captured.

@@ -72,7 +72,7 @@ class BuiltModel(NamedTuple):
 
 
 def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> BuiltModel:
-    """The module in the modes that it was given, its parameters and buffers fakes of ``mode``.
+    """Build the module in the modes that it was given, its parameters and buffers fakes of ``mode``.
 
     Raises:
         ModelError: ``build`` returned something else than a module.

@@ -234,7 +234,7 @@ _WAYS_TO_LOSS = {
 
 
 def loss_of(output: object, who: str = "the model") -> Tensor:
-    """The loss in what the model, or ``loss=``, returns.
+    """Find the loss in what the model, or ``loss=``, returns.
 
     Raises:
         ModelError: it is not a scalar tensor, and has none.
@@ -282,6 +282,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     """
     batch, sizes = of_samples(batch), recipe.sizes
     samples = {key: value.detach().cpu() for key, value in batch.items()}
+    # more than that where a loss needs them, such as the k largest of a micro-batch (JobSpec.captured_batch)
     rows = max(EXPORT_EXAMPLES, len(next(iter(samples.values()))))
     samples = _rows(samples, rows) if sizes is None else told_apart(samples, sizes)
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())

@@ -81,7 +81,7 @@ def taken_for_granted(
     of_activations: bool,
     is_certain: bool,
 ) -> BranchAssumptions | None:
-    """Conditions and truths of an exported graph; None if something else was taken for granted as well.
+    """Find conditions and truths of an exported graph; None if something else was taken for granted as well.
 
     Args:
         graph: as exported, its assertions in place; truths are added to it.

@@ -174,7 +174,7 @@ class RealValues:
         return made
 
     def _with_numbers(self, mode: FakeTensorMode, func: Any, args: Any) -> Any:
-        """Masks that are known for certain, among the indices of a tensor, as numbers: how many is then known, too."""
+        """Turn masks that are known for certain, among the indices of a tensor, into numbers of known count."""
         if func is not torch.ops.aten.index.Tensor:
             return args
         indices: list[Any] = []

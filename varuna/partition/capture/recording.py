@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(call, "aten::normal_", arguments, structure, [view], [], draws=True)
 
     def view(self, tensor: Tensor) -> View:
-        """The place of a tensor."""
+        """Return the place of a tensor."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return View(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def draws(self, view: View) -> frozenset[int]:
-        """Numbers of the operations with random numbers that the tensor depends on."""
+        """Return the numbers of the operations with random numbers that a tensor depends on."""
         return frozenset(i for i in self._history.get(view.storage, ()) if self._operations[i].draws)
 
     def replay(self, view: View, seed: int = 0, *keys: int | str) -> Tensor:

@@ -33,7 +33,7 @@ def choose_cuts(
     *,
     layers: Sequence[int] = (),
 ) -> list[int]:
-    """Positions to cut after, ascending.
+    """Choose the positions to cut after, ascending.
 
     Args:
         costs: cost of each op, in graph order; any unit.

@@ -218,7 +218,7 @@ class _Builder:
         return "takes"
 
     def declare(self, order: Sequence[Node], results: Sequence[Node], held: Sequence[Node]) -> None:
-        """Placeholders first: takes, inputs, batch size, then parameters (also those only held), buffers, constants."""
+        """Declare placeholders: takes, inputs, batch size, parameters (also those only held), buffers, constants."""
         sources = [s for node in order if self.flow.size_of(node) is None for s in node.all_input_nodes]
         outside = dict.fromkeys(node for node in (*sources, *results, *held) if node not in self.members)
         for node in outside:
@@ -249,7 +249,7 @@ def section_graph(
     updates: Sequence[BufferWrite] = (),
     held: Collection[str] = (),
 ) -> SectionGraph:
-    """The section that runs ``own`` and rebuilds what it needs; returns ``made``, then statistics, then truths."""
+    """Build the section that runs ``own``, rebuilds what it needs, and returns ``made``, statistics, truths."""
     statistics = list(dict.fromkeys(node for update in updates for node in update.statistics))
     mine = set(own)
     truths = [

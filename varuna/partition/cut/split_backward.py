@@ -151,7 +151,7 @@ class _Use:
 def retarget(
     section: SectionGraph, trainable: Collection[str], shapes: Mapping[str, Sequence[int]]
 ) -> GraphModule | None:
-    """The section's graph with its linears deferred, and ``PendingWeights`` as a further first argument.
+    """Return the section's graph with its linears deferred, and ``PendingWeights`` as a further first argument.
 
     A parameter is deferred only if all its uses in the section can be: so each accumulator gets the sum of all
     uses at once. None if nothing can be, or if a module runs eagerly in the section: that one runs whole.

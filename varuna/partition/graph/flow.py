@@ -142,7 +142,7 @@ class Flow:
         return found
 
     def live_bytes(self) -> list[float | None]:
-        """Bytes per example that cross a cut after each op; None where cutting is impossible.
+        """Return the bytes per example that cross a cut after each op; None where cutting is impossible.
 
         Not possible: between a tensor and a later in-place write to its memory, or a view with strides of its own
         (``as_strided``); where something other than a tensor crosses; where a shape is not a linear function of

@@ -85,13 +85,13 @@ def _dropout(node: Node) -> object:
 
 
 def _detach_of_constant(node: Node) -> object:
-    """``lift_fresh_copy`` of a constant has become the constant itself: it needs no detaching."""
+    """Return a constant itself, which ``lift_fresh_copy`` of it has become: it needs no detaching."""
     source = node.args[0]
     return source if isinstance(source, Node) and source.op == "placeholder" else None
 
 
 def _fresh_copy(node: Node) -> object:
-    """A copy of a constant that nothing writes to (``detach_`` only touches autograd) is the constant."""
+    """Return the constant for its copy, to which nothing writes (``detach_`` only touches autograd)."""
     return node.args[0]
 
 

@@ -65,7 +65,7 @@ def begin_with(
     may_miss: bool = False,
     held: Mapping[str, Tensor] | None = None,
 ) -> InitialParameters:
-    """The source of initial values that the user asked for.
+    """Choose the source of initial values that the user asked for.
 
     Args:
         recipe: the model.

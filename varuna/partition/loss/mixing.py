@@ -319,10 +319,10 @@ def value_of(node: object) -> Tensor:
 
 
 def at(rows: Rows, dim: int) -> Rows:
-    """The same along another dimension."""
+    """Return the same rows along another dimension."""
     return replace(rows, dim=dim)
 
 
 def negative(dim: int, value: Tensor) -> int:
-    """A dimension counted from the last."""
+    """Return a dimension counted from the last."""
     return dim if dim < 0 else dim - value.dim()

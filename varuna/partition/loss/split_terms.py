@@ -131,7 +131,7 @@ class Splitting:
         return copied
 
     def _scaled(self, value: Any) -> Node:
-        """A value that does not depend on the micro-batch, times the micro-batch's share."""
+        """Return a value that does not depend on the micro-batch, times the micro-batch's share."""
         if self._share is None:
             self._share = self._placeholder(SHARE, torch.empty((), dtype=torch.float32))
         made = call(self._graph, aten.mul.Tensor, (self._share, value))
@@ -142,7 +142,7 @@ class Splitting:
         return node if node.meta["val"].dtype is dtype else call(self._graph, aten.to.dtype, (node, dtype))
 
     def _mean_loss(self, node: Node) -> Node:
-        """The losses one by one, added up and divided by what the mean divides by, of the whole batch."""
+        """Add the losses up one by one, and divide by what the mean divides by, of the whole batch."""
         target: Any = node.target
         schema = target._schema.arguments
         given = [argument(node, each.name) for each in schema if not each.kwarg_only]
@@ -203,7 +203,7 @@ class Splitting:
         return self._counted_number(leaf, (picked, each))
 
     def _use_numbers(self, node: Node) -> None:
-        """A value for each example that takes a fact of the batch: of the whole one."""
+        """Give a value of each example that takes a fact of the batch that of the whole batch."""
         value = node.meta["val"]
         dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else None
         for source in dict.fromkeys(flat((*node.args, *node.kwargs.values()))):

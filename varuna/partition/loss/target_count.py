@@ -68,7 +68,7 @@ def count_targets(graph: Graph, target: Any, ignored: Any, class_weight: Any) ->
 
 
 def call(graph: Graph, op: Any, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None) -> Node:
-    """A new node where the graph inserts, with its captured value."""
+    """Make a node where the graph inserts, with its captured value."""
     node = graph.call_function(op, args, dict(kwargs or {}))  # type: ignore[arg-type]
 
     def value(argument: object) -> object:

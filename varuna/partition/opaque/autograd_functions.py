@@ -117,6 +117,7 @@ def _as_op(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> An
     name = _name_of(function, spec, leaves)
     call = _calls.get(name)
     if call is None:
+        # torch keeps a kernel for good, so it looks its call up: a later capture may put another one there
         kernel = lambda tensors, sizes: _calls[name].run(tensors, sizes)  # noqa: E731
         _library.define(f"{name}(Tensor[] tensors, SymInt[] sizes) -> Tensor[]")  # type: ignore[no-untyped-call]
         _library.impl(name, kernel, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

@@ -163,7 +163,7 @@ class Call:
         return Ran(leaves, structure, marks.written(), module)
 
     def kernel(self, batch: int, tensors: list[Tensor], state: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """The operation's kernel; returns the tensors among the results."""
+        """Run the operation; return the tensors among the results."""
         assert self.learned is not None
         # without data, as in export and footprints: shapes and bytes that real runs have shown
         if any(isinstance(value, FakeTensor) for value in (*tensors, *state)):
@@ -347,6 +347,7 @@ def register(name: str, call: Call) -> None:
     """Let an operation of that name run ``call``."""
     met()
     if name not in _calls:
+        # torch keeps a kernel for good, so it looks its call up: a later capture may put another one there
         kernel = lambda batch, tensors, state, sizes: _calls[name].kernel(batch, tensors, state, sizes)  # noqa: E731
         _library.define(  # type: ignore[no-untyped-call]
             f"{name}(SymInt batch, Tensor[] tensors, Tensor[] state, SymInt[] sizes) -> Tensor[]"

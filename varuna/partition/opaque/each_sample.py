@@ -168,7 +168,7 @@ def counts_of(numbers: Any) -> Tensor | None:
 
 
 def _computed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "AllSamples":
-    """The same operation on all samples, for each by itself.
+    """Do the same operation on all samples, for each by itself.
 
     Raises:
         LoopsOverSamplesError: it is none of those that are known, or takes something from another sample.
@@ -180,12 +180,13 @@ def _computed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         raise LoopsOverSamplesError(LOOPS)
     whole = _for_all(func, args, kwargs, first)
     ways, root = first._ways, first._made[0]
+    # in either turn, the same operation on the same things has one number: whole_of compares these
     number = ways.setdefault((func, *map(_told, leaves)), len(ways) + 1)
     return AllSamples(whole, first._turn, (root, number), ways)
 
 
 def _for_all(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], first: "AllSamples") -> Tensor:
-    """The operation on whole tensors; ``torch.vmap`` would leave its traces in a graph."""
+    """Do the operation on whole tensors; ``torch.vmap`` would leave its traces in a graph."""
     samples, dims = first._whole.shape[0], first._whole.dim()
     if func in _SHAPES and not kwargs:
         shape = args[1] if isinstance(args[1], (list, tuple)) else args[1:]

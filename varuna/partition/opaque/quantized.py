@@ -70,11 +70,11 @@ class _Assembled(nn.Module):
         self._plan: Any = None
 
     def forward(self, *parts: Tensor) -> Tensor:
-        """The whole tensor."""
+        """Put the whole tensor together."""
         return _assemble(self._plan, iter(parts))
 
     def right_inverse(self, whole: Tensor) -> list[Tensor]:
-        """Its parts."""
+        """Take a whole tensor apart."""
         parts: list[Tensor] = []
         self._plan = _take_apart(whole, parts)
         return parts

@@ -35,7 +35,7 @@ _MOST_BYTES = 2**30
 
 
 def to_bytes(model: PartitionedModel) -> bytes:
-    """A model; equal ones give equal bytes.
+    """Write a model; equal ones give equal bytes.
 
     Raises:
         CannotShareError: something in the model means nothing to another process: modules that run as written, say.
