@@ -120,7 +120,7 @@ class RunView:
     # -- the live view ---------------------------------------------------------------------------------------
 
     def _remember(self, event: RunEvent) -> None:
-        """Notices are told in full at once, and the rest of the story in the live view."""
+        """Keep an event for the live view; notices are told in full at once."""
         mark = sentence_of(event, self._time_s(), None)
         if mark is None or mark.kind not in _STORY:
             return

@@ -143,6 +143,7 @@ class Progress:
     def _away(self) -> str:
         """Return the codes that remove the lines at the bottom; a terminal that has become narrower has broken them."""
         width = max(1, self.console.width)
+        # the cursor stands in the picture's last line, so one line less than it has
         up = sum(max(1, -(-columns // width)) for columns in self._drawn) - 1
         return (_UP.format(up) if up > 0 else "") + _CLEAR
 

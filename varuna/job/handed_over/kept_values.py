@@ -107,6 +107,7 @@ class KeptValues:
         """Put back the values from before captured code ran."""
         found = [(place, writer, seen) for place, writer, seen in self._read if not _is_same(seen, _own(place))]
         self._kept += [self._described(place, writer) for place, writer, _ in found]
+        # in the order of _kept, with which they are zipped
         self._before += [seen[:2] for *_, seen in found]
         known = {_key(place) for place, *_ in found}
         self._read = [each for each in self._read if _key(each[0]) not in known]
