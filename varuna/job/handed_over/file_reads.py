@@ -80,7 +80,7 @@ class FileReads:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """In this block, note what captured functions open for reading, on this thread."""
+        """Note what captured functions open for reading, in this block, on this thread."""
         noting = (threading.get_ident(), self._note)
         _NOTING.append(noting)
         _watch_opens()

@@ -12,12 +12,12 @@ a key of a dict or an attribute that no such code names, what such code stores i
 generators, and whatever state= names for before_step=. Functions that run within a step use what they are given: they
 may not touch the tensors of the script's model either. In the order of a run::
 
-    before_capture()          remember what is where captured code will keep values
-    ... capture ...
+    with before_capture():    remember what is where captured code will keep values; note the files that it reads
+        ... capture ...
     begin()                   put that back; mark all that training reads
     script(options):          the script's turn: groups show the next step's options, tensors of the model refuse
         ... loop body ...     to be touched, and asking for a kept value is refused
-    check()                   marks that differ are refused
+    check()                   marks and files that differ are refused
     written(step)             options that the body wrote, for all workers
     unwatched():              evaluate, predict, generate, export: what changes is Varuna's own doing
     end()                     the model has the trained values
@@ -364,7 +364,7 @@ class HandedOver:
         return self._reads_of_forward.names | self._reads_of_forward.texts
 
     def before_capture(self) -> AbstractContextManager[None]:
-        """Remember what is where captured code will keep values; in the block that is returned, it is captured."""
+        """Remember what is where captured code will keep values; return the block in which it is captured."""
         written, read = list[tuple[str, ReadPlace]](), list[tuple[str, ReadPlace]]()
         for role, function in [*self._functions, (FORWARD, self._model)]:
             if role in _KEEPING and function is not None:

@@ -32,7 +32,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One op of the constructor."""
+        """Run one op of the constructor."""
         given = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
         if tensors and not any(tensor.is_meta for tensor in tensors) and not _is_unknown(func):
