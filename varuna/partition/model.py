@@ -239,6 +239,7 @@ def partition(
     readers = (*divided.sections, *(reader for reader in counters if reader is not None))
     read = (key for reader in readers for key in reader.inputs if not key.startswith(PREFIX))
     inputs = layouts_of(batch, (*read, *captured.condition_inputs), opened)
+    # a complex parameter is two numbers, [..., 2], to the optimizer, and so in counts of bytes (_facts)
     trainable = {name: captured.shapes[name] + (2,) * (name in captured.pairs) for name in captured.trainable}
     parameters = [section.parameters for section in divided.sections]
     update = try_update(optimizer, trainable, parameters, on_cpu=on_cpu) if optimizer else None

@@ -172,6 +172,7 @@ def _forward_bytes(module: GraphModule, given: Sequence[Any], counted: Allocated
     """Bytes that F needs, which keeps nothing."""
     before_bytes = counted.now_bytes
     with torch.no_grad():
+        # what is sent must be contiguous: a copy, where it is not
         _ = [value.contiguous() for value in module.forward(*given)]
     return counted.peak_bytes - before_bytes
 

@@ -70,6 +70,7 @@ def same_sections(
         # number: the section that ends at this cut. Ops of sections up to it stay before, those of later ones behind
         least = -1  # a cut in front of all operations: the section is empty
         for number, cut in enumerate(cuts):
+            # an op with a tied parameter may be in several sections: only what must lie on one side limits the cut
             before = (i for i, may in enumerate(sections) if may is not None and max(may) <= number)
             after = (i for i, may in enumerate(sections) if may is not None and min(may) > number)
             least = max((least, *before))

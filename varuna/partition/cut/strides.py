@@ -65,6 +65,7 @@ def _lay_out(graph: Graph, root: Node) -> Node:
         laid = graph.call_function(aten.permute.default, (dense, [order.index(d) for d in range(len(order))]))
     ordered.meta = dense.meta = {**root.meta, "val": aten.permute.default(value, order)}
     laid.meta = dict(root.meta)
+    # all uses but that of the first permutation, which makes it
     root.replace_all_uses_with(laid, delete_user_cb=lambda user: user is not ordered)
     return laid
 

@@ -34,6 +34,7 @@ def without_plain_masks(capture: Capture) -> int:
     """Rewrite attention in ``capture.graph`` in place; return how often. What is no longer used stays."""
     masks, found = _Masks(capture), 0
     for node in capture.graph.find_nodes(op="call_function", target=_ATTENTION):
+        # (query, key, value, attn_mask, dropout_p, ...)
         query, key, value, *rest = node.args
         mask = rest.pop(0) if rest else node.kwargs.get("attn_mask")
         is_causal = masks.is_causal(mask) if isinstance(mask, Node) and _is_square(query, key, mask) else None
@@ -51,6 +52,7 @@ def without_plain_masks(capture: Capture) -> int:
 
 def _is_square(query: Any, key: Any, mask: Node) -> bool:
     """Return whether keys, queries and both dimensions of the mask have one size."""
+    # torch's own triangle begins at the top left: with more keys than queries it would not be this mask
     sizes = [each.meta["val"].shape[-2] for each in (query, key)] + list(mask.meta["val"].shape[-2:])
     return all(isinstance(size, int) for size in sizes) and len(set(sizes)) == 1
 

@@ -65,6 +65,7 @@ def ranges_of(
         elif name in _LOSSES and not node.args[1].meta["val"].is_floating_point():
             # classes lie along dimension 1, or 0 of a sample without a batch
             numbers, end = node.args[1], node.args[0].meta["val"].shape[min(1, node.args[0].meta["val"].dim() - 1)]
+            # (input, target, weight, reduction, 4: ignore_index)
             ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", _IGNORED)
             what = "a loss over {end} classes"
         else:

@@ -75,6 +75,7 @@ def _cast(node: Node) -> Node | None:
     before = source.meta.get("val") if isinstance(source, Node) else None
     if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
         return None
+    # after the dtype, non_blocking and copy may be given by place: in doubt it copies
     copies = node.kwargs.get("copy", False) or True in node.args[2:]
     same = before.dtype == after.dtype and before.device == after.device and before.layout == after.layout
     return source if same and not copies and isinstance(source, Node) else None
@@ -100,6 +101,7 @@ def _full_slice(node: Node) -> object:
     if not isinstance(source, Node):
         return None
     before, after = source.meta.get("val"), node.meta.get("val")
+    # (self, dim, start, end, step)
     step = node.args[4] if len(node.args) > 4 else 1
     start = node.args[2] if len(node.args) > 2 else 0
     same = isinstance(before, Tensor) and isinstance(after, Tensor) and _sizes(before) == _sizes(after)

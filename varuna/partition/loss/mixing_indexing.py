@@ -53,6 +53,7 @@ def index(t: Tracking, node: Node) -> Found:
     if len(indices) == 1 and value_of(indices[0][1]).dtype is torch.bool:
         return _picked(t, node, indices[0])
     if len(dims) != 1:
+        # two open dimensions: each example meets each
         return doubted(t, node, COMPARES, certain=len(dims) > 1)
     if own is None:
         # table[ids]: each example looks up its own

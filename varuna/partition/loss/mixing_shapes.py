@@ -125,7 +125,7 @@ def permute(t: Tracking, node: Node) -> Found:
 def expand(t: Tracking, node: Node) -> Found:
     """Track repeats along dimensions of size 1, or new ones in front."""
     state, dims = t.of(node.args[0]), carriers(value_of(node))
-    if isinstance(state, Rows):
+    if isinstance(state, Rows):  # a second open dimension: each example meets each
         return doubted(t, node, COMPARES, certain=True) if len(dims) > 1 else state
     if not dims or isinstance(state, Total | Uniform):
         return unknown(t, node) if dims else state

@@ -46,7 +46,7 @@ def _gradient(
 
 @_losses.register_fake
 def _(log_probs: Tensor, *_: Any) -> Tensor:
-    return log_probs.new_empty(log_probs.shape[1])
+    return log_probs.new_empty(log_probs.shape[1])  # [time, examples, classes] -> [examples]
 
 
 @_gradient.register_fake

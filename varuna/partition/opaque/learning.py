@@ -176,7 +176,7 @@ def _value(kind: Given, known: Tensor | None, size: int, draw: Callable[[list[in
         value = draw(shape).to(kind.dtype) if kind.dtype.is_floating_point or kind.dtype.is_complex else None
         value = torch.zeros(shape, dtype=kind.dtype) if value is None else value
     else:
-        value = known.detach()
+        value = known.detach()  # of SIZES[-1] examples; the smaller run takes the first of them
         for dimension, length in enumerate(shape):
             value = value.narrow(dimension, 0, length)
         value = value.clone(memory_format=torch.contiguous_format)
