@@ -139,7 +139,7 @@ def functions_in(holder: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         return
     seen.add(id(holder))
     for name, value in list(vars(holder).items()):
-        if hasattr(value, "_wrapped_by_lr_sched"):
+        if hasattr(value, "_wrapped_by_lr_sched"):  # step(), counted by a scheduler of the script's
             continue
         label = f"a {_HOOKS[name]}" if name in _HOOKS else f"the attribute {name}"
         for each in value.values() if isinstance(value, Mapping) else [value]:

@@ -166,6 +166,7 @@ class ModuleWatch:
             yield from self._of_marks()
         has_hooks = any(self._hooks) or self._has_hooks  # most modules have none
         if has_hooks and (counts := list(map(len, self._hooks))) != self._hook_counts:
+            # each module has one table of each of _HOOKS, in a row
             number = next(at for at, count in enumerate(counts) if count != self._hook_counts[at])
             yield Changed(f"the hooks of {self._before[number // len(_HOOKS)][1] or 'the root'}", MISSING, MISSING, "")
 
@@ -180,6 +181,7 @@ class ModuleWatch:
 
     def _of_marks(self) -> Iterator[Changed]:
         """Attributes of parameters and buffers."""
+        # remember() puts the tables of tensors behind those of modules
         at = len(self._copies) - len(self._tensors)
         for (value, _, _), now, before in zip(self._tensors, self._live[at:], self._copies[at:], strict=True):
             for key in {**before, **now}:
