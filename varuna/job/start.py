@@ -1,6 +1,6 @@
 """From a job's spec to a worker's life: what the engine, the planner and the manager are told of it.
 
-::
+The values that describe one job, and who gets them::
 
     JobSpec --job_facts---> JobFacts         manager, planner, other ranks: all must agree on it
        |    --engine_job--> Job              engine: model on the device, optimizer, buffers, dtype
