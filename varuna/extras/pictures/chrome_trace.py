@@ -17,7 +17,7 @@ _ACTIONS, _WAITS, _END = 1, 2, 3
 _TRACKS = {_ACTIONS: "actions", _WAITS: "waits", _END: "end of the step"}
 _NAMES = {"F": "forward", "R": "recompute", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _SIMULATED = 1_000_000
-"""Numbers of simulated processes begin here: no run has so many ranks."""
+"""Numbers of simulated processes begin here: no run has as many ranks."""
 
 
 def chrome_trace(timeline: StepTimeline, trace: StepTrace | None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ varuna profile --steps 120:122
 varuna profile --rank 0 --rank 3 --steps 500:500 -o profiles
 """
 _ASK_S = 0.5
-_STILL_S = 600.0  # a run that makes no step for so long is not waited for
+_STILL_S = 600.0  # a run that makes no step for that time is not waited for
 
 Output = Annotated[
     Path | None,

@@ -10,7 +10,7 @@ _WIDTH, _HEIGHT = 1060, 520
 _PLOT = (80, 56, 560, 440)  # left, top, right, bottom, pixels
 _LIST = 640  # left edge of the list of fleets, pixels
 _NAME = 58  # longest that has room, characters
-_TICKS = 8  # about so many on an axis
+_TICKS = 8  # on an axis, about
 _INK, _SOFT, _GRID, _LINE, _FLEET, _ANSWER = "#222222", "#6b6b6b", "#dddddd", "#9ab4d6", "#1f5fa8", "#b3541e"
 _HOUR_S = 3600
 

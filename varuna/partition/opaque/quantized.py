@@ -1,6 +1,6 @@
 """Quantized layers with plain tensors for parameters: packed numbers and their scales, which are not trained.
 
-Libraries hide scales from whoever copies, sends or saves a model by its parameters: torchao and quanto in classes of
+Libraries hide scales from code that copies, sends or saves a model by its parameters: torchao and quanto in classes of
 tensors, bitsandbytes in attributes. Here the layer's own code, or the same operations, computes with tensors that a
 section can hold.
 """

@@ -32,7 +32,7 @@ def check_outside(
     memory = SharedMemory(graph)
     for node in graph.nodes:
         if node.op != "placeholder" or node.name not in constants or memory.writers(node):
-            continue  # one that forward writes is refused as such
+            continue  # a constant that forward writes is refused elsewhere
         found = noticed.outside.get(constants[node.name].untyped_storage().data_ptr())
         if found is None or (found.is_leaf and trains_nothing_else) or not _reaches_loss(graph, memory, node):
             continue
