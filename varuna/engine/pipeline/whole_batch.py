@@ -98,6 +98,7 @@ class GlobalCounts:
                 row = [*whole.counts(batch.tensors, self._known[variant], size), float(size)]
         finally:
             with self._lock:
+                # An empty row for one that could not be read: it is counted as there, or ``begin`` would wait for ever.
                 self._rows.setdefault(step, {})[micro_batch] = row
             self._inbox.stir()
 
@@ -161,7 +162,7 @@ class GlobalCounts:
             return len(self._rows.get(step, ())) == len(self._mine)
 
     def numbers(self, variant: int, size: int) -> dict[str, Tensor]:
-        """Numbers that sections are given for a micro-batch of ``size`` examples."""
+        """Return the numbers that sections are given for a micro-batch of ``size`` examples."""
         if not self.reads:
             return {}
         return {**self._numbers[variant], SHARE: torch.tensor(size / (self._samples or 1.0))}
