@@ -1,8 +1,8 @@
 """Sums in which micro-batches report the loss, because means of micro-batches must not be averaged.
 
 To read a number from a GPU waits for it, and meanwhile nothing is launched. So what a GPU computed comes to the host by
-itself, and nobody waits for it before the vote; how much a micro-batch counts, which its backward needs, is counted on
-the host.
+itself, and no thread waits for it before the vote; how much a micro-batch counts, which its backward needs, is counted
+on the host.
 """
 
 import threading
@@ -35,7 +35,7 @@ class LossSums(NamedTuple):
     """False: a stand-in was computed, since no sample of it was read"""
 
     def numbers(self, row: Sequence[float]) -> list[float]:
-        """[weighted loss, weight, metric sums...] from the results as numbers."""
+        """Return [weighted loss, weight, metric sums...] from the results as numbers."""
         loss, *sums = row
         weighted = loss * self.factor if self.factor else 0.0  # a mean over no targets is NaN and counts nothing
         return [weighted, self.weight, *(sums if self.is_there else [0.0] * len(sums))]
@@ -77,6 +77,7 @@ def sums_of(
     elif targets is None:
         weight = float(examples.samples)
     else:
+        # Counted again on the host, from the samples: reading the device's count would wait for the GPU before each B.
         on_host = None if targets.device == HOST or batch is None else counted_targets(model, batch.tensors)
         weight = float(targets.detach()) if on_host is None else on_host
     if not 0 <= weight < float("inf"):
@@ -105,6 +106,7 @@ class Losses:
 
     def add(self, micro_batch: int, sums: LossSums) -> None:
         """Add what a micro-batch says, by the thread that computes; it is on its way to the host then."""
+        # float64, as in the vote (core.vote).
         row = torch.stack([value.detach().reshape(()).double() for value in sums.results])
         if not self._table.numel():
             self._table = self._copies.room(self._rows * row.nbytes).view(row.dtype).view(self._rows, -1)
@@ -113,7 +115,7 @@ class Losses:
             self._added.append((micro_batch, sums._replace(results=()), there))
 
     def numbers(self, *, now: bool = False) -> dict[int, list[float]]:
-        """[weighted loss, weight, metric sums...] of each micro-batch so far.
+        """Return [weighted loss, weight, metric sums...] of each micro-batch so far.
 
         Args:
             now: without waiting for a GPU, which may hang: of those that are on the host.
@@ -121,6 +123,7 @@ class Losses:
         with self._lock:
             added = list(self._added)
         if now:
+            # Copies end in the order in which they began: the first that has not ends the list.
             added = list(takewhile(lambda each: each[2].passed(), added))
         elif added:
             added[-1][2].wait()  # they come in order

@@ -201,6 +201,7 @@ class _Section:
         self.optimizer.update(written)
         pairs = [(self.held[name].detach(), master.detach()) for name, master in self._masters.items()]
         slots = self.optimizer.slots()
+        # The first update makes state, and some optimizers replace a tensor by one of another shape.
         new = {
             slot: entries[slot.key]
             for slot, entries in slots.items()
@@ -251,7 +252,7 @@ def optimizer_of(
     gradients: Mapping[str, Tensor],
     steering: Steering = NO_STEERING,
 ) -> StageOptimizer | OffloadedOptimizer:
-    """The optimizer of a stage, in host memory if the job says so.
+    """Make the optimizer of a stage, in host memory if the job says so.
 
     Args:
         job: what the user asked for.
@@ -283,6 +284,7 @@ def optimizer_of(
     )
     if not job.memory.offload_optimizer:
         return build(named)
+    # A tied parameter is updated once, with its first section here.
     first = {name: graph.index for graph in reversed(graphs) for name in graph.parameters}
     return OffloadedOptimizer(
         build,
