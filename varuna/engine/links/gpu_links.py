@@ -39,7 +39,7 @@ class Communicator(Protocol):
         """Queue a sum over all members of flat fp32 ``values``, in place; all get the same bits."""
 
     def ready(self) -> bool:
-        """Whether it is connected, and what was asked for last is on its stream.
+        """Return whether it is connected, and what was asked for last is on its stream.
 
         Raises:
             RuntimeError: a peer is gone, or it was aborted.
@@ -56,7 +56,7 @@ class GpuTransport(Protocol):
         """Use the private interface with this address."""
 
     def new_identity(self) -> bytes:
-        """The identity of a new communicator, for all of its members."""
+        """Make the identity of a new communicator, for all of its members."""
 
     def connect(self, identity: bytes, rank: int, size: int) -> Communicator:
         """Begin to connect to the other members."""
@@ -72,9 +72,9 @@ class CommGroup(NamedTuple):
 
 
 def comm_groups(plan: Plan, gpus: Sequence[int], *, sums: bool) -> list[CommGroup]:
-    """All communicators of a generation, in the order in which every rank makes those that it is in.
+    """List all communicators of a generation, in the order in which every rank makes those that it is in.
 
-    Links take turns by the parity of their stages, so that pairs of a turn have nobody in common and connect at once.
+    Links take turns by the parity of their stages, so that pairs of a turn have no rank in common and connect at once.
 
     Args:
         plan: of the generation.
@@ -99,7 +99,7 @@ def comm_groups(plan: Plan, gpus: Sequence[int], *, sums: bool) -> list[CommGrou
 
 
 class GpuChannel:
-    """One direction of a link, or the sums of a stage: a communicator with a stream of its own. Calls block."""
+    """A direction of a link, or the sums of a stage: a communicator with a stream of its own. Calls block."""
 
     def __init__(self, communicator: Communicator, peer: int, streams: Streams, ended: Callable[[], bool]) -> None:
         """Begin.
@@ -114,7 +114,7 @@ class GpuChannel:
         self._stream = streams.stream()
 
     def room(self, size_bytes: int) -> Tensor:
-        """Device memory for what arrives, as bytes."""
+        """Allocate device memory for what arrives, as bytes."""
         return self._streams.allocate(self._stream, size_bytes)
 
     def connected(self) -> None:

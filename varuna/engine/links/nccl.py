@@ -91,7 +91,7 @@ class NcclCommunicator:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """The binding's errors have no base of their own."""
+    """Raise the binding's errors, which have no base of their own, as ``RuntimeError``."""
     try:
         yield
     except RuntimeError:
@@ -112,7 +112,7 @@ class Nccl:
         self._device, self._core = device, load()
 
     def bind(self, interface_host: str) -> None:
-        """Before the first communicator: NCCL reads this once. ``NCCL_SOCKET_IFNAME`` as the user set it stays."""
+        """Set the interface, before the first communicator: NCCL reads it once. The user's own setting stays."""
         if name := interface_with(interface_host):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
@@ -132,7 +132,7 @@ class Nccl:
 
 
 def interface_with(address: str) -> str | None:
-    """The name of the network interface that has an IPv4 address; None if none has."""
+    """Return the name of the network interface that has an IPv4 address; None if none has."""
     try:
         wanted = socket.inet_aton(socket.gethostbyname(address))
     except OSError:

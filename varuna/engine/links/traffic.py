@@ -22,7 +22,7 @@ class DirectCopies(StreamCopies):
         return self._streams.allocate(self._down, size_bytes)
 
     def copy_to_device(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors, which have arrived; their memory stays until what computes with them is through."""
+        """Return the same tensors, which have arrived; their memory stays until computations with them are through."""
         computing = self._streams.computing()
         for value in values.values():
             self._streams.record_stream(value, computing)

@@ -21,7 +21,7 @@ STAMP_BYTES = _STAMP.size
 WINDOW = 32
 """Messages of which the fastest counts: it has waited for no other one."""
 KEPT = 4096
-"""Trips that are kept until somebody takes them: then the oldest are forgotten."""
+"""Most trips that wait to be taken: beyond, the oldest are forgotten."""
 
 
 class ArrivalTimes(NamedTuple):
@@ -61,10 +61,11 @@ class Trips:
             self._came.append(ArrivalTimes(size_bytes, at_s - sent_s))
         here = self._fastest()
         if not isinf(there_s):
+            # Each way is off by the difference of the clocks, with opposite signs: it cancels in the mean.
             self._found.append(ArrivalTimes((here.size_bytes + there_bytes) / 2, max(0.0, here.seconds + there_s) / 2))
 
     def drain(self) -> list[ArrivalTimes]:
-        """All that was found since the last call."""
+        """Take all that was found since the last call."""
         return [self._found.popleft() for _ in range(len(self._found))]
 
     def _fastest(self) -> ArrivalTimes:
