@@ -184,7 +184,7 @@ def form_generation(context: GenerationContext, store: Any, made: list[Groups]) 
     Args:
         context: of the generation.
         store: of its members.
-        made: gets groups as soon as they exist, for whoever has to abandon them.
+        made: gets groups as soon as they exist, for the thread that has to abandon them.
 
     Raises:
         RuntimeError: a peer is gone, or the generation was ended meanwhile.
@@ -202,11 +202,13 @@ def form_generation(context: GenerationContext, store: Any, made: list[Groups]) 
         damage = error
     context.at(Awaited("the end of forming", context.others))
     combines = context.combines
+    # One exchange for all of it: it is the barrier, and tells the others what one member knows.
     known = torch.tensor([float(combines is True), float(combines is False), float(damage is not None)])
-    if context.others:  # nobody drops old state before everyone has its own
+    if context.others:  # no rank drops old state before every rank has its own
         with context.span("barrier"):
             groups.world.all_reduce(known)
     if damage is not None or known[2]:
+        # All members raise, after the barrier: the manager then chooses an older checkpoint for all.
         raise damage or DamagedCheckpoint(f"another rank found a damaged shard in {assignment.checkpoint}")
     loop: JSON = None
     if assignment.checkpoint is not None:
@@ -239,7 +241,7 @@ def _connected(context: GenerationContext, store: InterruptibleStore, made: list
     )
     made.append(groups)
     if context.ended():
-        groups.abandon()  # whoever ended it may have looked into ``made`` before
+        groups.abandon()  # the thread that ended it may have looked into ``made`` before
         raise RuntimeError("the generation ended while it formed")
     if traffic.fabric is not None and traffic.streams is not None and groups.grid is not None and plan.workers > 1:
         traffic.fabric.bind(endpoint.host)
@@ -258,7 +260,7 @@ def _connected(context: GenerationContext, store: InterruptibleStore, made: list
 
 
 def _stored_loop(place: str) -> JSON:
-    """The training loop's state in a checkpoint."""
+    """Read the training loop's state in a checkpoint."""
     directory, step = split_place(place)
     first = read_manifest(open_store(directory), step).shards_of(0)[0]
     return cast(JSON, json.loads(first.scalars).get(LOOP))
@@ -310,7 +312,7 @@ def _states(context: GenerationContext, groups: Groups) -> dict[int, SectionStat
 
 
 def _used(model: PartitionedModel, states: Collection[int]) -> dict[int, Sequence[str]]:
-    """Parameters of sections."""
+    """Return names of parameters, by section."""
     return {section: model.sections[section].parameters for section in states}
 
 
@@ -320,7 +322,8 @@ def _add_sums(
     held: Mapping[int, SectionState],
     arrived: Mapping[tuple[int, SumLocation], SectionState],
 ) -> None:
-    """Put the sums of gradients that this rank goes on from into the states: one that is here as it is, or a new total.
+    """Put the sums of gradients that this rank resumes from into the states: one that is here, or a new total.
+
     They are on the job's device.
 
     None, if what is in them is not what the manager was told: the vote then shows it, and the step runs again. Never in
@@ -346,6 +349,7 @@ def _add_sums(
             state.scalars.pop(name, None)
         if known and len(known) == len(parts[section]):  # else there are none, and the vote shows it
             sums = [part[SUMS].to(device) for part in known]
+            # In the order of ``taken``, which the manager decided: the bits do not depend on what arrives first.
             state.tensors[SUMS] = sum(sums[1:], sums[0])  # no copy, if there is one
             if STATISTICS in known[0]:
                 state.tensors[STATISTICS] = torch.cat([part[STATISTICS] for part in known])

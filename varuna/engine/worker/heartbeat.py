@@ -101,7 +101,7 @@ class Heartbeat:
     Args:
         state: of this worker.
         compiler: of the job, if it compiles.
-        recent: tells what somebody wants to see, with every beat.
+        recent: tells what people ask to see, with every beat.
         membership: hears of a device that hangs.
     """
 
@@ -161,7 +161,7 @@ class Heartbeat:
         return beat.model_copy(update={"forward_s": forward_s, "backward_s": backward_s})
 
     def give_up(self, why: str) -> None:
-        """End this process, whose training thread cannot be made to stop: a morph goes on without it."""
+        """End this process, whose training thread cannot be made to stop: a morph leaves it out."""
         warn(f"{why} It is here:\n{self._where(self.inbox.waiting).stack}")
         self._end()
 

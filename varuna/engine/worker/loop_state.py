@@ -91,7 +91,7 @@ class LoopState:
         self._first = self.value(None)
 
     def value(self, newest: LoopStep | None) -> JSON:
-        """Everything as JSON.
+        """Return all of it as JSON.
 
         Args:
             newest: the newest step, if the model's state contains any.
@@ -119,7 +119,7 @@ class LoopState:
         return None if is_none else self.value(newest)
 
     def restart(self) -> None:
-        """The run begins anew."""
+        """Become what the script began with: the run begins anew."""
         self.take_state(self._first, 0)
 
     def resume(self, saved: JSON, next_step: int) -> None:
@@ -162,11 +162,11 @@ class LoopState:
         return Steering(tuple(self.measured), self.written)
 
     def write(self, steps: int, values: Writes) -> None:
-        """Remember options of the optimizer's groups as the loop leaves them after so many steps."""
+        """Remember options of the optimizer's groups as the loop leaves them after ``steps`` steps."""
         self.written = Written(steps, len(self.measured), values)
 
     def note_finished_turn(self, turn: int) -> None:
-        """The loop has had ``turn`` to its end."""
+        """Note that the loop has had ``turn`` to its end."""
         self.turns = turn + 1
         self.owed = ()
 
@@ -190,7 +190,7 @@ class LoopStateOffer(NamedTuple):
 
 
 def agree(group: Group, rank: int, members: int, mine: LoopStateOffer) -> JSON:
-    """The state of the member whose loop is farthest, and which knows of the newest step; blocks.
+    """Return the state of the member whose loop is farthest, and which knows of the newest step; blocks.
 
     Raises:
         RuntimeError: a peer is gone.
@@ -203,6 +203,7 @@ def agree(group: Group, rank: int, members: int, mine: LoopStateOffer) -> JSON:
     )
     group.all_reduce(table)
     rows = [tuple(row) for row in table.tolist()]
+    # The same on every rank: by turns, then the lowest number.
     best = max(range(members), key=lambda member: (rows[member][:2], -member))
     if all(row[2:] == rows[best][2:] for row in rows):
         return mine.value
@@ -219,7 +220,7 @@ def agree(group: Group, rank: int, members: int, mine: LoopStateOffer) -> JSON:
 
 
 def _named(value: JSON) -> JSON:
-    """Without what may differ between workers."""
+    """Return the state without what may differ between workers."""
     if not isinstance(value, dict):
         return value
     state = cast(dict[str, JSON], value["state"])

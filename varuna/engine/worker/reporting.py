@@ -12,7 +12,7 @@ WARM_STEPS = 2
 """First steps of a generation, which are not reported: the optimizer builds its state, and caches are cold."""
 
 STEPS_KEPT, TRANSFERS_KEPT = 1_000, 20_000
-"""Most steps and transfers that are kept: without a manager nobody drains them, and memory must not grow."""
+"""Most steps and transfers that are kept: without a manager they are never taken, and memory must not grow."""
 
 
 class Reporter:
@@ -75,7 +75,7 @@ class Reporter:
                 self._rounds_s.append(times.vote_s / (2 * (voters - 1)))
 
     def drain(self) -> RankTimes | None:
-        """Times since the last call; None if no whole step was done."""
+        """Take the times since the last call; None if no whole step was done."""
         with self._lock:
             if not self._steps:
                 return None

@@ -96,7 +96,7 @@ def exchange_states(
                         fill = partial(body.read, first, copies=copies, after=after)
                         going.send(_tag(each, 2), end - first, fill)
             going.finish()
-        except Exception as error:  # noqa: BLE001  whoever waits for this thread must hear why it ended
+        except Exception as error:  # noqa: BLE001  the thread that waits for this one must hear why it ended
             sent.put(error)
         else:
             sent.put(None)

@@ -77,7 +77,7 @@ class SumsSaver:
                 self._try(step, partial(self._remove_all, step))
 
     def _remove_all(self, step: int) -> None:
-        """Sums have turned out to be wrong: those of other ranks and earlier generations may be, too."""
+        """Remove all saved sums of a step: if these are wrong, those of other ranks may be, too."""
         remove_sums(self._saver.store, find_step(self._saver.store, step))
 
     def _watch(self, step: int) -> None:
@@ -144,12 +144,13 @@ class SumsSaver:
         file = sums_file(section, self._generation, self._writer, self._number)
         self._number += 1
         write_sums(store, step, file, *described)
+        # The new file first, then the old one goes: at any moment one of them is whole.
         before, written[section] = written.get(section), file
         if before is not None:
             store.remove(f"{step_folder(step)}/{before}")
 
     def _described(self, wanted: SumWanted) -> tuple[SumsLabel, dict[str, Tensor]]:
-        """The label and the tensors of sums, while their step lasts."""
+        """Return the label and the tensors of sums, while their step lasts."""
         stage, section = self._stage, wanted.section
         statistics = stage.statistics.as_bytes(section, wanted.micro_batches)
         label = SumsLabel(

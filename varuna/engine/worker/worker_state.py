@@ -1,7 +1,7 @@
 """A worker's state: its generation, the sections that it holds, and what it reports when a generation ends.
 
 The training thread runs everything here but ``on_hold`` and ``on_flag``, which the membership calls on its own
-thread. Whoever finds the state at rest (between steps, or no part of a generation) may report it.
+thread. Either reports the state, if it finds it at rest: between steps, or no part of a generation.
 """
 
 import threading
@@ -66,10 +66,10 @@ class WorkerState:
         return self._kept
 
     def states(self) -> dict[int, SectionState]:
-        """State of every section held, as references; of lent ones without optimizer state, unless outdated.
+        """Return the state of every section held, as references; of lent ones without optimizer state, unless outdated.
 
-        With sums of gradients, if a step was broken off; nobody adds to them any more. And the copies of another rank's
-        state and sums, if they are complete and of the same step.
+        With sums of gradients, if a step was broken off, to which nothing is added any more. And the copies of another
+        rank's state and sums, if they are complete and of the same step.
         """
         stage = self.stage
         if stage is None:
@@ -90,7 +90,7 @@ class WorkerState:
         return states
 
     def available_states(self, assignment: Assignment) -> dict[int, SectionState]:
-        """The states of ``states``, or of a memory checkpoint: that stays, so what this rank will train is a copy."""
+        """Return what ``states`` does, or a memory checkpoint: that stays, so what this rank will train is a copy."""
         states = self.memory.states(assignment.next_step) if assignment.from_memory else self.states()
         own = () if self.stage is None or assignment.from_memory else self.stage.sections
         trained = range(0) if assignment.is_spare else assignment.plan.sections_at(assignment.rank)
@@ -105,7 +105,7 @@ class WorkerState:
     # -- into a generation -----------------------------------------------------------------------------------
 
     def enter(self, generation: int, inbox: Inbox, rank: int) -> None:
-        """The training thread begins to form a generation, with this rank.
+        """Note that the training thread begins to form a generation, with this rank.
 
         Raises:
             GenerationEnded: the manager has ended it already.
@@ -115,6 +115,7 @@ class WorkerState:
         with self._lock:
             self.send_through(None)
             self.generation, self._inbox, self._rank, self._at_rest = generation, inbox, rank, False
+            # A hold may come before this thread gets here: the lock orders the two.
             if self._ended >= generation:
                 raise GenerationEnded(generation)
 
@@ -125,7 +126,7 @@ class WorkerState:
     def hold_stage(
         self, stage: Stage | None, assignment: Assignment | None = None, sums: KeptSums | None = None
     ) -> None:
-        """Hold this state from now on; until the first update, which needs everybody's, also what it still has to send.
+        """Hold this state from now on; until the first update, which waits for all ranks, also what others still need.
 
         Args:
             stage: None: a spare, which is at rest.
@@ -144,7 +145,7 @@ class WorkerState:
                 self._end(self.generation)
 
     def is_flag_asked(self, flag: Flag) -> bool:
-        """Whether the manager wants ``flag`` in the next vote; a checkpoint is asked for once."""
+        """Return whether the manager wants ``flag`` in the next vote; a checkpoint is asked for once."""
         with self._lock:
             is_asked = self._asked.get(flag) == self.generation
             if is_asked and flag == "checkpoint":
@@ -172,13 +173,13 @@ class WorkerState:
             self.drop_before(generation)
 
     def _whole(self) -> dict[int, SectionState]:
-        """By section, all state that is complete, as references."""
+        """Return all state that is complete, by section, as references."""
         stage = self.stage
         own = {} if stage is None else {section: stage.state_of(section) for section in stage.sharding.whole}
         return self._copies() | own
 
     def _copies(self) -> dict[int, SectionState]:
-        """By section, state of the same step that is not this rank's to train, as references."""
+        """Return state of the same step that is not this rank's to train, by section, as references."""
         kept = self._kept if self._kept_step == self.next_step else {}
         own = () if self.stage is None else self.stage.sections
         in_memory = {each: state for each, state in self.memory.states(self.next_step).items() if each not in own}
@@ -187,10 +188,11 @@ class WorkerState:
     # -- votes -----------------------------------------------------------------------------------------------
 
     def remember(self, vote: Vote) -> None:
-        """Keep the result of a vote, for whoever has not got it; of those before it what nobody has written down."""
+        """Keep the result of a vote for survivors that lack it, and earlier ones that the manager has not on disk."""
         with self._lock:
-            self.drop_before(self.generation)  # everybody has voted, so everybody is whole
+            self.drop_before(self.generation)  # all ranks have voted, so all are whole
             if self._votes:
+                # A vote that followed proves that all have applied the one before: its vector is not needed any more.
                 self._votes[-1] = self._votes[-1].shortened()
             recorded = self._membership.recorded_step
             while self._votes and self._votes[0].step <= recorded:
@@ -198,20 +200,20 @@ class WorkerState:
             self._votes.append(vote)
 
     def report_unrecorded(self) -> None:
-        """Rank 0 may have died before it reported the last steps: say again what nobody has written down."""
+        """Report votes again that the manager has not on disk: rank 0 may have died before it did."""
         for vote in self._votes:
             if vote.step > self._membership.recorded_step:
                 self._membership.voted(vote)
 
     def newest(self) -> LoopStep | None:
-        """The newest step that the state contains, by its vote; None if the vote is not known here."""
+        """Return the newest step that the state contains, by its vote; None if the vote is not known here."""
         stage, newest = self.stage, self._votes[-1] if self._votes else None
         if stage is None or newest is None or newest.step != stage.next_step - 1:
             return None
         return LoopStep(newest.step, layout_of(stage).read(newest.vector), newest.wall_s)
 
     def is_over(self, steps: int) -> bool:
-        """Whether the newest step that the state contains ended the training: the last of ``steps``, or by its flag."""
+        """Return whether the newest step of the state ended the training: the last of ``steps``, or by its flag."""
         newest = self.newest()
         return newest is not None and (newest.step + 1 == steps or newest.totals.stop)
 
@@ -228,7 +230,7 @@ class WorkerState:
 
     @contextmanager
     def resting(self, *, regroup: bool) -> Iterator[None]:
-        """In this block the user's code runs: the state is at rest, and a hold is answered at once.
+        """Let the user's code run in this block: the state is at rest, and a hold is answered at once.
 
         A planned regroup waits for that code, which may evaluate, unless the manager loses patience.
         """
@@ -246,10 +248,12 @@ class WorkerState:
         """End a generation, since the manager has."""
         with self._span("hold", generation), self._lock:
             self._ended = max(self._ended, generation)
+            # Of an older generation, which this worker has left: there is nothing to stop.
             if generation < self.generation and self.generation >= 0:
                 return
             if self._at_rest:
                 self._end(generation)
+            # The training thread works: it finds the end at its next wait, and reports then (``give_up``).
             elif self._inbox is not None:
                 self._inbox.abort(GenerationEnded(generation))
 
@@ -275,6 +279,7 @@ class WorkerState:
         """End a generation here and report, once; the lock is held."""
         if self._inbox is not None:
             self._inbox.abort(GenerationEnded(generation))
+        # Both threads may find the end; the manager gets one report of each generation, but for verdicts.
         if self._reported < generation:
             self._reported = generation
             self._report(generation)
