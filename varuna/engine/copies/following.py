@@ -1,7 +1,7 @@
 """Optimizer state that follows its section into another rank, while that runs the first step of a generation.
 
-Only an update needs it, so a section computes as soon as its parameters are there. Whoever sends it keeps the whole
-section: nobody can apply the step before everybody has everything, so until then nothing that is sent changes.
+Only an update needs it, so a section computes as soon as its parameters are there. The sender keeps the whole section:
+no rank can apply the step before all ranks have everything, so until then nothing that is sent changes.
 """
 
 import threading
@@ -29,12 +29,12 @@ States = Mapping[int, SectionState]
 
 
 def sent_later(assignment: Assignment) -> list[Transfer]:
-    """Transfers of which its rank sends a part once the generation has formed."""
+    """Return the transfers of which its rank sends a part once the generation has formed."""
     return [each for each in assignment.transfers if each.follows and each.source_rank == assignment.rank]
 
 
 def received_later(assignment: Assignment) -> list[Transfer]:
-    """Those of which it gets a part then."""
+    """Return the transfers of which its rank gets a part once the generation has formed."""
     return [each for each in assignment.transfers if each.follows and each.target_rank == assignment.rank]
 
 
@@ -125,7 +125,7 @@ class StateReceiver:
             group: every member of the generation.
             transfers: those whose target this rank is.
             take: puts the rest of a section's state into the stage; called by one thread at a time.
-            inbox: of the generation, for whoever waits.
+            inbox: of the generation, for the thread that waits.
             step: the first of the generation.
             stage: that this rank runs.
         """
@@ -169,7 +169,7 @@ class StateReceiver:
                     with span("take-rest", **self._where, rank=each.target_rank, index=each.section):
                         self._receive(line)
                 wire.send_answer(line, yes=True)
-            except Exception as error:  # noqa: BLE001  whoever waits for this thread must hear why it ended
+            except Exception as error:  # noqa: BLE001  the thread that waits for this one must hear why it ended
                 named = ", ".join(str(each.section) for each in transfers)
                 self._failure = LinkError(
                     f"the optimizer state of sections {named} did not come from rank {source}: {error}"

@@ -39,7 +39,7 @@ class SectionLayout(NamedTuple):
 
     @classmethod
     def of(cls, state: SectionState) -> Self:
-        """The layout of a state.
+        """Lay a state out.
 
         Raises:
             CheckpointError: a tensor's dtype has no name.
@@ -53,7 +53,7 @@ class SectionLayout(NamedTuple):
         return cls(state.section, end, tuple(entries), dict(state.scalars))
 
     def state_in(self, memory: Tensor) -> SectionState:
-        """The state whose bytes are in ``memory``, as views of it.
+        """Make the state whose bytes are in ``memory``, of views of it.
 
         Single numbers are copies: optimizers keep them on the host, where one of them would hold all the memory.
         """
@@ -66,12 +66,12 @@ class SectionLayout(NamedTuple):
 
 
 def as_bytes(layouts: Sequence[SectionLayout]) -> bytes:
-    """The header."""
+    """Encode layouts: the header of a copy."""
     return json.dumps([layout._asdict() for layout in layouts]).encode()
 
 
 def from_bytes(header: bytes) -> tuple[SectionLayout, ...]:
-    """Inverse of ``as_bytes``."""
+    """Decode what ``as_bytes`` made."""
     return tuple(
         SectionLayout(
             each["section"],
@@ -93,7 +93,7 @@ class Body:
 
     @classmethod
     def of_states(cls, layouts: Sequence[SectionLayout], states: Mapping[int, SectionState]) -> Self:
-        """The body of states as they are; what is not contiguous is copied."""
+        """Make the body of states as they are; what is not contiguous is copied."""
         pieces, start = [], 0
         for layout in layouts:
             for entry in layout.entries:
@@ -104,7 +104,7 @@ class Body:
 
     @classmethod
     def of_memory(cls, memories: Sequence[Tensor]) -> Self:
-        """The body that is in the memory of each section."""
+        """Make the body that is in the memory of each section."""
         pieces, start = [], 0
         for memory in memories:
             pieces.append((start, memory))
@@ -127,12 +127,12 @@ class Body:
         return copies.copy_to_host(self._overlaps(0, memory))
 
     def write(self, first: int, part: Tensor) -> None:
-        """Inverse of ``read``."""
+        """Copy ``part`` over the bytes from ``first`` on: the inverse of ``read``."""
         for mine, other in self._overlaps(first, part):
             mine.copy_(other)
 
     def _overlaps(self, first: int, part: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pieces, and where they are in the part."""
+        """Find the pieces that a part overlaps, and where they are in the part."""
         end, found = first + part.numel(), []
         nearest = max(0, bisect_right(self._starts, first) - 1)
         for start, piece in islice(self._pieces, nearest, None):

@@ -83,6 +83,7 @@ class CopySender:
             step, begin_s = made.step, made.made_s
             with span("send-kept", **self._where, step=step):
                 is_there = self._send_state(made, checkpoints)
+            # Sums without the state that their step began with would be of no use.
             if is_there:
                 checkpoints.note_there(step)
                 if stage is not None and step < self._steps:
@@ -99,7 +100,7 @@ class CopySender:
     # -- state -----------------------------------------------------------------------------------------------
 
     def _send_state(self, made: Made, checkpoints: CheckpointMaker) -> bool:
-        """Whether it has come to the keeper as a whole."""
+        """Return whether it has come to the keeper as a whole."""
         size_bytes = made.body.size_bytes
         opening = wire.offer_copy(
             self._line, wire.CopyKind.STATE, made.step, made.header, size_bytes, wire.SMALL_PART_BYTES

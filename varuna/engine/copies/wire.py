@@ -5,7 +5,7 @@ For each copy, of a state or of one section's sums of gradients, and for the res
 1. owner: what it is, of which step, and the sizes of header, body and parts
 2. owner: the header
 3. keeper: whether it takes it
-4. owner: the parts, each with a word that says whether the copy goes on
+4. owner: the parts, each with a word: 1, or 0 if the copy is broken off
 5. keeper: that all has come, where the owner waits for that
 """
 
@@ -88,7 +88,7 @@ def send_parts(
     """Send the body; False if it was broken off.
 
     Args:
-        line: to whoever takes it.
+        line: to the rank that takes it.
         opening: of the copy.
         fill: puts the bytes from a place of the body on into a part; False: the copy is worth nothing any more.
         pause: called after each part with the seconds that it took.
