@@ -6,6 +6,17 @@ section, its sum goes to one that does. A worker may also have the copy of anoth
 other, which overlaps with that one's own if it is still there. So are sums in a store, beside the checkpoint that their
 step began from, once the run begins there again. A micro-batch that is in the chosen sums of every
 section does not run again. All others do, through all stages; a section that has one already does not add it again.
+
+    2 x 2, micro-batches 0-2 on replica 0, 3-5 on replica 1; rank 2 (stage 0 of replica 1) is lost:
+
+    j                           0  1  2  3  4  5
+    section 0, sum of rank 0    x  .  .
+    section 0, sum of rank 2             (lost)
+    section 1, sum of rank 1    x  x  .
+    section 1, sum of rank 3             x  .  .
+    runs again                     *  *  *  *  *    of 1 and 3, section 1 drops the gradients: it has them
+
+Micro-batches have their numbers j in the global batch, from 0. Sets of them are ranges [first, end).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,12 +38,12 @@ IndexSet = tuple[tuple[int, int], ...]
 
 
 def spans_of(numbers: Iterable[int]) -> IndexSet:
-    """A set of numbers as spans."""
+    """Return a set of numbers as spans."""
     return union([((number, number + 1),) for number in numbers])
 
 
 def numbers_of(spans: IndexSet) -> list[int]:
-    """The numbers of a set, ascending."""
+    """Return the numbers of a set, ascending."""
     return [number for first, end in spans for number in range(first, end)]
 
 
@@ -67,12 +78,12 @@ def without(spans: IndexSet, taken: IndexSet) -> IndexSet:
 
 
 def overlap(one: IndexSet, other: IndexSet) -> bool:
-    """Whether a number is in both sets."""
+    """Return whether a number is in both sets."""
     return count(union([one, other])) < count(one) + count(other)
 
 
 def is_within(spans: IndexSet, micro_batches: int) -> bool:
-    """Whether spans from outside are what they should be: not empty, ascending, apart, of a step's micro-batches."""
+    """Return whether spans from outside are not empty, ascending, not touching, and of a step's micro-batches."""
     bounds = [-1, *(bound for span in spans for bound in span)]
     return all(a < b for a, b in pairwise(bounds)) and bounds[-1] <= micro_batches
 
@@ -94,7 +105,7 @@ SumsAt = Mapping[SumLocation, IndexSet]
 
 
 def choose_sums(offered: SumsAt, seats: Sequence[int]) -> dict[SumLocation, IndexSet]:
-    """Disjoint sums of one section: the largest first, among equals one that need not move, and no copy.
+    """Choose disjoint sums of one section: the largest first, among equals one that need not move, and no copy.
 
     A sum that is reduced over the replicas has all micro-batches, so it is chosen alone.
 
@@ -110,16 +121,17 @@ def choose_sums(offered: SumsAt, seats: Sequence[int]) -> dict[SumLocation, Inde
 
 
 def deal(spans: IndexSet, replicas: int, ends_of: EndsOf | None = None) -> tuple[IndexSet, ...]:
-    """Contiguous shares of a set, ascending: as ``ends_of`` says of so many numbers, or all as large."""
+    """Divide a set into contiguous shares, ascending: as ``ends_of`` says of their number, or all as large."""
     numbers = numbers_of(spans)
     ends = ends_of_shares(len(numbers), replicas) if ends_of is None else ends_of(len(numbers))
     return tuple(spans_of(numbers[first:end]) for first, end in pairwise(ends))
 
 
 def square_sum(spans: IndexSet) -> int:
-    """Sum of (j + 1)^2: with the count, it shows that a micro-batch is missing or was added twice."""
+    """Return the sum of (j + 1)^2: with the count, it shows that a micro-batch is missing or was added twice."""
 
     def below(end: int) -> int:
+        # 1^2 + ... + end^2, so that a range costs no loop.
         return end * (end + 1) * (2 * end + 1) // 6
 
     return sum(below(end) - below(first) for first, end in spans)
@@ -133,7 +145,7 @@ class SectionSum(Value):
 
 
 class InheritedSum(SectionSum):
-    """Part of the sum that a rank goes on from."""
+    """Part of the sum that a rank resumes from."""
 
     source_rank: int = Field(ge=0, description="who has it: the rank itself, or one that sends it")
     copied: bool = Field(default=False, description="it is the copy of another rank's sum that the source kept")
@@ -197,7 +209,7 @@ class StepAssignment(Value):
 
 
 class RemainingWork(Value):
-    """The work that is left of a broken step, and the sums from which a generation goes on."""
+    """The work that is left of a broken step, and the sums from which a generation resumes it."""
 
     micro_batches: int = Field(ge=1, description="of the step")
     taken: tuple[tuple[InheritedSum, ...], ...] = Field(
@@ -252,15 +264,17 @@ def remainder(
 
     Args:
         micro_batches: of the step.
-        replicas: of the new plan; each gets at least one micro-batch, if need be one that nobody lacks.
+        replicas: of the new plan; each gets at least one micro-batch, if need be one that no section lacks.
         seats: by section: the ranks that run it by the new plan.
         offered: by section that has gradients: the sums that there are; of ranks without that seat, if they may move.
         losses: micro-batches whose losses are known.
-        ends_of: how the new plan deals so many micro-batches, ``Plan.ends_of``; None: all replicas get as many.
+        ends_of: how the new plan deals micro-batches, by their number, ``Plan.ends_of``; None: in equal shares.
     """
     everything: IndexSet = ((0, micro_batches),)
     chosen = {section: choose_sums(sums, seats[section]) for section, sums in sorted(offered.items())}
+    # One section that lacks a micro-batch is enough: its gradient comes from B, which needs all stages.
     lacking = union([without(everything, union(sums.values())) for sums in chosen.values()])
+    # Without its loss the step's mean would lack it, although its gradients are there.
     again = union([lacking, without(everything, losses)])
     if count(again) < replicas:
         spare = numbers_of(without(everything, again))[: replicas - count(again)]
@@ -274,7 +288,7 @@ def remainder(
 def _seated(
     chosen: Mapping[int, SumsAt], seats: Mapping[int, Sequence[int]], spared: IndexSet
 ) -> tuple[tuple[InheritedSum, ...], ...]:
-    """By rank, the sums that it goes on from. One moves only if it spares something, to who has got fewest so far."""
+    """Return, by rank, the sums that it resumes from; one moves only if it spares work, to the rank with fewest."""
     taken: list[list[InheritedSum]] = [[] for _ in range(1 + max(rank for ranks in seats.values() for rank in ranks))]
     arrivals = [0] * len(taken)
     for section, sums in chosen.items():
@@ -285,6 +299,7 @@ def _seated(
                     continue
                 target = min(seats[section], key=lambda rank: (arrivals[rank], rank))
                 arrivals[target] += 1
+            # A file is read by the rank that resumes from it; a sum of another rank is sent by that one.
             reader = target if file else source
             taken[target].append(
                 InheritedSum(section=section, micro_batches=spans, source_rank=reader, copied=copied, file=file)
