@@ -1,8 +1,8 @@
 """Sums of gradients of a step, in the folder of the checkpoint that the step began from: what they are of.
 
-A file holds what one replica has added up of one section. Nobody commits it: it says itself which micro-batches are in
-it, of which job, and on top of which parameters. So whoever begins from the checkpoint takes what fits, and the rest of
-the step runs.
+A file holds what one replica has added up of one section. It needs no commit: it says itself which micro-batches are in
+it, of which job, and on top of which parameters. So a generation that begins from the checkpoint takes what fits, and
+the rest of the step runs.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ def find_sums(store: Store, folder: StepFolder, job: JobFacts) -> StoredSums | N
         again = find_step(store, folder.step)
         if _sums_in(again) == labels.keys():
             break
-        labels = labels_in(store, again)  # somebody still writes, and has replaced what was listed
+        labels = labels_in(store, again)  # a worker still writes, and has replaced what was listed
     found = {file: each for file, each in labels.items() if each is not None and each.job == mine}
     if not found:
         return None
@@ -115,7 +115,7 @@ def metadata_of(step: int, label: SumsLabel) -> dict[str, str]:
 
 
 def labels_in(store: Store, folder: StepFolder) -> dict[str, SumsLabel | None]:
-    """By file of sums in a folder: its label; None if it has none that can be read.
+    """Read the label of each file of sums in a folder; None if it has none that can be read.
 
     Raises:
         StoreError: the store cannot be read.

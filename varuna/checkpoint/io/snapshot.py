@@ -1,6 +1,6 @@
 """Copies of what a rank saves, in one buffer of host memory that is allocated and touched before it is needed.
 
-The training thread only copies; whoever writes reads from the buffer, so there is never a second copy.
+The training thread only copies; the writer reads from the buffer, so there is never a second copy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +52,7 @@ def parts_of(
     generation: int,
     smallest_bytes: int = SMALLEST_PART_BYTES,
 ) -> list[SectionPart]:
-    """The parts of its sections that one replica copies: those that it writes, and those that it is understudy for.
+    """Find the parts of its sections that a replica copies: those that it writes, and those that it is understudy for.
 
     Args:
         states: of sections that ``replica`` holds.
