@@ -96,12 +96,12 @@ class Columns:
         return {key: value for key in kept if (value := found[key]) is not None}
 
     def is_needed(self, key: str) -> bool:
-        """Whether ``forward`` takes a key, or something of the user's may read it."""
+        """Return whether ``forward`` takes a key, or something of the user's may read it."""
         names = self.names
         return names is None or names.takes_any or names.read_apart or root(key) in names.named
 
     def without_idle_lists(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Leave lists out that nobody takes: how many keys they have may depend on the samples."""
+        """Leave lists out that the model does not take: how many keys they have may depend on the samples."""
         idle = [key for key in batch if in_list(key) and not self.is_needed(key)]
         self.leave_out({root(key): None for key in idle})
         return {key: value for key, value in batch.items() if key not in idle}

@@ -35,7 +35,7 @@ class PlacedDataset:
         """Call a setter, unless its value is that of before; the caller keeps other readers out until it has read."""
         setter: Callable[[Any, int], object] | None = getattr(type(self.dataset), name, None)
         if setter is not None and self._last.get(name) != value:
-            self._last.pop(name, None)  # if it raises, nobody knows
+            self._last.pop(name, None)  # if it raises, it is not known
             setter(self.dataset, value)
             self._last[name] = value
 

@@ -46,7 +46,7 @@ class OpenSizes:
         return tuple(dict.fromkeys(places[0][0] for places in self.places))
 
     def of(self, batch: Mapping[str, Tensor], indices: Sequence[int] = ()) -> tuple[int, ...]:
-        """The sizes of a batch.
+        """Return the sizes of a batch.
 
         Args:
             batch: with ``keys`` at least.
@@ -172,7 +172,7 @@ def open_sizes(seen: Seen, *, lists: Collection[str] | None = None) -> OpenSizes
 
 
 def _alike_entries(batch: Mapping[str, Tensor], lists: Collection[str]) -> list[list[str]]:
-    """Keys of a batch: those that differ in a sample's number only, together and in its order."""
+    """Group keys of a batch: those that differ in a sample's number only, together and in its order."""
     found: dict[str, dict[int, str]] = {}
     for key in batch:
         name, number = next((entry for entry in _entries(key) if entry[0] in lists), (key, 0))
@@ -189,7 +189,7 @@ def equal_sizes(batch: Mapping[str, Tensor], sizes: OpenSizes) -> int:
 
 
 def told_apart(batch: Mapping[str, Tensor], sizes: OpenSizes) -> dict[str, Tensor]:
-    """A batch no two of whose open sizes are equal to each other or to a fixed size: elements are repeated for that."""
+    """Make a batch no two of whose open sizes are equal, nor one to a fixed size: elements are repeated for that."""
     opened = {place for places in sizes.places for place in places}
     taken = {value.shape[dim] for key, value in batch.items() for dim in range(value.dim()) if (key, dim) not in opened}
     taken |= set(range(_LEAST))

@@ -139,7 +139,7 @@ class SlowReading:
 
 
 def _idle_s() -> float:
-    """Seconds that the machine's processors have had nothing to do, all together; 0 where nobody counts."""
+    """Seconds that the machine's processors have had nothing to do, all together; 0 where the system does not count."""
     try:
         words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         return (int(words[4]) + int(words[5])) / os.sysconf("SC_CLK_TCK")

@@ -49,7 +49,7 @@ def _taken(path: Path, deadline_s: float) -> int | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the holder before has not removed this file between its opening and its locking."""
+    """Return whether the holder before has not removed this file between its opening and its locking."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

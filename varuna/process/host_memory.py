@@ -24,7 +24,7 @@ class MemoryKills:
             self._known = self._count()
 
     def has_one(self) -> bool:
-        """Whether a process that has just died by SIGKILL was one of them."""
+        """Return whether a process that has just died by SIGKILL was one of them."""
         with self._lock:
             if self._count() <= self._known:
                 return False

@@ -122,7 +122,7 @@ class Outlet(io.TextIOBase):
         return True
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Return whether it is a terminal."""
         return os.isatty(self._descriptor)
 
     def fileno(self) -> int:

@@ -188,7 +188,7 @@ _process: int | None = None
 
 
 def hangs_here() -> bool:
-    """Whether this process was forked from one that has used a bucket."""
+    """Return whether this process was forked from one that has used a bucket."""
     return _process is not None and _process != os.getpid()
 
 

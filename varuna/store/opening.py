@@ -78,5 +78,5 @@ def keep_in_memory(store: Store) -> None:
 
 
 def is_local(place: str) -> bool:
-    """Whether ``place``, from ``location``, is a directory of this machine's file system."""
+    """Return whether ``place``, from ``location``, is a directory of this machine's file system."""
     return "://" not in place

@@ -297,7 +297,7 @@ class Connection:
     # -- writing: one thread at a time has the turn ----------------------------------------------------------
 
     def _takes_turn(self) -> bool:
-        """Whether the caller has to write now."""
+        """Return whether the caller has to write now."""
         if self._is_writing or self._is_deaf or not (self._asks or self._bodies):
             return False
         self._is_writing = True

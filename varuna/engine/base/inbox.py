@@ -93,11 +93,11 @@ class Inbox:
         return self._failure is not None
 
     def has(self, key: Hashable) -> bool:
-        """Whether ``key`` has arrived."""
+        """Return whether ``key`` has arrived."""
         return key in self._arrived
 
     def failed(self, key: Hashable) -> bool:
-        """Whether an exception has arrived in place of ``key``."""
+        """Return whether an exception has arrived in place of ``key``."""
         return isinstance(self._arrived.get(key), BaseException)
 
     def expect_step(self, *step_s: float) -> None:

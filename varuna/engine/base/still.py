@@ -26,7 +26,7 @@ class StateGate:
             self._begun = step
 
     def has_begun(self, step: int) -> bool:
-        """Whether that step has begun."""
+        """Return whether that step has begun."""
         with self._changed:
             return self._begun == step
 

@@ -25,7 +25,7 @@ class Ready(Protocol):
         """Block this thread until it is finished."""
 
     def passed(self) -> bool:
-        """Whether it is finished."""
+        """Return whether it is finished."""
 
 
 class Done:

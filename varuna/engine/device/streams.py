@@ -56,7 +56,7 @@ class Event(Protocol):
         """Block this thread until the point is passed."""
 
     def passed(self) -> bool:
-        """Whether the device has reached the event."""
+        """Return whether the device has reached the event."""
 
     def seconds_since(self, earlier: Self) -> float:
         """Seconds between two timed events that have passed."""
@@ -111,7 +111,7 @@ class CudaEvent:
         self.event.synchronize()
 
     def passed(self) -> bool:
-        """Whether the device has reached the event."""
+        """Return whether the device has reached the event."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, earlier: "CudaEvent") -> float:

@@ -74,14 +74,14 @@ def _learning(module: GraphModule, given: Mapping[Node, object]) -> set[Node]:
 
 
 def _carries(value: object) -> bool:
-    """Whether a gradient can belong to a value."""
+    """Return whether a gradient can belong to a value."""
     if isinstance(value, list | tuple):
         return any(_carries(each) for each in value)
     return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _asks(node: Node, learns: set[Node], given: Mapping[Node, object], *, on_gpu: bool) -> bool:
-    """Whether the kernel of an operation may depend on whether a gradient is wanted."""
+    """Return whether the kernel of an operation may depend on whether a gradient is wanted."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = node.target._schema.name

@@ -57,7 +57,7 @@ class Halves:
 
 
 def _agree(whole: Run, halves: Run, arguments: Sequence[Any], seeded: Seeded) -> bool:
-    """Whether both give the same results, and the same gradients of all arguments, bit for bit.
+    """Return whether both give the same results, and the same gradients of all arguments, bit for bit.
 
     Only digests outlive a run, so that no more gradients are in memory than in any B.
     """

@@ -66,7 +66,7 @@ class LastLogits(NamedTuple):
     """float32, on the host"""
 
     def differs(self, row: Tensor) -> bool:
-        """Whether the logits of a longer text, (length, words), are others at this place."""
+        """Return whether the logits of a longer text, (length, words), are others at this place."""
         said = self.logits.isfinite()  # a model may exclude words
         before, now = self.logits[said], row[self.place].float().cpu()[said]
         return bool((now - before).abs().max() > _SAME.get(row.dtype, _SAME_IN_HALVES) * before.abs().max())
