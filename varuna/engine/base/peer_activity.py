@@ -1,7 +1,7 @@
 """The ranks of a generation tell each other what they do, so that a waiting rank knows for whom and why.
 
 By the generation's store, every few seconds, on a thread of its own: a rank's word comes while its training thread runs
-the user's code, and a store that does not answer holds nobody up. The same thread ends a rank whose own work does not
+the user's code, and a store that does not answer holds no rank up. The same thread ends a rank whose own work does not
 end while others wait for it.
 """
 
@@ -24,7 +24,7 @@ class Busy(NamedTuple):
     """that such work took and ended well"""
 
     def now(self, work: str, now_s: float) -> "Busy":
-        """This piece of work, or the next one."""
+        """Return this piece of work, or the next one."""
         if work == self.work:
             return self
         return Busy(work, now_s, max(self.longest_s, now_s - self.since_s) if self.work else self.longest_s)

@@ -14,7 +14,7 @@ class StateGate:
     """
 
     def __init__(self, step: int | None) -> None:
-        """The state rests, and contains ``step`` steps; None: some of it is still to come."""
+        """Begin with a state that rests, and contains ``step`` steps; None: some of it is still to come."""
         self._changed = threading.Condition()
         self._step = step
         self._closed = False
@@ -37,7 +37,7 @@ class StateGate:
             self._changed.notify_all()
 
     def close_for_update(self) -> None:
-        """Let nobody read from now on, since the state is about to change; waits for a read in progress."""
+        """Let no thread read from now on, since the state is about to change; wait for a read in progress."""
         with self._changed:
             self._step = None
             self._changed.notify_all()
@@ -61,7 +61,7 @@ class StateGate:
             return None if self._closed else self._step
 
     def wait_while_in(self, step: int, bound_s: float) -> bool:
-        """Wait for so long while ``step`` lasts; return whether it still does, on top of a state that rests."""
+        """Wait ``bound_s`` while ``step`` lasts; return whether it still does, on top of a state that rests."""
         with self._changed:
             over = self._changed.wait_for(lambda: self._closed or self._step != step or self._ended == step, bound_s)
             return not over
