@@ -50,31 +50,31 @@ class HostCopies:
     """
 
     def room(self, size_bytes: int) -> Tensor:
-        """Memory to copy from and to, as bytes, for a moment; pinned on a GPU's host."""
+        """Allocate memory to copy from and to, as bytes, for a moment; pinned on a GPU's host."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def arena(self, size_bytes: int) -> Tensor:
-        """The same for longer, and of no more than that size."""
+        """Allocate the same for longer, and of no more than that size."""
         return self.room(size_bytes)
 
     def room_for(self, value: Tensor) -> Tensor:
-        """Memory with the shape and dtype of ``value``."""
+        """Allocate memory with the shape and dtype of ``value``."""
         return self.room(value.nbytes).view(value.dtype).view(value.shape)
 
     def homes_for(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Memory for longer, in one piece, with the shapes and dtypes of ``values``."""
+        """Allocate memory for longer, in one piece, with the shapes and dtypes of ``values``."""
         return laid_out(values, self.arena(size_together(values)))
 
     def place(self, size_bytes: int) -> Tensor:
-        """Memory of the device for longer, as bytes, that ``overwrite`` writes to."""
+        """Allocate memory of the device for longer, as bytes, that ``overwrite`` writes to."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def at_rest(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """``values``, which are in host memory, where copies can start: themselves, if they can start there."""
+        """Return ``values``, in host memory, where copies can start: themselves, if they can start there."""
         return list(values)
 
     def point(self) -> Ready:
-        """The end of what this thread has had computed so far."""
+        """Mark the end of what this thread has had computed so far."""
         return DONE
 
     def copy_to_host(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
@@ -97,7 +97,7 @@ class HostCopies:
         return [value.clone() for value in values], DONE
 
     def copy_to_device(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values of host memory, for what this thread computes from now on; they may not be written any more."""
+        """Return values of host memory for what this thread computes from now on; they may not be written any more."""
         return dict(values)
 
     def overwrite(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready = DONE) -> Ready:
@@ -107,7 +107,7 @@ class HostCopies:
         return DONE
 
     def at_host(self, value: Tensor, after: Ready, room: Callable[[Tensor], Tensor]) -> AbstractContextManager[Tensor]:
-        """``value`` in host memory, as it is after a ``point``; what is written there is in ``value`` at the end.
+        """Give ``value`` in host memory, as it is after a ``point``; what is written there is in ``value`` at the end.
 
         Blocks this thread at both ends. ``value`` belongs to the block meanwhile; ``room`` gives memory like it, where
         that is needed.
@@ -152,6 +152,7 @@ class StreamCopies(HostCopies):
         streams.wait_event(self._down, self.point() if after is None else _event(after))
         for value, target in pairs:
             streams.copy(self._down, target, value)
+            # The caller may free the value at once: its memory must stay until this copy has passed.
             streams.record_stream(value, self._down)
         return streams.record_event(self._down)
 
@@ -197,7 +198,7 @@ class StreamCopies(HostCopies):
 
     @contextmanager
     def at_host(self, value: Tensor, after: Ready, room: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """Through the memory that ``room`` gives."""
+        """Copy through the memory that ``room`` gives."""
         host = room(value)
         self.copy_to_host([(value, host)], after).wait()
         yield host
@@ -205,12 +206,12 @@ class StreamCopies(HostCopies):
 
 
 def size_together(values: Sequence[Tensor]) -> int:
-    """Bytes of one piece of memory for all of them."""
+    """Return the bytes of one piece of memory for all of them."""
     return sum(value.nbytes + -value.nbytes % _ALIGNMENT for value in values)
 
 
 def laid_out(values: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
-    """Views of the memory, one behind the other, with the shapes and dtypes of ``values``."""
+    """Make views of the memory, one behind the other, with the shapes and dtypes of ``values``."""
     starts = accumulate((value.nbytes + -value.nbytes % _ALIGNMENT for value in values), initial=0)
     return [
         memory[start : start + value.nbytes].view(value.dtype).view(value.shape)

@@ -23,7 +23,7 @@ _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _set: Any = torch._C._accelerator_setAllocatorSettings
 _stream: Any = torch.cuda.Stream
 _settings: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
-"""Function that returns the script's settings; up to torch 2.12 nobody says."""
+"""Function that returns the script's settings; up to torch 2.12 it is not documented."""
 
 
 @cache
@@ -36,7 +36,7 @@ def let_segments_grow(device: torch.device) -> None:
         return
     _set("expandable_segments:True")
     try:
-        with torch.cuda.stream(_stream(device, priority=-1)):  # which nobody has used: no memory of it is cached
+        with torch.cuda.stream(_stream(device, priority=-1)):  # which no thread has used: no memory of it is cached
             torch.empty(1, device=device)
     except RuntimeError as error:  # as on WSL, and with old drivers
         _set("expandable_segments:False")
@@ -87,7 +87,7 @@ class Streams(Protocol):
         """Device memory that belongs to ``stream``, as bytes."""
 
     def record_stream(self, value: Tensor, stream: Stream) -> None:
-        """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""
+        """Keep the memory of ``value`` from being given out before ``stream`` has passed what is queued on it now."""
 
     def room(self, size_bytes: int) -> Tensor:
         """Pinned host memory for a moment, as bytes; more may be pinned, and is used again."""
@@ -96,7 +96,7 @@ class Streams(Protocol):
         """Pinned host memory of that size, as bytes, which only these streams copy from and to."""
 
     def memory(self) -> DeviceFacts | None:
-        """The device's own; None if nobody knows."""
+        """Return the device's own; None if it is not known."""
 
 
 class CudaEvent:
@@ -167,7 +167,7 @@ class CudaStreams:
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def record_stream(self, value: Tensor, stream: Stream) -> None:
-        """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""
+        """Keep the memory of ``value`` from being given out before ``stream`` has passed what is queued on it now."""
         if value.is_cuda:  # host memory is torch's own care, or was copied at once
             value.record_stream(stream)
 
@@ -190,7 +190,7 @@ class CudaStreams:
         return arena
 
     def _unpin(self, address: int, streams: Sequence[Stream]) -> None:
-        """Nobody has the memory any more, which is still there: let copies end first."""
+        """Unpin memory that is not used any more, but still there: let copies end first."""
         for stream in streams:
             self.record_event(stream).wait()
         _check(_cudart().cudaHostUnregister(address))

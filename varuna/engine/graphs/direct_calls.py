@@ -24,7 +24,7 @@ class DirectCall(NamedTuple):
     call: Callable[..., Any] | str
     """a function, or the name of a method of the first argument"""
     most: int
-    """so many positional arguments at most mean the same"""
+    """most positional arguments that mean the same"""
 
 
 DIRECT: dict[Any, DirectCall] = {

@@ -19,7 +19,7 @@ _ASKING = (_ATTENTION, _PRODUCT, "aten::lstm")
 
 
 def without_graph(module: GraphModule, arguments: Sequence[object]) -> GraphModule:
-    """A callable that computes without a graph what ``module`` computes with one; ``module`` itself if both agree.
+    """Make what computes without a graph what ``module`` computes with one; ``module`` itself if both agree.
 
     Args:
         module: a section's graph.
@@ -64,7 +64,7 @@ def as_with_graph(name: str, wanted: Sequence[bool], *args: Any, **kwargs: Any) 
 
 
 def _learning(module: GraphModule, given: Mapping[Node, object]) -> set[Node]:
-    """Values of which a gradient will be wanted."""
+    """Find the values of which a gradient will be wanted."""
     learns = {node for node, value in given.items() if isinstance(value, Tensor) and value.requires_grad}
     for node in module.graph.nodes:
         is_cut_off = node.target is torch.ops.aten.detach.default or not _carries(node.meta.get("val"))

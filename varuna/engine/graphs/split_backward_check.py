@@ -35,7 +35,7 @@ class Halves:
         arguments: Sequence[Any],
         seeded: Seeded,
     ) -> Run | None:
-        """The section's graph with ``PendingWeights`` as a further first argument; None if it must run whole.
+        """Return the section's graph with ``PendingWeights`` as a further first argument; None if it must run whole.
 
         The first micro-batch of a shape costs two runs more. Sections with equal code and shapes share a verdict.
 

@@ -66,7 +66,7 @@ def evaluate(generation: Generation, work: EvaluationWork) -> EvaluationSums:
 
 
 class EvaluationRun:
-    """One rank's part of an evaluation."""
+    """A rank's part of an evaluation."""
 
     def __init__(self, generation: Generation, work: EvaluationWork) -> None:
         plan, rank = generation.plan, generation.assignment.rank
@@ -96,7 +96,7 @@ class EvaluationRun:
         self._whole = self._forward_pass.whole
 
     def _foreign_buffers(self) -> dict[str, Tensor]:
-        """Newest values of statistics that a section reads and another stage updates (a normalisation used twice)."""
+        """Get the newest statistics that a section reads and another stage updates (a normalisation used twice)."""
         trained, stage = self.stage.job, self.stage
         owners = {name: section.index for section in trained.model.sections for name in section.updated}
         shared = {
@@ -130,14 +130,14 @@ class EvaluationRun:
         return _summed(torch.cat(rows), self.work.model.metrics)
 
     def chunks(self) -> Iterator[tuple[int, list[int]]]:
-        """This replica's micro-batches between two meetings, and how many came before; as many chunks on every rank."""
+        """Yield this replica's micro-batches between two meetings, and how many came before; as often on every rank."""
         self._forward_pass.request(self.work.number)
         for first in range(0, self._longest, self.chunk):
             yield first, list(self._mine[first : first + self.chunk])
             self.stage.truths.check(self.work.source, self.plan, 0)
 
     def _count(self) -> None:
-        """Numbers of all examples: where loss terms count different things, those samples are read twice."""
+        """Count all examples: where loss terms count different things, those samples are read twice."""
         work = self.work
         counters = [graph.whole.counter for graph in work.model.graphs if graph.whole is not None]
         keys = [key for counter in counters if counter is not None for key in counter.inputs]
@@ -163,7 +163,7 @@ class EvaluationRun:
                 loader.close(timeout_s=0.0)
 
     def forward(self, micro_batch: int) -> tuple[tuple[Tensor, ...], Arrived]:
-        """One micro-batch through this stage: what the last one makes, and of what; nothing on others."""
+        """Run a micro-batch through this stage; return what the last one makes, and of what; nothing on others."""
         work, made = self.work, tuple[Tensor, ...]()
         arrived = self._forward_pass.take_inputs(work.number, micro_batch)
         flowing, variant = arrived.values, arrived.examples.variant
@@ -184,7 +184,7 @@ class EvaluationRun:
         return list(losses.numbers().values())
 
     def _meet(self, first: int, found: Sequence[Sequence[float]]) -> Tensor:
-        """Sums of a chunk by replica and micro-batch, on all ranks; each has one writer, so adding is exact."""
+        """Exchange sums of a chunk by replica and micro-batch; each has one writer, so adding is exact."""
         width = 2 + len(self.work.model.metrics)
         table = torch.zeros(self.plan.replicas, self.chunk, width, dtype=torch.float64)
         for position, values in enumerate(found):

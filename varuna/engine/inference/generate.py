@@ -38,15 +38,15 @@ class Choice(NamedTuple):
     temperature: float = 0.0
     """0: the likeliest"""
     top_k: int | None = None
-    """only one of so many likeliest"""
+    """most words, the likeliest, of which one is chosen"""
     seed: int = 0
 
     def of(self, logits: Tensor, *keys: int) -> int:
-        """The next token.
+        """Choose the next token.
 
         Args:
             logits: one for each word, float32, on the host.
-            keys: tell this choice from others: whoever has the same chooses the same.
+            keys: tell this choice from others: the same keys choose the same.
         """
         if self.temperature == 0:
             return int(logits.argmax())
@@ -143,7 +143,7 @@ def generate(generation: Generation, work: Continuation) -> list[list[int]]:
 
 
 def _compare(generation: Generation, work: Continuation) -> None:
-    """Every rank says what it was asked for, before a link waits for messages that another rank does not send.
+    """Compare what the ranks were asked for, before a link waits for messages that another rank does not send.
 
     Raises:
         UsageError: not all were asked for the same.
@@ -166,7 +166,7 @@ def _compare(generation: Generation, work: Continuation) -> None:
 
 
 class _Turn(PredictionRun):
-    """One rank's part of one more token for every text."""
+    """A rank's part of one more token for every text."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class _Turn(PredictionRun):
         """of each text, where that is computed"""
 
     def named(self, micro_batch: int) -> dict[str, Tensor]:
-        """The next token of each text of a micro-batch, chosen by the last stage."""
+        """Return the next token of each text of a micro-batch, chosen by the last stage."""
         made, _ = self.forward(micro_batch)
         if not self.stage.is_last:
             return {}

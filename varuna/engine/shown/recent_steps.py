@@ -1,4 +1,4 @@
-"""The newest steps of this worker, for whoever asks what happened in one: kept as they are, told only on request."""
+"""The newest steps of this worker, for people who ask what happened in one: kept as they are, told only on request."""
 
 import platform
 import threading
@@ -20,7 +20,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class RanStep(NamedTuple):
-    """One step of one rank."""
+    """A step of one rank."""
 
     generation: int
     rank: int
@@ -56,7 +56,7 @@ class RecentSteps:
                 self._rows -= self._kept.popleft().rows
 
     def request_step(self, step: int) -> None:
-        """Somebody wants to see a step, which may lie ahead; of very many such wishes the first are heard."""
+        """Note that a step was asked for, which may lie ahead; of very many such requests the first count."""
         with self._lock:
             if len(self._wanted) < _WANTED:
                 self._wanted.add(step)
@@ -108,7 +108,7 @@ class RecentSteps:
 
 
 def clock_name() -> str:
-    """The same for all processes that share ``time.monotonic``: those of one start of one machine."""
+    """Return a name that all processes share that share ``time.monotonic``: those of one start of a machine."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
