@@ -1,4 +1,4 @@
-"""Work that may hang, such as a look at a disk that is gone, on threads that nobody waits for longer than a bound."""
+"""Work that may hang, such as a look at a disk that is gone, on threads that are waited for no longer than a bound."""
 
 import threading
 from collections.abc import Callable

@@ -27,8 +27,8 @@ class RetryingStore:
     Args:
         inner: the store.
         patience_s: how long one operation is retried.
-        answer_s: how long one try may take, for who cannot wait for a store that says nothing; it goes on, and nobody
-            waits for it. None: as long as the inner store lets it.
+        answer_s: how long one try is waited for, where a store that says nothing must hold no caller up. None: as long
+            as the inner store lets it.
         clock: seconds.
         sleep: waits.
         say: hears that an operation is being retried.
