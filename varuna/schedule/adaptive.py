@@ -129,7 +129,7 @@ class AdaptivePolicy:
 
 
 def _few_in_flight(stages_left: int, *, empties: bool, keeps_all: bool) -> float:
-    """Micro-batches below which the stages that are left, this one included, may run dry.
+    """Return the number of micro-batches below which the stages that are left, this one included, may run dry.
 
     Forwards that put off no more than an R cost little, and more of them pay. The last stage feeds none, and the one
     before it may run dry if that saves R's.

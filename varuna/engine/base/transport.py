@@ -137,6 +137,7 @@ class Group:
             flat.copy_(_sum(list(whole), values.dtype).to(dtype))
             return
         chunks, begun, gathers = torch.split(flat, at_once), deque[_Shares](), _Swap()
+        # Two sets in turn: the shares of a chunk come in while those of the chunk before are added up.
         rooms: tuple[list[Tensor], list[Tensor]] = ([], [])
         for number, chunk in enumerate(chunks):
             begun.append(self._share_out(chunk.to(dtype), rooms[number % 2]))

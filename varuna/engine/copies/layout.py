@@ -49,6 +49,7 @@ class SectionLayout(NamedTuple):
             if value.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{name} of section {state.section} is {value.dtype}, which cannot be copied")
             entries.append(TensorPlace(name, DTYPE_NAMES[value.dtype], tuple(value.shape), end))
+            # Aligned, since tensors are used where they lie in the body (``state_in``).
             end = -(-(end + value.nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return cls(state.section, end, tuple(entries), dict(state.scalars))
 
@@ -134,6 +135,7 @@ class Body:
     def _overlaps(self, first: int, part: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Find the pieces that a part overlaps, and where they are in the part."""
         end, found = first + part.numel(), []
+        # The last piece that begins at or before ``first``: those before it have ended.
         nearest = max(0, bisect_right(self._starts, first) - 1)
         for start, piece in islice(self._pieces, nearest, None):
             if start >= end:

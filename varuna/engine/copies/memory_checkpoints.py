@@ -300,7 +300,7 @@ class CheckpointMaker:
             made = self._try(step, loop)
         self._stall_s = min(self._stall_s, time.monotonic() - self._made_s)  # the first one makes room, too
         if made is not None:
-            # Training goes on at once; only the update that would change what is still being copied waits.
+            # Training continues at once; only the update that would change what is still being copied waits.
             self._delay(made.copied)
         with self._changed:
             self._made = made  # if there is none, this rank says no more of the one before that it is there

@@ -101,6 +101,7 @@ def send_parts(
     part, word = buffer[: opening.part_bytes], buffer[opening.part_bytes :].view(torch.int64)
     for first in _firsts(opening):
         goes_on = fill(first, part)
+        # In the same message as the part: a keeper that reads 0 drops the copy at once.
         word.fill_(goes_on)
         begin_s = time.monotonic()
         _send(line, buffer)
@@ -154,6 +155,7 @@ def receive_parts(line: CopyChannel, opening: CopyHeader, write: Callable[[int, 
 
 
 def _firsts(opening: CopyHeader) -> Iterator[int]:
+    # A body without bytes has a part, too: its word says that the copy is whole.
     return iter(range(0, max(1, opening.body_bytes), opening.part_bytes))
 
 

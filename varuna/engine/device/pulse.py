@@ -48,6 +48,6 @@ class Pulse:
 
 
 def title(streams: Streams) -> str:
-    """A device's name in texts."""
+    """Name a device in texts."""
     facts = streams.memory()
     return f"GPU {facts.name}" if facts is not None else "the device"

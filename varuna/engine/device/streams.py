@@ -59,7 +59,7 @@ class Event(Protocol):
         """Return whether the device has reached the event."""
 
     def seconds_since(self, earlier: Self) -> float:
-        """Seconds between two timed events that have passed."""
+        """Return the seconds between two timed events that have passed."""
 
 
 class Streams(Protocol):
@@ -69,7 +69,7 @@ class Streams(Protocol):
         """Create a stream."""
 
     def computing(self) -> Stream:
-        """The one that this thread's computations go to."""
+        """Return the stream that this thread's computations go to."""
 
     def record_event(self, stream: Stream, *, timed: bool = False) -> Event:
         """Return the point after everything that is queued on ``stream`` now."""
@@ -84,16 +84,16 @@ class Streams(Protocol):
         """Queue a copy of a host tensor into device memory that belongs to ``stream``; returns at once."""
 
     def allocate(self, stream: Stream, size_bytes: int) -> Tensor:
-        """Device memory that belongs to ``stream``, as bytes."""
+        """Allocate device memory that belongs to ``stream``, as bytes."""
 
     def record_stream(self, value: Tensor, stream: Stream) -> None:
         """Keep the memory of ``value`` from being given out before ``stream`` has passed what is queued on it now."""
 
     def room(self, size_bytes: int) -> Tensor:
-        """Pinned host memory for a moment, as bytes; more may be pinned, and is used again."""
+        """Allocate pinned host memory for a moment, as bytes; more may be pinned, and is used again."""
 
     def arena(self, size_bytes: int, streams: Sequence[Stream]) -> Tensor:
-        """Pinned host memory of that size, as bytes, which only these streams copy from and to."""
+        """Allocate pinned host memory of that size, as bytes, which only these streams copy from and to."""
 
     def memory(self) -> DeviceFacts | None:
         """Return the device's own; None if it is not known."""
@@ -115,7 +115,7 @@ class CudaEvent:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, earlier: "CudaEvent") -> float:
-        """Seconds between two timed events that have passed."""
+        """Return the seconds between two timed events that have passed."""
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
@@ -137,7 +137,7 @@ class CudaStreams:
         return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
     def computing(self) -> Stream:
-        """The one that this thread's computations go to."""
+        """Return the stream that this thread's computations go to."""
         return torch.cuda.current_stream(self._device)
 
     def record_event(self, stream: Stream, *, timed: bool = False) -> CudaEvent:
@@ -162,7 +162,7 @@ class CudaStreams:
             return value.to(self._device, non_blocking=True)
 
     def allocate(self, stream: Stream, size_bytes: int) -> Tensor:
-        """Device memory that belongs to ``stream``, as bytes."""
+        """Allocate device memory that belongs to ``stream``, as bytes."""
         with torch.cuda.stream(stream):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
@@ -172,11 +172,11 @@ class CudaStreams:
             value.record_stream(stream)
 
     def room(self, size_bytes: int) -> Tensor:
-        """Pinned host memory for a moment, as bytes; torch pins a power of two."""
+        """Allocate pinned host memory for a moment, as bytes; torch pins a power of two."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def arena(self, size_bytes: int, streams: Sequence[Stream]) -> Tensor:
-        """Pinned host memory of that size, as bytes, which only these streams copy from and to.
+        """Allocate pinned host memory of that size, as bytes, which only these streams copy from and to.
 
         Raises:
             RuntimeError: the driver does not pin so much.
@@ -196,7 +196,7 @@ class CudaStreams:
         _check(_cudart().cudaHostUnregister(address))
 
     def memory(self) -> DeviceFacts:
-        """Bytes of the GPU, without a call to it: it may hang."""
+        """Return the bytes of the GPU, without a call to it: it may hang."""
         found = torch.cuda.get_device_properties(self._device)
         others = min(self._others_bytes, found.total_memory)
         return DeviceFacts(name=str(found.uuid), memory_bytes=found.total_memory, others_bytes=others)
@@ -207,5 +207,5 @@ _check: Any = torch.cuda.check_error
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """The streams of a GPU; None for the CPU, which is done when a call returns."""
+    """Make the streams of a GPU; None for the CPU, which is done when a call returns."""
     return CudaStreams(device) if device.type == "cuda" else None

@@ -71,9 +71,11 @@ class EvaluationRun:
     def __init__(self, generation: Generation, work: EvaluationWork) -> None:
         plan, rank = generation.plan, generation.assignment.rank
         self.generation, self.work, self.stage = generation, work, generation.stage
+        # As one large step: the plan's own division gives each replica its micro-batches.
         self.plan: Plan = plan.model_copy(update={"global_batch": work.examples})
         self._mine = self.plan.micro_batches_of(generation.replica)
         self.chunk = _AHEAD * plan.stages
+        # Of any replica: all ranks come to as many meetings, with nothing to bring at the end.
         self._longest = max(len(self.plan.micro_batches_of(replica)) for replica in range(plan.replicas))
         buffers = {**work.buffers, **self._foreign_buffers()}
         self._runners = [

@@ -53,6 +53,7 @@ class Choice(NamedTuple):
         scaled = (logits.double() - logits.max()) / self.temperature  # else a low temperature would overflow
         if self.top_k is not None and self.top_k < len(scaled):
             scaled[scaled < scaled.topk(self.top_k).values[-1]] = -torch.inf
+        # By keys, not by what was drawn before: the same token in any plan, and 63 bits, which a seed may have.
         draws = torch.Generator().manual_seed(derive_key(self.seed, "generate", *keys) >> 1)
         return int(torch.multinomial(scaled.softmax(0), 1, generator=draws))
 
@@ -153,6 +154,7 @@ def _compare(generation: Generation, work: Continuation) -> None:
         return
     words = [number for text in work.texts for number in (len(text), *text)]
     options = (work.new_tokens, work.choice, work.end, work.averaged, work.length)
+    # 63 bits, so that it fits into int64.
     mine = derive_key(*words, str(options)) >> 1
     table = torch.zeros(workers, dtype=torch.int64)
     table[generation.assignment.rank] = mine

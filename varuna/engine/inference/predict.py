@@ -65,6 +65,7 @@ class PredictionRun(EvaluationRun):
         if mine:
             sizes[self.generation.replica] = len(mine)
         self.sum_all("sizes", sizes, "how much the other replicas predicted")
+        # Whole words for each replica, so that no word has two writers.
         starts = [0, *(-(-sizes // _WORD) * _WORD).cumsum(0).tolist()]
         table = torch.zeros(starts[-1] // _WORD, dtype=torch.int64)
         held = table.view(torch.uint8)

@@ -89,6 +89,7 @@ def comm_groups(plan: Plan, gpus: Sequence[int], *, sums: bool) -> list[CommGrou
             for stage in range(parity, plan.pipeline_of(replica).stages - 1, 2):
                 low, high = plan.rank_of(replica, stage), plan.rank_of(replica, stage + 1)
                 if own[low] and own[high]:
+                    # One for each direction: a call blocks its stream until the other end has called.
                     found += [CommGroup(f"{a}>{b}", (a, b), sums=False) for a, b in ((low, high), (high, low))]
     # Where pipelines are divided differently, a rank sums with several sets of others: that goes through hosts.
     for stage in range(plan.stages if sums and plan.replicas > 1 and plan.is_uniform else 0):
@@ -246,6 +247,7 @@ def connect(
     if device := streams.memory():
         digest = hashlib.blake2b(device.name.encode(), digest_size=8).digest()
         table[rank] = int.from_bytes(digest, "little", signed=True)
+    # One writer for each entry: the sum says which GPU each rank has.
     group.all_reduce(table)
     for comm_group in comm_groups(plan, table.tolist(), sums=sums):
         if rank in comm_group.members:

@@ -162,5 +162,6 @@ class Layout:
 
     def _digest_view(self, buffer: Tensor) -> Tensor:
         start, end = self.offsets_bytes[-2:]
+        # A header of its own begins with what follows the tensors in a whole message.
         start, end = (0, end - start) if self.apart else (start, end)
         return buffer[start:end].view(torch.int64)

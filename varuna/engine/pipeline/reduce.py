@@ -4,7 +4,7 @@ training thread              thread "reduction", one after another    thread "vo
 last B of section s -------> losses (last section), statistics,
 (the last section first)     all-reduce of its sums over its homes
 B's of sections before s     (meanwhile)
-finish(step) --------------> tied parameters: parts of each section
+finish(step) --------------> tied parameters, if other ranks share any
   waits for all of it
 cast_vote, vote(step) ------------------------------------------> all-reduce over all ranks of the grid
   waits: the step is committed

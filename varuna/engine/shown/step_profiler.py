@@ -67,7 +67,7 @@ class StepProfiler:
             self._writing = start("profile", lambda: self._write(request, profile))
 
     def abandon(self, why: str) -> None:
-        """The generation or the run ends in the middle of the steps."""
+        """Give up a profile: the generation or the run ends in the middle of the steps."""
         running, asked = self._running, self._asked
         self._running = self._asked = None
         if running is not None:

@@ -144,7 +144,7 @@ class Statistics:
         return tuple(statistic.name for statistic in self._kept(section, micro_batch))
 
     def _kept(self, section: int, micro_batch: int) -> tuple[Crossing, ...]:
-        """Statistics that a micro-batch has to tell: what is the same in all, the first one tells."""
+        """Return the statistics that a micro-batch has to tell: what is the same in all, the first one tells."""
         graph = self._sections[section]
         # One micro-batch is enough for what is the same in all: the first has it, on whichever replica.
         if micro_batch == 0:

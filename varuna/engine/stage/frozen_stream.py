@@ -72,6 +72,7 @@ class FrozenStream:
         return self._at.memory.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
 
     def _turn_to(self, section: int, way: Pass) -> None:
+        # Usually it is there, since it followed the last time as well.
         there = next((place for place in self._places if place.section == section), None)
         if there is None:
             there = self._bring(section)

@@ -66,7 +66,7 @@ def export_model(
 def gather_model(
     generation: Generation | None, model: PartitionedModel, *, wanted: Callable[[str], bool], average: bool = False
 ) -> dict[str, Tensor] | None:
-    """Tensors of the model by its own names, on the main rank; None on all others.
+    """Return tensors of the model by its own names, on the main rank; None on all others.
 
     Args:
         generation: the newest one; None on a spare.
@@ -120,7 +120,7 @@ def gather_model(
 def spread_model(
     generation: Generation, model: PartitionedModel, *, wanted: Callable[[str], bool]
 ) -> dict[str, Tensor]:
-    """Tensors of the model by its own names, on every rank of the grid, section by section; at most once in each.
+    """Yield tensors of the model by its own names, on every rank, section by section; at most once in each.
 
     Args:
         generation: the running one, between two steps.
@@ -167,7 +167,7 @@ def write_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, st
 
 
 def _sync(path: Path) -> None:
-    """A power cut leaves the old file or the new one, whole."""
+    """Make a file durable: a power cut leaves the old one or the new one, whole."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

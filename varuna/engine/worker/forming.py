@@ -294,6 +294,7 @@ def _states(context: GenerationContext, groups: Groups) -> dict[int, SectionStat
             refusal = error
     elif assignment.checkpoint is not None:
         holders = holders_of(plan, job.model.facts.sections, shared=job.memory.shard_optimizer)
+        # Of lent sections only what they compute with is read: other replicas have their optimizer state.
         lent = set(wanted) - set(held_by(holders, wanted, plan.place_of(rank).replica))
         states = stored_states(job.model, wanted, assignment.checkpoint, lent=lent, initial=worker.first_values)
         _add_sums(context, states, {}, stored_sums(job.model, states, assignment, job.dtype))
@@ -343,6 +344,7 @@ def _add_sums(
         is_it = state is not None and state.scalars.get(SUMS) == [list(span) for span in each.micro_batches]
         parts.setdefault(each.section, []).append(state if is_it else None)
     for section, state in states.items():
+        # Copies of the dict, not of tensors: entries are popped from states, which the parts may be.
         known = [part.tensors.copy() for part in parts.get(section, ()) if part is not None]
         for name in (SUMS, COPIED_SUMS, STATISTICS):
             state.tensors.pop(name, None)

@@ -122,11 +122,11 @@ class Heartbeat:
         self._told_times: StepTimes | None = None  # of the newest beat that carried any
 
     def train_here(self) -> None:
-        """The calling thread is the one that trains."""
+        """Note that the calling thread is the one that trains."""
         self._thread = threading.get_ident()
 
     def at(self, text: str, phase: WorkerPhase = WorkerPhase.OTHER) -> None:
-        """The training thread begins something else."""
+        """Note that the training thread begins something else."""
         self.activity = Activity(text, phase)
 
     def doing(self, tick: int = 0) -> Doing:
@@ -140,7 +140,7 @@ class Heartbeat:
         return doing_of(text, waiting, tick=tick, place=there.place, bounded=bounded)
 
     def beat(self) -> Beat:
-        """The next sign of life; what steps took is in one of them only."""
+        """Return the next sign of life; what steps took is in one of them only."""
         self._recent.answer()
         doing, waiting, runtime, phase = self.doing(), self.inbox.waiting, self.runtime, self.activity.phase
         beat = Beat(

@@ -33,7 +33,7 @@ class Stateful(Protocol):
     """An object whose state can be taken and given back."""
 
     def state_dict(self) -> Any:
-        """The state: numbers, texts, small tensors, and lists, tuples and dicts of these."""
+        """Return the state: numbers, texts, small tensors, and lists, tuples and dicts of these."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Take such a state."""
@@ -197,6 +197,7 @@ def agree(group: Group, rank: int, members: int, mine: LoopStateOffer) -> JSON:
     """
     text = json.dumps(mine.value).encode()
     owed = 0 if mine.value is None else len(cast(dict[str, Any], mine.value)["owed"])
+    # Columns: steps that it knows of, turns, bytes, checksum of all, checksum of what must be alike.
     table = torch.zeros(members, 5, dtype=torch.int64)
     table[rank] = torch.tensor(
         [mine.turns + owed, mine.turns, len(text), _digest(mine.value), _digest(_named(mine.value))]

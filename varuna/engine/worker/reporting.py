@@ -83,6 +83,7 @@ class Reporter:
             for _, times in self._steps:
                 for took in times.actions:
                     seconds.setdefault(took.kind, []).append(took.seconds)
+            # Medians, but the fastest vote: others have waited for a late rank, and only the latency is wanted.
             told = RankTimes(
                 steps=len(self._steps),
                 step_s=median(step_s for step_s, _ in self._steps),

@@ -155,7 +155,7 @@ class Session:
         return max(0, (self.standing.next_step or 0) - 1)
 
     def options(self) -> Sequence[Mapping[str, Any]] | None:
-        """Options of the optimizer's groups, as the next step will use them; None where they are not known."""
+        """Return the options of the optimizer's groups, as the next step will use them; None: they are not known."""
         return None if self.current is None else self.current.stage.optimizer.options()
 
     def write(self, values: Writes) -> None:

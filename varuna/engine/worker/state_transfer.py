@@ -118,6 +118,7 @@ def _ask(
 ) -> list[_Coming]:
     """Tell what is sent, and ask for all parts of what comes."""
     headers = [(each, torch.frombuffer(bytearray(as_bytes([layout])), dtype=torch.uint8)) for each, layout in sends]
+    # Two numbers first: a receive needs the exact size, and parts depend on how many targets share the sender's memory.
     sizes = [(each, torch.tensor([header.numel(), part_bytes])) for each, header in headers]
     told = _pass(group, sizes, [(each, torch.zeros(2, dtype=torch.int64)) for each in receives], message=0)
     rooms = [torch.empty(int(size[0]), dtype=torch.uint8) for size in told]
@@ -155,13 +156,14 @@ def _part(state: SectionState, transfer: Transfer, dtype: torch.dtype) -> Sectio
 
 
 def sums_copied(state: SectionState) -> SectionState:
-    """The copy of another rank's sums that is with a state, as if they were this one's; nothing, if there is none."""
+    """Return the copy of another rank's sums that is with a state, as if they were its own; nothing, if none is."""
     if COPIED_SUMS not in state.tensors:
         return SectionState(state.section, {})
     return SectionState(state.section, {SUMS: state.tensors[COPIED_SUMS]}, {SUMS: state.scalars[COPIED_SUMS]})
 
 
 def _tag(transfer: Transfer, message: int) -> int:
+    # Of a section, 0 is its state, 1 its sums, and 2 copied sums, which are sums, too; each in three messages.
     return _TAG + _MESSAGES * (3 * transfer.section + transfer.sums + transfer.copied) + message
 
 

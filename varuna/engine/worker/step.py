@@ -3,7 +3,7 @@
 runtime.run       F, R, B of this rank's micro-batches; sums of finished sections are on their way
 reducer.finish    all sums are totals over the replicas, tied parameters over their sections
 cast_vote         this rank's slots: norms, counts, losses, flags
-tentative apply   only if the user's update combines values over stages: it needs peers, so before the vote
+tentative apply   if the user's update combines values over stages, or may: it needs peers, so before the vote
 reducer.vote      every rank that has the result has the same vector, and may apply the step
 _prove, check     all ranks read the same vector: all refuse the step, or none does
 remember          from here on this rank can tell the result to the manager, and so to survivors
