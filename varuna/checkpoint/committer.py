@@ -9,7 +9,7 @@
                               |
                             look at it in the store  -- damaged --> marked; an older one counts
                               |
-    committed(step) <-----  remove older ones
+    committed(step) <-----  told; then older ones are removed
     thread "lease": a beat every 5 s; without one for 20 s, another run may claim the directory
 
 Whatever goes wrong costs a checkpoint and is said aloud; neither training nor later checkpoints end with it.

@@ -163,7 +163,7 @@ def _read(store: Store, epoch: int) -> LeaseOwner | None:
 
 
 def _epochs(store: Store) -> list[int]:
-    """Epochs of all leases, ascending."""
+    """List the epochs of all leases, ascending."""
     stems = (Path(entry.name).stem for entry in store.entries(_FOLDER))
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 

@@ -86,6 +86,7 @@ def _looked_at(compare: Callable[[], None]) -> None:
 
 def _fill(store: Store, name: str, batch: Sequence[Target]) -> None:
     begin = batch[0].piece.offset
+    # It may be longer than a batch: straight into its tensor, a part at a time.
     if len(batch) == 1:
         view = batch[0].view
         for start in range(0, len(view), BATCH_BYTES):

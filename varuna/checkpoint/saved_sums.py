@@ -85,6 +85,7 @@ def find_sums(store: Store, folder: StepFolder, job: JobFacts) -> StoredSums | N
     found = {file: each for file, each in labels.items() if each is not None and each.job == mine}
     if not found:
         return None
+    # Of one m only: with another, the same number means other samples.
     micro_batch = next(iter(found.values())).micro_batch
     same = {file: each for file, each in found.items() if each.micro_batch == micro_batch}
     losses = {loss.micro_batch: loss for each in same.values() for loss in each.losses}

@@ -202,6 +202,7 @@ def worker_bytes(devices: Iterable[DeviceFacts | None]) -> int | None:
         devices: of each worker; None where there is none, or none is known.
     """
     known = sorted((device for device in devices if device is not None), key=lambda each: -each.others_bytes)
+    # Of each device the last one stays: the worker that saw the least memory in other hands.
     users, least = Counter(device.name for device in known), {device.name: device for device in known}
     shares = [max(1, each.memory_bytes - each.others_bytes) // users[each.name] for each in least.values()]
     return min((share - reserved_bytes(share) for share in shares), default=None)

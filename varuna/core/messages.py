@@ -111,7 +111,7 @@ class Assignment(Value):
     losses_per_hour: float = Field(
         default=0.0, ge=0, description="of workers, as the plan was made for; 0: none was seen"
     )
-    secret: str = Field(default="", description="that members know and others do not; empty: nobody asks for it")
+    secret: str = Field(default="", description="that members know and others do not; empty: it is not asked for")
     relays: tuple[Relay, ...] = Field(default=(), description="for members that cannot reach each other")
 
     @property
@@ -260,7 +260,7 @@ class Suspect(Value):
     kind: Literal["suspect"] = "suspect"
     generation: int
     reason: str
-    fault: DeviceFault | None = Field(default=None, description="that nobody else is the cause of: too little memory")
+    fault: DeviceFault | None = Field(default=None, description="that no other rank has caused: too little memory")
     peer: int | None = Field(default=None, ge=0, description="the rank to which nothing gets through")
 
 

@@ -102,6 +102,7 @@ def young_s(stall_s: float, between_losses_s: float) -> float:
         stall_s: how long a checkpoint stops training.
         between_losses_s: on average.
     """
+    # The minimum over t of stall / t + t / (2 between): a loss undoes half an interval on average.
     return sqrt(2.0 * stall_s * between_losses_s)
 
 

@@ -53,7 +53,7 @@ def assign_holders(state_bytes: Sequence[int], replicas: int) -> Holders:
     held, owned = [0] * replicas, [0] * replicas
 
     def burden(replica: int) -> tuple[int, int, int, int]:
-        """The load of a replica and its mirror: bytes at the fuller of the two, at both, and sent by the replica."""
+        """Return the load of a replica and its mirror: bytes at the fuller one, at both, and sent by the replica."""
         own, mirrored = held[replica], held[mirror_of[replica]]
         return max(own, mirrored), own + mirrored, owned[replica], replica
 

@@ -56,6 +56,7 @@ def union(sets: Iterable[IndexSet]) -> IndexSet:
     """Return the numbers that are in any of the sets."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(span for spans in sets for span in spans):
+        # Ranges that touch become one, so that equal sets are equal tuples.
         if found and first <= found[-1][1]:
             found[-1] = found[-1][0], max(end, found[-1][1])
         else:
@@ -201,7 +202,7 @@ class StepAssignment(Value):
     """A rank's work in a broken step, and the sums that it has already: for the first step of a generation."""
 
     work: IndexSet = Field(description="micro-batches that its replica runs")
-    taken: tuple[InheritedSum, ...] = Field(description="sums that it goes on from; others of its own are void")
+    taken: tuple[InheritedSum, ...] = Field(description="sums that it resumes from; others of its own are void")
     kept: tuple[SectionSum, ...] = Field(description="of its sections: what the sums of some replica contain")
     losses: tuple[MicroBatchLoss, ...] = Field(
         default=(), description="for ranks of the last stage: of the micro-batches that do not run again"
@@ -277,6 +278,7 @@ def remainder(
     # Without its loss the step's mean would lack it, although its gradients are there.
     again = union([lacking, without(everything, losses)])
     if count(again) < replicas:
+        # Each replica needs one: the last backward of each starts the reduction of a section.
         spare = numbers_of(without(everything, again))[: replicas - count(again)]
         again = union([again, spans_of(spare)])
     if count(again) >= micro_batches:

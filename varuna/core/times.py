@@ -98,6 +98,7 @@ def merged(times: Iterable[RankTimes]) -> RankTimes:
         actions={kind: _typical([each.actions[kind] for each in found if kind in each.actions]) for kind in kinds},
         messages=_carried([each.messages for each in found if each.messages is not None]),
         reductions=_carried([each.reductions for each in found if each.reductions is not None]),
+        # The least, since a vote takes longer only where it waits for a rank.
         round_s=min((each.round_s for each in found if each.round_s is not None), default=None),
         compressed=reduce(Compressed.plus, (each.compressed for each in found)),
         relayed=tuple(sorted({rank for each in found for rank in each.relayed})),

@@ -65,7 +65,7 @@ class VoteLayout(Value):
         return self.sections + self.micro_batches * (2 + len(self.metrics)) + 2 * section
 
     def unproven(self, vector: Sequence[float]) -> tuple[int, ...]:
-        """Sections whose sums do not contain every micro-batch exactly once, by the summed vector.
+        """Find the sections whose sums do not contain every micro-batch exactly once, by the summed vector.
 
         Any single micro-batch that is missing or twice shows.
         """
@@ -133,7 +133,7 @@ class Tally(Value):
 
     loss: float
     weight: float
-    counted: int = Field(description="micro-batches whose weight somebody wrote")
+    counted: int = Field(description="micro-batches whose weight a rank has written")
 
 
 class StepTotals(Value):
@@ -158,4 +158,5 @@ def _total(values: Sequence[float]) -> float:
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):
+        # What fsum refuses is infinite or NaN in a plain sum, so that the step shows as not finite.
         return sum(values)

@@ -86,7 +86,7 @@ def has_rows(batch: Mapping[str, Tensor], rows: int) -> bool:
 
 
 def of_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A batch without keys of Varuna's own."""
+    """Return a batch without keys of Varuna's own."""
     return {key: value for key, value in batch.items() if not key.startswith(PREFIX)}
 
 
@@ -117,7 +117,7 @@ def lists_in(seen: Seen) -> frozenset[str]:
 
 
 def _entries(key: str) -> list[tuple[str, int]]:
-    """Each way to take a key as that of an entry of a list: the key without its number, and the number."""
+    """List the ways to take a key as that of an entry of a list: the key without its number, and the number."""
     return [(f"{key[: at.start()]}[]{key[at.end() :]}", int(at[1])) for at in _NUMBER.finditer(key)]
 
 

@@ -14,7 +14,7 @@ _OLDER = 5, 2
 def old_left_out() -> Iterator[None]:
     """Make collections rare in this block, and let them look at what was made in it only.
 
-    A capture makes so many objects that a fifth of its time went into looking through those of torch again and again.
+    A capture makes many objects: without this, a fifth of its time goes into looking through torch's again and again.
     """
     usual, frozen = gc.get_threshold(), gc.get_freeze_count()
     if not frozen:  # else other code has done so, and means it

@@ -143,7 +143,7 @@ class RetryingStore:
 
 
 def impatient(store: Store, patience_s: float, answer_s: float | None = None) -> Store:
-    """The same store, retried for no longer than this, and in silence: for what can be left undone.
+    """Return the same store, retried for no longer than this, and in silence: for what can be left undone.
 
     Args:
         store: a folder or a bucket.
@@ -158,5 +158,5 @@ def impatient(store: Store, patience_s: float, answer_s: float | None = None) ->
 
 
 def writer_id() -> str:
-    """A name for this writer that no other has."""
+    """Make a name for this writer that no other has."""
     return secrets.token_hex(8)

@@ -139,6 +139,7 @@ def bit_sum(value: Tensor) -> int:
     """Return the sum of a tensor's bits as whole numbers, which changes with any bit; on its own device."""
     flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() - flat.numel() % 8
+    # A view as int64 must begin at a multiple of its size.
     if flat.storage_offset() % 8:
         flat = flat.clone()
     return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum(dtype=torch.int64))

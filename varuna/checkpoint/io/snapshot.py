@@ -123,5 +123,5 @@ class SnapshotBuffer:
 
 
 def needed_bytes(parts: Sequence[SectionPart]) -> int:
-    """Bytes of a buffer that holds these parts."""
+    """Return the bytes of a buffer that holds these parts."""
     return sum(part.size_bytes + -part.size_bytes % _ALIGNMENT for part in parts)
