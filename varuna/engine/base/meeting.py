@@ -361,6 +361,7 @@ class _Meeting:
         for other in sorted(self._awaited.intersection(self._problems)):
             number, text, since_s = self._problems[other]
             is_over = other not in under_way and (self._is_within(other) or now_s >= since_s + OTHER_WAYS_S)
+            # Before the bound, of an earlier member only: a later one may still call this one.
             if is_late or (is_over and other < self._rank):
                 raise Unreachable(text, other) if number in UNREACHED else RuntimeError(text)
         if is_late:

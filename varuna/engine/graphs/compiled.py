@@ -61,6 +61,7 @@ def specialise(section: GraphModule, arguments: Sequence[Any]) -> Specialised:
             if not isinstance(value, Tensor):
                 known[node] = value
                 continue
+            # A compiler takes two arguments for two tensors, so one tensor is one argument.
             if id(value) not in seen:
                 seen[id(value)] = graph.placeholder(f"a{len(positions)}")
                 positions.append(position)

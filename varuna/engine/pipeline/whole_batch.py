@@ -65,6 +65,7 @@ class GlobalCounts:
         )  # else all follows from how many examples a micro-batch has, which the plan says
         self.counts = self._counts_samples and place.stage == last
         """this rank counts the micro-batches of its replica"""
+        # With one replica whose last stage alone reads the counts, its own are all there are.
         self._exchanged = self._counts_samples and (plan.replicas > 1 or not readers <= {last})
         self._table: Tensor | None = None  # on its way
         self._rows: dict[int, dict[int, list[float]]] = {}

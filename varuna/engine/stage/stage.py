@@ -186,6 +186,7 @@ class Stage:
         compiler: Compiler | None,
     ) -> SectionRunner:
         job, graph = self.job, model.sections[section]
+        # The stage's own come last: they are the newest.
         known = {**buffers, **self.buffers}
         fixed = [known[name] for name in graph.buffers]
         fixed += [model.constants[name].to(job.device) for name in graph.constants]

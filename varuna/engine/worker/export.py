@@ -81,6 +81,7 @@ def gather_model(
         return None
     plan, rank, stage = generation.assignment.plan, generation.assignment.rank, generation.stage
     speakers = enumerate(stage.sharding.holders)
+    # The first holder speaks for a section: it has averages, too, where the optimizer's state is sharded.
     homes = {section: plan.home_of(holders[0], section) for section, holders in speakers}
     transfers = [Transfer(section=s, source_rank=home, target_rank=0) for s, home in homes.items() if home != 0]
     named = averaged_names if average else own_names
@@ -120,7 +121,7 @@ def gather_model(
 def spread_model(
     generation: Generation, model: PartitionedModel, *, wanted: Callable[[str], bool]
 ) -> dict[str, Tensor]:
-    """Yield tensors of the model by its own names, on every rank, section by section; at most once in each.
+    """Return tensors of the model by its own names, on every rank, section by section; at most once in each.
 
     Args:
         generation: the running one, between two steps.
@@ -136,6 +137,7 @@ def spread_model(
     for section, holders in enumerate(stage.sharding.holders):
         mine: dict[str, Tensor] | None = None
         if rank == plan.home_of(holders[0], section):
+            # A tied parameter goes with the section that owns it.
             named = own_names(_part(stage.state_of(section, owned_only=True), wanted))
             mine = {name: value.detach().cpu().contiguous() for name, value in named.items()}
         if plan.workers > 1:

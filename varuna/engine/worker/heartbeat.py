@@ -154,6 +154,7 @@ class Heartbeat:
             times=self.reporter.drain(),
         )
         times = runtime.times if runtime is not None else None
+        # By identity of ``actions``: a step's times are replaced when its phases are known, its actions are not.
         if times is None or (self._told_times is not None and times.actions is self._told_times.actions):
             return beat
         self._told_times = times

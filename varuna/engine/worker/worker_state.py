@@ -82,6 +82,7 @@ class WorkerState:
                 statistics = stage.statistics.as_bytes(each.section, each.micro_batches)
                 if statistics is not None:
                     states[each.section].tensors[STATISTICS] = statistics
+        # Its own state wins over a copy of the same section.
         states = {**self._copies(), **states}
         for section, copied in self._copies_of_sums.sealed(stage.next_step).items():
             state = states.setdefault(section, SectionState(section, {}))
@@ -96,6 +97,7 @@ class WorkerState:
         trained = range(0) if assignment.is_spare else assignment.plan.sections_at(assignment.rank)
         come = {each.section for each in assignment.transfers if each.target_rank == assignment.rank}
         kept = self.memory.states(assignment.next_step).keys() - own
+        # Training would change them in place, and another rank's loss may still need them.
         for section in kept.intersection(trained) - come:
             state = states[section]
             copied = {name: value.clone() for name, value in state.tensors.items()}
