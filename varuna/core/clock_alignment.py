@@ -100,6 +100,7 @@ def receiver_of(plan: Plan, rank: int, kind: str) -> int:
 
 def _began_after_wait(rank: RankTimeline) -> dict[tuple[str, int], float]:
     """Return when each action began for which the rank had waited to the very moment."""
+    # Only these began because a message came; others may have had theirs for long.
     ended_s = {wait.end_s for wait in rank.waits}
     return {(did.kind, did.micro_batch): did.begin_s for did in rank.actions if did.begin_s in ended_s}
 

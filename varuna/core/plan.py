@@ -273,6 +273,7 @@ class Plan(Value):
         """Return the pipeline of ``replica``, with its division into stages."""
         if self.is_uniform:
             return self.first
+        # A spare is in none: the first stands for its own.
         return next((pipeline for replicas, pipeline in self.kinds if replica in replicas), self.first)
 
     @property

@@ -77,6 +77,7 @@ def _sketch(tensor: Tensor, signs: NDArray[np.float64]) -> tuple[int, int]:
         if not math.isfinite(its_square):
             values = np.nan_to_num(values, nan=1.0, posinf=2.0, neginf=-2.0).clip(-_LARGEST, _LARGEST)
             its_square = _dot(values, values)
+        # Each run uses the same signs, times one of its own: runs that are swapped do not look alike.
         projection += _dot(values, signs[: len(values)]) * float(signs[number % _SIGNS])
         square += its_square
     if not square:

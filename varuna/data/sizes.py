@@ -157,6 +157,7 @@ def open_sizes(seen: Seen, *, lists: Collection[str] | None = None) -> OpenSizes
             for entry, key in enumerate(keys):
                 sizes = _Sizes(tuple(row[:1] for row in rows), None) if is_one else _Sizes(rows, entry)
                 columns.setdefault(sizes, []).append((key, dim))
+    # A dimension that is the same in all batches is fixed.
     found = {sizes: tuple(places) for sizes, places in columns.items() if len(set(itertools.chain(*sizes.rows))) > 1}
     if not found and lists is None:
         raise DataError(

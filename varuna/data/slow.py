@@ -50,6 +50,7 @@ class Pace:
 
     def period_with(self, readers: float) -> float:
         """Predict a micro-batch's time with ``readers`` processes."""
+        # What reading uses now, and what is free beside it: more processes than that only take turns.
         processors = self.read_cpu_s / self.period_s + max(self.free_processors, _SHARE)
         return max(self.compute_s, self.read_s / readers, self.read_cpu_s / processors)
 
