@@ -3,7 +3,7 @@
 Index conventions, here and everywhere: all count from 0.
 
     section       part of the model, the same on all ranks and at every P; a stage is a range of sections
-    stage k       in [0, P); with unlike pipelines, P is that of its own one
+    stage k       in [0, P); with unlike pipelines, each has a P of its own
     replica d     in [0, D); the pipelines of the plan's first entry come first
     rank          d P + k: stages of a pipeline are neighbours. With P = 2, D = 3:
 

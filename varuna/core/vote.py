@@ -2,12 +2,12 @@
 
     slots of    written by                                  what, in float64
     S           replica 0, where the section s is           squared norm of the section's gradients
-    N x w       last stage of the replica that ran j        weighted loss, weight, each metric's sum of micro-batch j
+    N x w       last stage of the replica that ran j (*)    weighted loss, weight, each metric's sum of micro-batch j
     2 S         every replica, where the section s is       micro-batches in the sums of s, and the sum of (j + 1)^2
     flags       see ``VoteLayout.flag``                     stop, checkpoint, lr, ...
 
 S sections s and N micro-batches j of the step over all replicas, both from 0; w = 2 + metrics. So the layout depends on
-m and the model, and neither on P nor on D.
+m and the model, and neither on P nor on D. (*) Where j does not run again after a loss (core.sums), replica 0's.
 
 Each slot has one writer and is zero elsewhere, so the sum is exact and does not depend on P or D. Counts have a writer
 for each replica, and are exact too: they are whole numbers.

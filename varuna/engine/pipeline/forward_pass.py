@@ -1,8 +1,8 @@
 """F of one rank's micro-batches, in training and in evaluation: what it begins with, and where its results go.
 
 samples (loader) ---------+
-                          +--> take --> sections of the stage --> hand_on to the next stage, or
-activation (link, inbox) -+                                       sums of the loss
+                          +--> take_inputs --> sections of the stage --> hand_on to the next stage, or
+activation (link, inbox) -+                                              sums of the loss
 
 Steps and micro-batches are the run's: keys in the inbox are (kind, step, number within the global batch).
 """

@@ -3,8 +3,8 @@
     begin                    reduced, overwriting           update, or a vote that shows them wrong
       |                               |                                 |
       v                               v                                 v
-    open: micro-batches that  ---> full: all of the ------------->    void: nothing
-    are whole in this one's        step's micro-batches
+    open: micro-batches of    ---> full: all of the ------------->    void: nothing
+    this replica, each whole       step's micro-batches
       |  ^                            |                                 |
       v  | adding: one is in it       +------- seal: reported to the manager as HeldSums; from then on
     void until it is whole                     every write of the old generation raises
