@@ -17,7 +17,7 @@ from varuna.core.errors import DataError
 from varuna.core.sums import MicroBatchLoss
 from varuna.data.nest import nested
 from varuna.data.samples import MicroBatch
-from varuna.engine.device.host_copies import CPU_COPIES, HOST, HostCopies, Ready
+from varuna.engine.device.host_copies import CPU_COPIES, DONE, HOST, HostCopies, Ready
 from varuna.engine.stage.section import Examples
 from varuna.partition.batch_weight import WeightFunction, counted_targets
 from varuna.partition.model import PartitionedModel
@@ -101,18 +101,27 @@ class Losses:
         """
         self._rows, self._copies, self._lock = rows, copies, threading.Lock()
         self._known = {each.micro_batch: list(each.values) for each in known}
-        self._added: list[tuple[int, LossSums, Ready]] = []
+        self._added: list[tuple[int, LossSums, list[float] | Tensor, Ready]] = []
         self._table = torch.empty(0)
 
     def add(self, micro_batch: int, sums: LossSums) -> None:
         """Add what a micro-batch says, by the thread that computes; it is on its way to the host then."""
-        # float64, as in the vote (core.vote).
-        row = torch.stack([value.detach().reshape(()).double() for value in sums.results])
+        row: list[float] | Tensor
+        there: Ready = DONE
+        if self._copies is CPU_COPIES:  # they are there already, and a table of them would cost more than the rest
+            row = [value.item() for value in sums.results]
+        else:
+            row, there = self._sent([value.detach() for value in sums.results])
+        with self._lock:
+            self._added.append((micro_batch, sums._replace(results=()), row, there))
+
+    def _sent(self, results: Sequence[Tensor]) -> tuple[Tensor, Ready]:
+        """Begin one copy of all results, as float64, as in the vote (core.vote)."""
+        row = torch.stack([value.reshape(()).double() for value in results])
         if not self._table.numel():
             self._table = self._copies.room(self._rows * row.nbytes).view(row.dtype).view(self._rows, -1)
-        there = self._copies.copy_to_host([(row, self._table[len(self._added)])])
-        with self._lock:
-            self._added.append((micro_batch, sums._replace(results=()), there))
+        place = self._table[len(self._added)]
+        return place, self._copies.copy_to_host([(row, place)])
 
     def numbers(self, *, now: bool = False) -> dict[int, list[float]]:
         """Return [weighted loss, weight, metric sums...] of each micro-batch so far.
@@ -124,8 +133,9 @@ class Losses:
             added = list(self._added)
         if now:
             # Copies end in the order in which they began: the first that has not ends the list.
-            added = list(takewhile(lambda each: each[2].passed(), added))
+            added = list(takewhile(lambda each: each[3].passed(), added))
         elif added:
-            added[-1][2].wait()  # they come in order
-        rows = self._table[: len(added)].tolist()
-        return self._known | {number: sums.numbers(row) for (number, sums, _), row in zip(added, rows, strict=True)}
+            added[-1][3].wait()  # they come in order
+        return self._known | {
+            number: sums.numbers(row.tolist() if isinstance(row, Tensor) else row) for number, sums, row, _ in added
+        }
