@@ -13,7 +13,6 @@ from varuna.cli.shared import options
 from varuna.cli.shared.managing import ManagedRun, manage
 from varuna.cli.shared.run_options import RunOptions, takes_options
 from varuna.core.errors import UsageError
-from varuna.process.console import say
 from varuna.process.gpus import default_workers
 
 EXAMPLES = """Examples:
@@ -129,6 +128,7 @@ def _manage_here(
             config=FleetConfig(workers=workers),
             cache=cache_file,
             most_workers=workers,
+            tells_folder=True,
         )
         is_over = False
         ended = manage(managed)
@@ -137,6 +137,4 @@ def _manage_here(
     finally:
         if is_over and kept is None:
             shutil.rmtree(folder, ignore_errors=True)
-    if ended.exit_code:
-        say(f"logs are kept in {folder}")
     return ended.exit_code

@@ -37,6 +37,7 @@ class ManagedRun(Generic[B]):
         cache: file in which calibrations are kept, by job and class of device.
         most_workers: that micro-batches are made small enough for.
         again: how the same command is called where a message says that it continues the run.
+        tells_folder: a failed run says where its logs are.
     """
 
     options: RunOptions
@@ -46,6 +47,7 @@ class ManagedRun(Generic[B]):
     cache: "Callable[[JobFacts, str], Path]"
     most_workers: int
     again: str = ""
+    tells_folder: bool = False
 
 
 def cluster_run(
@@ -131,6 +133,8 @@ def manage(
         if ended is None:
             say(f"the run continues without its manager; {run.again} to resume managing it")
         elif ended.exit_code:
+            if run.tells_folder:
+                say(f"logs are kept in {run.settings.run_dir}")
             say(ended.text)
         if ended is not None:
             export_cut_short(service, ended)
