@@ -215,7 +215,7 @@ class GpuLinks:
 
 def connect(
     direct: GpuLinks,
-    fabric: GpuTransport,
+    gpu_transport: GpuTransport,
     streams: Streams,
     *,
     plan: Plan,
@@ -231,7 +231,7 @@ def connect(
 
     Args:
         direct: gets the channels.
-        fabric: of this worker's GPU.
+        gpu_transport: of this worker's GPU.
         streams: of the device.
         plan: of the generation.
         rank: in the grid.
@@ -251,14 +251,14 @@ def connect(
     group.all_reduce(table)
     for comm_group in comm_groups(plan, table.tolist(), sums=sums):
         if rank in comm_group.members:
-            _join(comm_group, comm_group.members.index(rank), direct, fabric, streams, store, ended)
+            _join(comm_group, comm_group.members.index(rank), direct, gpu_transport, streams, store, ended)
 
 
 def _join(
     comm_group: CommGroup,
     place: int,
     direct: GpuLinks,
-    fabric: GpuTransport,
+    gpu_transport: GpuTransport,
     streams: Streams,
     store: Any,
     ended: Callable[[], bool],
@@ -266,12 +266,12 @@ def _join(
     if ended():
         raise RuntimeError("the generation ended while it formed")
     if place == 0:
-        identity = fabric.new_identity()
+        identity = gpu_transport.new_identity()
         store.set(comm_group.name, identity.hex())
     else:
         store.wait([comm_group.name], timedelta(seconds=FORMING_BOUND_S))
         identity = bytes.fromhex(store.get(comm_group.name).decode())
-    communicator = fabric.connect(identity, place, len(comm_group.members))
+    communicator = gpu_transport.connect(identity, place, len(comm_group.members))
     direct.abort_with_others(communicator)
     channel = GpuChannel(communicator, 1 - place, streams, ended)
     channel.connected()

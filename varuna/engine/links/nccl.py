@@ -101,7 +101,7 @@ def _reported() -> Iterator[None]:
 
 
 class Nccl:
-    """A ``gpu_links.Fabric`` of one GPU."""
+    """A ``gpu_links.GpuTransport`` of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """Load the binding.
@@ -117,12 +117,12 @@ class Nccl:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
     def new_identity(self) -> bytes:
-        """See ``gpu_links.Fabric``."""
+        """See ``gpu_links.GpuTransport``."""
         with _reported():
             return bytes(self._core.get_unique_id())
 
     def connect(self, identity: bytes, rank: int, size: int) -> NcclCommunicator:
-        """See ``gpu_links.Fabric``."""
+        """See ``gpu_links.GpuTransport``."""
         core = self._core
         with torch.cuda.device(self._device), _reported():
             communicator = core.Communicator.init(

@@ -243,11 +243,16 @@ def _connected(context: GenerationContext, store: InterruptibleStore, made: list
     if context.ended():
         groups.abandon()  # the thread that ended it may have looked into ``made`` before
         raise RuntimeError("the generation ended while it formed")
-    if traffic.fabric is not None and traffic.streams is not None and groups.grid is not None and plan.workers > 1:
-        traffic.fabric.bind(endpoint.host)
+    if (
+        traffic.gpu_transport is not None
+        and traffic.streams is not None
+        and groups.grid is not None
+        and plan.workers > 1
+    ):
+        traffic.gpu_transport.bind(endpoint.host)
         connect(
             groups.direct,
-            traffic.fabric,
+            traffic.gpu_transport,
             traffic.streams,
             plan=plan,
             rank=rank,
