@@ -92,7 +92,7 @@ def test_a_death_while_a_copy_is_sent(kept: Kept, alone: tuple[float, ...], monk
 
 @pytest.mark.nightly
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 2])  # the stage between them trains nothing
 def test_the_sums_of_a_lost_worker_are_kept_as_they_were_copied(
     kept: Kept, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

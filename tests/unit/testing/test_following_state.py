@@ -12,7 +12,8 @@ from tests.unit.testing import work
 from tests.unit.testing.work import CAPTURES, disturbed
 from tests.waiting import wait_for
 from varuna.engine.base.spans import Span
-from varuna.engine.copies import keeping
+from varuna.engine.copies import memory_checkpoints
+from varuna.engine.worker import generation
 from varuna.testing import Fault, fail_at, notice_at, run
 from varuna.testing.faults import Phase
 
@@ -94,7 +95,7 @@ def test_on_a_machine_without_room_nothing_stays_longer_than_it_must(
     alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """State that was sent is dropped once it has arrived, before the update: a leaver and a loss are one morph each."""
-    monkeypatch.setattr(keeping, "available_bytes", lambda: 0)
+    monkeypatch.setattr(memory_checkpoints, "available_bytes", lambda: 0)
     faults = [notice_at(rank=1, step=1, seconds=10), fail_at(rank=2, step=5, phase="B")]
     outcome = disturbed(trained, lambda span: None, {4: 2, 3: 3, 2: 2}, faults)
     assert outcome.plans[:2] == ("2x2", "3x1")
@@ -134,8 +135,11 @@ class OnceCopied(Fault):
         for at_end in (False, True)
     ],
 )
-def test_a_rank_dies_around_it(alone: tuple[float, ...], phase: Phase, at_end: bool, shapes: dict[int, int]) -> None:
+def test_a_rank_dies_around_it(
+    alone: tuple[float, ...], phase: Phase, at_end: bool, shapes: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever is lost with it: the losses are the same. Nothing is given up while anybody has it."""
+    monkeypatch.setattr(generation, "checkpoint_every_s", lambda *_, **__: 0.0)  # as in long steps
     workers = max(shapes)
     first = fail_at(rank=3, step=STEP, phase="B") if workers == 4 else OnceCopied(2, workers)
     outcome = disturbed(trained, lambda span: None, shapes, [first, AnyRank(phase, at_end=at_end)])

@@ -131,7 +131,7 @@ def test_sums_that_were_saved_outlive_the_loss_of_all(
     "devices",
     [
         lambda streams: traffic_over(streams)._replace(sums=Rash(streams)),
-        lambda streams: traffic_over(streams)._replace(state=Rash(streams)),
+        lambda streams: traffic_over(streams)._replace(saves=Rash(streams)),
     ],
     ids=["sums", "state"],
     indirect=True,

@@ -121,7 +121,7 @@ def test_a_script_evaluates_and_exports_the_average(tmp_path: Path, monkeypatch:
         trainer(ema=DECAY, memory=Memory(shard_optimizer=True))
     with pytest.raises(UsageError, match="ema=True needs an average"):
         trainer().evaluate(Tokens(), ema=True)
-    job, data = trainer(ema=DECAY), Tokens(size=6)
+    job, data = trainer(ema=DECAY, ema_from="first step"), Tokens(size=6)
     for _ in job.steps(4):
         pass
     job.export(tmp_path / "average.safetensors", ema=True)
@@ -139,7 +139,8 @@ def test_two_optimizers_and_averages_survive_morphs_that_change_p_and_d(tmp_path
     """2x2 loses a worker in a backward and one in its update: 3x1, then 1x2, with the state of those who live."""
 
     def script() -> None:
-        job = Trainer(SmallLanguage, Tokens(), muon_and_adamw, 8, clip_grad_norm=1.0, micro_batch=2, ema=DECAY)
+        options: dict[str, Any] = {"clip_grad_norm": 1.0, "micro_batch": 2, "ema": DECAY, "ema_from": "first step"}
+        job = Trainer(SmallLanguage, Tokens(), muon_and_adamw, 8, **options)
         for _ in job.steps(6):
             pass
         job.export(tmp_path / "average.safetensors", ema=True)
