@@ -102,7 +102,7 @@ class Rendezvous:
             return self._own[key] if key in self._own else self._values[key][0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all values are here; what is missing, or old, is sought.
+        """Return whether all values are here; what is missing, or old, is sought.
 
         Raises:
             RuntimeError: the manager has not answered for long about a value that was here.
@@ -358,7 +358,7 @@ class ManagedMembership:
         return directive
 
     def _is_late(self, directive: Directive) -> bool:
-        """Whether it was on its way when this worker had left the training that it is about."""
+        """Return whether it was on its way when this worker had left the training that it is about."""
         match directive:
             case TrainingOver(training=training) | Finish(training=training, failure=None):
                 return training < self._training

@@ -41,7 +41,7 @@ class OwnDeparture:
         return self._signals > 1
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the deadline has passed."""
+        """Return whether the deadline has passed."""
         return now_s >= self._until_s
 
     def to_say(self, now_s: float) -> list[NodeNotice]:

@@ -41,7 +41,7 @@ class Growth:
         return replace(self, wanted=wanted, next_s=self.next_s if self.refusals else now_s)
 
     def due(self, now_s: float) -> bool:
-        """Whether to ask now."""
+        """Return whether to ask now."""
         return now_s >= self.next_s
 
     def granted(self, size: int, now_s: float) -> "Growth":

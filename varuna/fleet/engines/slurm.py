@@ -156,7 +156,7 @@ class SlurmEngine:
         return sum(job.is_there for job in self._jobs)
 
     def _note_cancelled(self, news: Collection[SlurmJob]) -> bool:
-        """Whether somebody else has just cancelled some.
+        """Return whether somebody else has just cancelled some.
 
         Raises:
             CancelledThere: and nothing else is there.

@@ -55,7 +55,7 @@ class SlurmJob:
         return self.state in _FAILED
 
     def is_cancelled(self, said: str) -> bool:
-        """Whether somebody has cancelled it.
+        """Return whether somebody has cancelled it.
 
         Args:
             said: the end of its output. Its state does not tell before its notice is over.

@@ -149,7 +149,7 @@ def advance(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, list[Instr
 
 
 def _is_pulse(event: Event) -> bool:
-    """Whether somebody only says that it lives."""
+    """Return whether somebody only says that it lives."""
     return isinstance(event, Heard) or (isinstance(event, MessageReceived) and isinstance(event.message, Beat))
 
 

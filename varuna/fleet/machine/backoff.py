@@ -31,7 +31,7 @@ def note_broken(transition: Transition) -> None:
 
 
 def waits(transition: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
-    """Whether the next generation has to wait; drops newcomers, or ends the run, if it is time for that."""
+    """Return whether the next generation has to wait; drops newcomers, or ends the run, if it is time for that."""
     fleet, failed = transition.fleet, transition.fleet.generations.failed
     if failed >= MANY and _drop_newcomers(transition, live):
         return True

@@ -57,7 +57,7 @@ def dealt_plan(transition: Transition) -> Planned | None:
 
 
 def is_faster(fleet: Fleet, dealt: Plan, even: Plan) -> bool:
-    """Whether a plan that gives slow workers less to do is faster than one without them.
+    """Return whether a plan that gives slow workers less to do is faster than one without them.
 
     Nominal figures of a network are no reason to send workers away: until something was measured, speeds are compared.
     """
@@ -79,7 +79,7 @@ def _seated_safely(fleet: Fleet, plan: Plan, usable: tuple[str, ...]) -> tuple[P
 
 
 def can_seat(fleet: Fleet, plan: Plan, names: Sequence[str]) -> bool:
-    """Whether these workers are enough for a plan, in every class of devices that it is for."""
+    """Return whether these workers are enough for a plan, in every class of devices that it is for."""
     return are_enough(plan.classes, fleet.counted(names))
 
 

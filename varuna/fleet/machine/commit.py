@@ -105,7 +105,7 @@ def note_suspect(transition: Transition, name: str, suspect: Suspect) -> None:
 
 
 def _counts(fleet: Fleet, vote: Vote) -> bool:
-    """Whether a vote belongs to this timeline and still matters."""
+    """Return whether a vote belongs to this timeline and still matters."""
     return fleet.recorded.lineage <= vote.generation <= fleet.generation and vote.step > fleet.recorded.step
 
 

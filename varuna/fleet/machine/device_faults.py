@@ -76,7 +76,7 @@ def note_error(
 
 
 def is_only_machine(fleet: Fleet, node: str) -> bool:
-    """Whether there is no worker on any other machine."""
+    """Return whether there is no worker on any other machine."""
     return all(each.node == node for each in fleet.workers.values())
 
 

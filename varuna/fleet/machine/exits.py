@@ -320,7 +320,7 @@ def _waits_for_others(transition: Transition, phase: Finishing) -> bool:
 
 
 def _is_anybody_heard(fleet: Fleet) -> bool:
-    """Whether a worker that was there at the end still beats, so that its script runs."""
+    """Return whether a worker that was there at the end still beats, so that its script runs."""
     return any(
         fleet.listened_s - worker.seen_s <= fleet.config.lease_s
         for worker in fleet.workers.values()

@@ -65,7 +65,7 @@ def start_generation(transition: Transition, phase: Idle) -> None:
 
 
 def _gathering(transition: Transition, phase: Idle) -> bool:
-    """Whether the first generation still waits for workers that are warming up."""
+    """Return whether the first generation still waits for workers that are warming up."""
     fleet = transition.fleet
     enough = fleet.config.elastic and _joined(fleet) >= fleet.config.workers and not fleet.is_starting
     if not fleet.more_to_come or enough:
@@ -83,7 +83,7 @@ def _joined(fleet: Fleet) -> int:
 
 
 def _just_joined(fleet: Fleet, now_s: float) -> bool:
-    """Whether a worker joined a moment ago."""
+    """Return whether a worker joined a moment ago."""
     return any(now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fleet.joined)
 
 

@@ -77,13 +77,13 @@ def _device_of(fleet: Fleet, name: str, hello: Hello) -> DeviceFacts | None:
 
 
 def _has_less_memory(fleet: Fleet, before: Fleet) -> bool:
-    """Whether workers of some class can count on less memory than before."""
+    """Return whether workers of some class can count on less memory than before."""
     known = {each.name: each.memory_bytes or 0 for each in before.groups_of(before.joined)}
     return any((each.memory_bytes or 0) < known.get(each.name, 0) for each in fleet.groups_of(fleet.joined))
 
 
 def is_unequal(transition: Transition, name: str, hello: Hello, job: JobFacts) -> bool:
-    """Whether a worker's job is another one than the run's; then it is sent away."""
+    """Return whether a worker's job is another one than the run's; then it is sent away."""
     difference = _difference(hello, job, transition.fleet.script.version)
     if difference is not None:
         send_away(transition, name, difference.text)

@@ -145,7 +145,7 @@ def hear_all(transition: Transition, nodes: Iterable[str], workers: Iterable[str
 
 
 def _is_heard_all_the_time(fleet: Fleet, node: str) -> bool:
-    """Whether a word from a machine changes nothing but when it was heard."""
+    """Return whether a word from a machine changes nothing but when it was heard."""
     contacts = fleet.contacts
     sight, now_s = contacts.nodes.get(node), contacts.listened_s
     if sight is None or sight.told or now_s - sight.heard_s > _NEAR_S or node in contacts.hidden:
@@ -327,7 +327,7 @@ def _judge_running(transition: Transition, phase: Running, away: list[Worker]) -
 
 
 def stands_still(fleet: Fleet, phase: Running) -> bool:
-    """Whether every rank that is heard says that it waits for others, for longer than is usual."""
+    """Return whether every rank that is heard says that it waits for others, for longer than is usual."""
     return _still_in_s(fleet, phase) == 0
 
 
@@ -346,7 +346,7 @@ def _still_in_s(fleet: Fleet, phase: Running) -> float:
 
 
 def is_near(fleet: Fleet, worker: Worker) -> bool:
-    """Whether a worker's machine has just been heard."""
+    """Return whether a worker's machine has just been heard."""
     return fleet.unheard_s(worker.node) <= _NEAR_S
 
 
@@ -410,7 +410,7 @@ def readmit_worker(transition: Transition, name: str) -> None:
 
 
 def awaits_return(transition: Transition, phase: Stopping | Idle) -> bool:
-    """Whether those who were put aside may hold the state that nobody else does, and may still come back."""
+    """Return whether those who were put aside may hold the state that nobody else does, and may still come back."""
     fleet = transition.fleet
     if not fleet.history or fleet.job is None:
         return False
@@ -437,7 +437,7 @@ def awaits_return(transition: Transition, phase: Stopping | Idle) -> bool:
 
 
 def is_dead(transition: Transition, worker: Worker) -> bool:
-    """Whether there is evidence, besides its silence, that a worker out of sight is dead."""
+    """Return whether there is evidence, besides its silence, that a worker out of sight is dead."""
     fleet = transition.fleet
     notice, sight = fleet.machines.departing.get(worker.node), fleet.contacts.nodes.get(worker.node)
     return (sight is not None and sight.ended and fleet.is_parted(worker.node)) or (

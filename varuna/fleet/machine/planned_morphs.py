@@ -60,7 +60,7 @@ def _plan_ahead(transition: Transition, phase: Running) -> None:
 
 
 def _has_reason(fleet: Fleet) -> bool:
-    """Whether there may be something to gain; looks at no worker, for most ticks find nothing."""
+    """Return whether there may be something to gain; looks at no worker, for most ticks find nothing."""
     may_change = fleet.requests.morph is not None or fleet.machines.at_risk or fleet.workers.newcomers
     return bool(may_change or fleet.speeds.slow or fleet.record.plan.speeds)
 
@@ -128,17 +128,17 @@ def _can_do_without(transition: Transition) -> bool:
 
 
 def _is_drained(fleet: Fleet, nodes: list[str]) -> bool:
-    """Whether there is no hurry."""
+    """Return whether there is no hurry."""
     return all(fleet.machines.departing[node].is_drain for node in nodes)
 
 
 def _is_rank_away(fleet: Fleet) -> bool:
-    """Whether a rank could not be told of its next part."""
+    """Return whether a rank could not be told of its next part."""
     return any(_takes_part(fleet, name) and not fleet.is_in_touch(name) for name in fleet.record.grid)
 
 
 def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:
-    """Whether some section is whole on no rank that stays."""
+    """Return whether some section is whole on no rank that stays."""
     plan, job = fleet.record.plan, fleet.job
     assert job is not None
     leaving = frozenset(going)

@@ -179,7 +179,7 @@ def release_leaving(transition: Transition) -> None:
 
 
 def _is_free(fleet: Fleet, node: str) -> bool:
-    """Whether the run can do without all workers of a node."""
+    """Return whether the run can do without all workers of a node."""
     match fleet.phase:
         case Running():
             there = [fleet.workers[name] for name in fleet.workers.on(node) if fleet.is_joined(name)]

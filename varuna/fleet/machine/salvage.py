@@ -95,7 +95,7 @@ def _sums(holding: WorkerInventory, rank: int, plan: Plan, next_step: int) -> Ma
 
 
 def is_in_whole_replica(fleet: Fleet, name: str) -> bool:
-    """Whether all stages of a worker's replica are left, so that their sums have the same micro-batches."""
+    """Return whether all stages of a worker's replica are left, so that their sums have the same micro-batches."""
     if not fleet.history or not fleet.record.has_seat(name):
         return False
     plan = fleet.record.plan
@@ -160,5 +160,5 @@ def _holdings(fleet: Fleet, members: Sequence[str]) -> list[WorkerInventory]:
 
 
 def _has_begun(fleet: Fleet, name: str) -> bool:
-    """Whether a worker has run steps of the newest generation, and so has the state that this one began from."""
+    """Return whether a worker has run steps of the newest generation, and so has the state that this one began from."""
     return fleet.workers[name].ran == fleet.generation

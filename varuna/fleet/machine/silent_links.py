@@ -76,7 +76,7 @@ def _who_leaves(fleet: Fleet) -> tuple[str, str] | None:
 
 
 def _is_there(fleet: Fleet, *names: str) -> bool:
-    """Whether workers take part and are heard: one that is dead is no matter of the network."""
+    """Return whether workers take part and are heard: one that is dead is no matter of the network."""
     return all(fleet.is_joined(name) and is_near(fleet, fleet.workers[name]) for name in names)
 
 

@@ -29,7 +29,7 @@ class Stillness(NamedTuple):
 
 
 def stillness(fleet: Fleet, now_s: float) -> Stillness | None:
-    """Whether a run that is to train stands still, and why; ``now_s`` by the manager's clock."""
+    """Return whether a run that is to train stands still, and why; ``now_s`` by the manager's clock."""
     if isinstance(fleet.phase, Ended | Finishing) or fleet.is_leaving:
         return None
     has_trained = fleet.recorded.step >= 0

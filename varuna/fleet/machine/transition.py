@@ -174,7 +174,7 @@ class Transition:
         self.update(loss_rate=self.fleet.loss_rate.lost(self.now_s, burst_s=burst_s, noticed=noticed))
 
     def _matters(self, name: str) -> bool:
-        """Whether the loss of a worker ends (or ended) a generation."""
+        """Return whether the loss of a worker ends (or ended) a generation."""
         fleet = self.fleet
         match fleet.phase:
             case Running():

@@ -114,7 +114,7 @@ class AgentLink:
             self._progress_s = now_s
 
     def is_stalled(self, now_s: float, patience_s: float) -> bool:
-        """Whether it is silent, or takes in nothing of what it is sent."""
+        """Return whether it is silent, or takes in nothing of what it is sent."""
         deaf = bool(self.session.waiting) and now_s - self._progress_s > patience_s
         return deaf or now_s - self.heard_s > patience_s
 

@@ -401,7 +401,7 @@ def _nominal(job: JobFacts) -> Calibrations:
 
 
 def _is_safer(plan: Plan, other: Plan) -> bool:
-    """Whether all state has a second holder in a plan alone, or more workers take part in it."""
+    """Return whether all state has a second holder in a plan alone, or more workers take part in it."""
     return (min(plan.replicas, 2), plan.workers) > (min(other.replicas, 2), other.workers)
 
 

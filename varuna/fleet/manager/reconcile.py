@@ -66,7 +66,7 @@ def reconcile(
 
 
 def _missed_its_part(fleet: Fleet, snapshot: WorkerSnapshot) -> bool:
-    """Whether a member has never heard of the newest generation, and would keep all others waiting."""
+    """Return whether a member has never heard of the newest generation, and would keep all others waiting."""
     return (
         isinstance(fleet.phase, Running) and fleet.is_member(snapshot.worker) and snapshot.generation < fleet.generation
     )

@@ -51,7 +51,7 @@ def _about_vote(fleet: Fleet, vote: Vote) -> Objection | None:
 
 
 def _out_of_line(fleet: Fleet, worker: str, votes: Sequence[Vote]) -> Objection | None:
-    """Whether votes that count were not cast by the sender, or follow no step that anybody else knows of.
+    """Return whether votes that count were not cast by the sender, or follow no step that anybody else knows of.
 
     A rank votes on a step only if it has applied the one before. Votes may have gone unheard, while a manager was away
     for long: then other ranks are as far, as soon as any of them is heard.
@@ -122,7 +122,7 @@ def _furthest_step(fleet: Fleet) -> int:
 
 
 def objection_to_sums(fleet: Fleet, worker: str, next_step: int, sums: HeldSums) -> Objection | None:
-    """Whether they can be sums at all, and of micro-batches that the worker was given.
+    """Return whether they can be sums at all, and of micro-batches that the worker was given.
 
     What really is in them is proved by the count in the vote.
     """
@@ -152,7 +152,7 @@ def _may_contain(record: GenerationRecord, worker: str, next_step: int, sums: He
 
 
 def _may_be_of(record: GenerationRecord, rank: int, next_step: int, held: SectionSum) -> bool:
-    """Whether a sum can be a rank's: of its share, of what it went on from, or of all replicas."""
+    """Return whether a sum can be a rank's: of its share, of what it went on from, or of all replicas."""
     plan = record.plan
     replica = plan.place_of(rank).replica
     share = spans_of(plan.micro_batches_of(replica))

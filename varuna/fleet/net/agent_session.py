@@ -64,7 +64,7 @@ class AgentSession(Generic[T]):
         return self.sent
 
     def accept(self, number: int) -> bool:
-        """Whether message ``number`` is the next one; False for one that came before.
+        """Return whether message ``number`` is the next one; False for one that came before.
 
         Raises:
             ValueError: a message between it and the newest one is missing.

@@ -104,7 +104,7 @@ class StrangerLimits:
         self._origins: Counter[str] = Counter()
 
     def __contains__(self, transport: object) -> bool:
-        """Whether a connection is a stranger's."""
+        """Return whether a connection is a stranger's."""
         return transport in self._strangers
 
     def admit(self, transport: asyncio.Transport) -> None:

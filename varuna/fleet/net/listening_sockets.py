@@ -21,7 +21,7 @@ class Listening:
 
 
 def available(proc: Path = Path("/proc")) -> bool:
-    """Whether this system tells."""
+    """Return whether this system tells."""
     return (proc / "net" / "tcp").exists()
 
 

@@ -72,7 +72,7 @@ class AwsNotices:
         self._token = ""
 
     def is_here(self) -> bool:
-        """Whether the service gives a session token."""
+        """Return whether the service gives a session token."""
         try:
             self._renew()
         except NoAnswerError:
@@ -80,7 +80,7 @@ class AwsNotices:
         return True
 
     def is_preemptible(self) -> bool:
-        """Whether it is a spot instance.
+        """Return whether it is a spot instance.
 
         Raises:
             NoAnswerError: the service does not say.

@@ -86,7 +86,7 @@ class AzureNotices:
         self._told: tuple[str, ...] = ()
 
     def is_here(self) -> bool:
-        """Whether the service knows this VM's name."""
+        """Return whether the service knows this VM's name."""
         try:
             answer = self._service.ask(_NAME, _HEADERS)
         except NoAnswerError:
@@ -97,7 +97,7 @@ class AzureNotices:
         return True
 
     def is_preemptible(self) -> bool:
-        """Whether it is a Spot VM.
+        """Return whether it is a Spot VM.
 
         Raises:
             NoAnswerError: the service does not say.

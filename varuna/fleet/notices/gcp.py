@@ -59,7 +59,7 @@ class GcpNotices:
         self._etag = ""
 
     def is_here(self) -> bool:
-        """Whether Google's own header is in the answer."""
+        """Return whether Google's own header is in the answer."""
         try:
             self._ask(_PREEMPTED)
         except NoAnswerError:
@@ -67,7 +67,7 @@ class GcpNotices:
         return True
 
     def is_preemptible(self) -> bool:
-        """Whether it is a Spot VM, or a preemptible one.
+        """Return whether it is a Spot VM, or a preemptible one.
 
         Raises:
             NoAnswerError: the server does not say.

@@ -28,11 +28,11 @@ class CloudNotices(Protocol):
     """Seconds between two questions."""
 
     def is_here(self) -> bool:
-        """Whether this machine is on that cloud."""
+        """Return whether this machine is on that cloud."""
         ...
 
     def is_preemptible(self) -> bool:
-        """Whether this machine was rented as one that may be taken back at any time.
+        """Return whether this machine was rented as one that may be taken back at any time.
 
         Raises:
             NoAnswerError: nobody says.

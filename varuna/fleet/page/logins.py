@@ -39,7 +39,7 @@ class Logins:
         return self._add(self._sessions, _SESSION_LIFE_S, _MOST_SESSIONS)
 
     def admits(self, session: str) -> bool:
-        """Whether it may still read."""
+        """Return whether it may still read."""
         with self._lock:
             return self._clock() < self._sessions.get(session, float("-inf"))
 

@@ -165,7 +165,7 @@ class Journal:
             self._attempt()
 
     def sync(self) -> bool:
-        """Whether everything that was appended survives a power cut from now on."""
+        """Return whether everything that was appended survives a power cut from now on."""
         # a transaction without a change would not reach the disk
         return self._attempt(lambda: self._keep("synced", str(time.time())), durably=True) is None
 
@@ -357,7 +357,7 @@ class Journal:
 
 
 def _is_full(error: sqlite3.Error) -> bool:
-    """Whether a disk without room may be the reason; SQLite calls some cases of it an I/O error."""
+    """Return whether a disk without room may be the reason; SQLite calls some cases of it an I/O error."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 

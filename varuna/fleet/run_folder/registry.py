@@ -44,7 +44,7 @@ class Registry:
         return token
 
     def knows(self, token: str) -> bool:
-        """Whether this run has ever given out such a token, which may be spent by now."""
+        """Return whether this run has ever given out such a token, which may be spent by now."""
         with self._lock:
             found = self._database.execute("SELECT 1 FROM tokens WHERE sha256 = ?", (hashed(token),)).fetchone()
         return found is not None

@@ -240,7 +240,7 @@ class Fleet:
         return tuple(name for name in self.joined if self.is_available(name))
 
     def is_available(self, name: str) -> bool:
-        """Whether new plans should use a worker that has joined."""
+        """Return whether new plans should use a worker that has joined."""
         return name not in self.speeds.slow and self._stays(name)
 
     @property
@@ -275,7 +275,7 @@ class Fleet:
         return max(worker.seen_s, self.contacts.progressed_s) if worker.seated and worker.is_joined else worker.seen_s
 
     def is_parted(self, node: str) -> bool:
-        """Whether the connection to a machine ended, and nothing has shown since that its workers live."""
+        """Return whether the connection to a machine ended, and nothing has shown since that its workers live."""
         sight = self.contacts.nodes.get(node)
         if sight is None or sight.parted_after is None:
             return False
@@ -297,11 +297,11 @@ class Fleet:
         return 0.0 if sight is None else self.contacts.listened_s - sight.heard_s
 
     def is_hidden(self, node: str) -> bool:
-        """Whether a machine is out of sight."""
+        """Return whether a machine is out of sight."""
         return self.unheard_s(node) > self.config.lease_s
 
     def is_departing(self, name: str) -> bool:
-        """Whether a worker's node is about to leave."""
+        """Return whether a worker's node is about to leave."""
         return self.workers[name].node in self.machines.departing
 
     def without_risk(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -309,7 +309,7 @@ class Fleet:
         return tuple(name for name in names if self.workers[name].node not in self.machines.at_risk)
 
     def is_joined(self, name: str) -> bool:
-        """Whether ``name`` is alive and takes directives."""
+        """Return whether ``name`` is alive and takes directives."""
         return name in self.workers and self.workers[name].standing is WorkerStatus.JOINED
 
     def rank_of(self, name: str) -> int | None:
@@ -317,5 +317,5 @@ class Fleet:
         return self.record.ranks.get(name) if self.generations.history else None
 
     def is_member(self, name: str) -> bool:
-        """Whether a worker, lost or not, belongs to the newest generation."""
+        """Return whether a worker, lost or not, belongs to the newest generation."""
         return bool(self.generations.history) and name in self.record.ranks

@@ -97,7 +97,7 @@ class MorphEstimate:
         return self.saved_s + self.spared_s > self.stall_s
 
     def is_worth(self, least: float) -> bool:
-        """Whether it pays, and for more than a share ``least`` of the step time, or for safety."""
+        """Return whether it pays, and for more than a share ``least`` of the step time, or for safety."""
         return self.pays and (self.faster > least or self.spared_s > 0)
 
     def __str__(self) -> str:

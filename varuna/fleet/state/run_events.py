@@ -65,7 +65,7 @@ class GenerationRecord(Value):
         return self.keepers[rank] if rank < len(self.keepers) else None
 
     def has_seat(self, name: str) -> bool:
-        """Whether a worker is in the grid."""
+        """Return whether a worker is in the grid."""
         return self.ranks.get(name, self.plan.workers) < self.plan.workers
 
 

@@ -213,7 +213,7 @@ class Launcher:
             process.kill()
 
     def has_started(self, name: str) -> bool:
-        """Whether a worker of this name was ever started, or is about to be."""
+        """Return whether a worker of this name was ever started, or is about to be."""
         with self._lock:
             return name in self._started
 
