@@ -142,7 +142,7 @@ class Link(Finite):
 
     @property
     def line_share(self) -> float:
-        """Of the time that a message takes on its link, for which it occupies the lines of both hosts."""
+        """Share of a message's time on its link for which it occupies the lines of both hosts."""
         return 1.0 if self.line_bytes_per_s is None else min(1.0, self.bytes_per_s / self.line_bytes_per_s)
 
     def at(self, *, latency_s: float, bytes_per_s: float) -> "Link":

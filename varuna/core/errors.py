@@ -76,11 +76,11 @@ class StoreError(CheckpointError):
 
 
 class ObjectMissing(StoreError):
-    """There is no object of that name in the store."""
+    """The store has no object of that name."""
 
 
 class ObjectExists(StoreError):
-    """There is an object of that name, which must not be replaced."""
+    """The store has an object of that name, which must not be replaced."""
 
 
 class StoreUnavailable(StoreError):

@@ -353,7 +353,7 @@ class StaticMembership:
         return self.world.store
 
     def shown(self, answer: Shown) -> None:
-        """Nobody has asked: without a manager there is no one to."""
+        """Do nothing: without a manager no one asks for steps."""
 
     def unsaved(self, reason: str) -> None:
         """Print the reason."""

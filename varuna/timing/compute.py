@@ -160,7 +160,7 @@ def timed_rounds(
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Of a device or, which has no class of its own, of the host."""
+    """Return whether a device, or the host, whose error has no class of its own, is out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 

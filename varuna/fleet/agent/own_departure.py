@@ -4,7 +4,7 @@ from varuna.core.node_notices import NodeNotice, Preemptible, PreemptionNotice, 
 
 
 class OwnDeparture:
-    """Of each kind of notice the first counts, and of several deadlines the earliest."""
+    """The notices of this machine: the first of each kind counts, and the earliest of several deadlines."""
 
     def __init__(self) -> None:
         self._known: dict[type[NodeNotice], NodeNotice] = {}

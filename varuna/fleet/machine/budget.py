@@ -41,7 +41,7 @@ class Left(NamedTuple):
 
     @property
     def used_share(self) -> float:
-        """Of the limit, in time at the present rate."""
+        """Share of the limit that is used, in time at the present rate."""
         return 1.0 if self.until_s <= 0 else 0.0 if self.whole_s == float("inf") else 1 - self.until_s / self.whole_s
 
 

@@ -73,7 +73,7 @@ def with_slow_ones(fleet: Fleet) -> tuple[str, ...]:
 
 
 def _seated_safely(fleet: Fleet, plan: Plan, usable: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
-    """If there are spares, those on nodes that may be taken away soon are the spares."""
+    """Make spares of those on nodes that may be taken away soon, if there are spares."""
     safe = fleet.without_risk(usable)
     return plan, safe if can_seat(fleet, plan, safe) else usable
 

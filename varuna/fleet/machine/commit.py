@@ -278,7 +278,7 @@ def stop_generation(transition: Transition, cause: EndCause | None = None, *, pl
 
 
 def resolve_stop(transition: Transition, phase: Stopping) -> None:
-    """Once all survivors have answered: the verdict, and when all have applied it, the end of the generation."""
+    """Reach the verdict once all survivors have answered; end the generation when all have applied it."""
     fleet = transition.fleet
     if fleet.workers.awaited:
         send_holds(transition, phase)

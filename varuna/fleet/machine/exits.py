@@ -329,7 +329,7 @@ def _is_anybody_heard(fleet: Fleet) -> bool:
 
 
 def _expect_no_unreachable(transition: Transition) -> None:
-    """Whoever left and is out of sight for long has no more to say that the run needs."""
+    """Expect nothing more from workers that left and were out of contact for long."""
     fleet = transition.fleet
     for name, worker in fleet.workers.items():
         unheard_s = (

@@ -77,7 +77,7 @@ def note_tick(transition: Transition, deaf_s: float) -> None:
 
 
 def _begin_anew(transition: Transition) -> None:
-    """Somebody is back in contact: each of the others has a whole lease to come back."""
+    """Give each machine a whole lease to come back, since one is back in contact."""
     fleet = transition.fleet
     if fleet.contacts.isolation_reported:
         transition.notice("machines are back in contact")

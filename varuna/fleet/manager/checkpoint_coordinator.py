@@ -85,7 +85,7 @@ class CheckpointCoordinator:
         return Checkpoint(place, manifest.step, manifest.micro_batch, self._keeper.sums_after(manifest))
 
     def stop_waiting(self) -> None:
-        """Nobody needs the newest checkpoint any more: ``newest`` waits for no store; any thread may call it."""
+        """Let ``newest`` wait for no store, since the newest checkpoint is not needed; any thread may call it."""
         if (keeper := self._keeper) is not None:
             keeper.stop_waiting()
 

@@ -401,7 +401,7 @@ class Manager:
         self._observer(event)
 
     def _begin_training(self, before: TrainingEnded) -> None:
-        """Of the training before, what is under way is finished, and nothing else counts any more."""
+        """Finish what is under way of the training before; nothing else of it counts any more."""
         self._was_finite = True
         self._store.do(lambda: self._keeper.begin_training(before.steps))
         if (calibrator := self._calibrator) is not None:

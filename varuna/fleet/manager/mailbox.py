@@ -23,7 +23,7 @@ _ASK_S = 8.0  # less than the patience of who asks
 
 
 class Request(NamedTuple):
-    """Somebody waits until ``event`` is written down."""
+    """A request whose sender waits until ``event`` is written down."""
 
     event: Event
     done: threading.Event

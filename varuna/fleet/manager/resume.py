@@ -136,7 +136,7 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
 
 
 def _speeds(record: GenerationRecord) -> dict[str, float]:
-    """Of those that were slow when a generation began, as far as its plan says."""
+    """Speeds of workers that were slow when a generation began, as far as its plan says."""
     plan = record.plan
     found = {name: plan.speed_of(plan.place_of(rank).replica) for rank, name in enumerate(record.grid)}
     return {name: speed for name, speed in found.items() if speed < 1}

@@ -227,7 +227,7 @@ class StepRecorder:
         self._disk.close()
 
     def _begin(self, record: GenerationRecord, before: GenerationRecord | None) -> None:
-        """Of each generation a typical step is kept, and its last one by the workers that are still there."""
+        """Keep a typical step of each generation, and its last one by the workers that are still there."""
         if _rows(record) <= _MOST_ROWS:
             steps = self._steps() or 0
             for step in (record.first_step + _TYPICAL, steps - 1):

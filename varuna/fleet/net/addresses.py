@@ -35,7 +35,7 @@ def address_towards(host: str) -> str:
 
 
 def _first_address() -> str:
-    """Of IPv4; a machine's own name would lead to its loopback on Debian."""
+    """Return the first IPv4 address; a machine's own name would lead to its loopback on Debian."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address

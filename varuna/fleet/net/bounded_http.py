@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 
 class NoAnswerError(Exception):
-    """Nobody is there, is fast enough, or says what can be understood."""
+    """The other end is not there, too slow, or says what cannot be understood."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ _PART_BYTES = 2**18
 
 
 class UnreachableError(FleetError):
-    """Nobody answers; trying again later may help."""
+    """The other end does not answer; trying again later may help."""
 
 
 class VoidSecretError(FleetError):

@@ -102,7 +102,7 @@ class Greet(Value):
 
 
 class Pulse(Value):
-    """Once a second: the newest beat of each worker that has one since the last pulse (see ``beats``)."""
+    """The newest beat of each worker that has one since the last pulse, once a second (see ``beats``)."""
 
     kind: Literal["pulse"] = "pulse"
     received: int = Field(ge=0)

@@ -143,7 +143,7 @@ class Waits:
             self._idle_s[stage] += idle_s
 
     def describe(self) -> dict[str, object] | None:
-        """As plain values: of each stage's waits, the share in which the message was on its way; None before a look."""
+        """Return, by stage, the share of its waits in which the message was on its way; None before a look."""
         if self._newest is None:
             return None
         pairs = zip(self._transfer_s, self._idle_s, strict=True)
@@ -399,7 +399,7 @@ def band(record: GenerationRecord, time_s: float) -> dict[str, object]:
 
 
 def thinned(bands: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Of the older half each two become one: the plan that ran longer, from the beginning of the first."""
+    """Join the older half in pairs: the plan that ran longer, from the beginning of the first."""
     half = len(bands) // 4 * 2
     kept: list[dict[str, object]] = []
     for index in range(0, half, 2):

@@ -22,7 +22,7 @@ class Condition(NamedTuple):
 
 
 def condition(fleet: Fleet, worker: Worker, silent_s: float | None, slowness: float | None) -> Condition:
-    """Of one worker.
+    """Condition of one worker.
 
     Args:
         fleet: the run.
@@ -62,7 +62,7 @@ def why_idle(fleet: Fleet, worker: Worker) -> str:
 
 
 def slowness(fleet: Fleet) -> dict[str, float]:
-    """Of each seated worker whose compute is known: how many times the median of its stage that is.
+    """Compute of each seated worker, as a multiple of the median of its stage, where it is known.
 
     Of slow ones as it was found, of the others by the speed that is known of them.
     """

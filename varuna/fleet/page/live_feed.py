@@ -202,7 +202,7 @@ def difference(before: Status, after: Status) -> dict[str, object]:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Of 300 workers, all do something else each second, and little else changes."""
+    """Return what differs: of 300 workers all do something else each second, and little else changes."""
     return {key: value for key, value in after.items() if key == "name" or key not in before or before[key] != value}
 
 

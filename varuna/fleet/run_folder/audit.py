@@ -32,11 +32,11 @@ class Audit:
         self._said: set[str] = set()
 
     def did(self, action: str, address: str) -> None:
-        """Somebody changed something, with the right to do so."""
+        """Note a change by a person who had the right."""
         self._publish(Audited(action=action, address=address, allowed=True))
 
     def refused(self, action: str, address: str, why: str) -> None:
-        """Somebody was not let in."""
+        """Note a request that was refused."""
         key, now_s = (action, address), self._clock()
         until_s, kept_back = self._silent.get(key, (0.0, 0))
         if now_s < until_s:

@@ -240,7 +240,7 @@ class Journal:
         ) from error
 
     def _tell(self, what: str, path: Path, error: Exception | None) -> None:
-        """Once when it fails, and once when it is well again."""
+        """Say once that writing fails, and once that it works again."""
         if error is not None and what not in self._told:
             self._told.add(what)
             self._say(f"{what} cannot be written to {path} ({error}); waiting. {_REMEDY}")

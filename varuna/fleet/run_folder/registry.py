@@ -18,7 +18,7 @@ _VOID = -1  # uses that are left of a token that was revoked
 
 
 class RefusedError(FleetError):
-    """Somebody is not let in; the message says why, and nothing that helps an attacker."""
+    """A machine or a person is not let in; the message says why, and nothing that helps an attacker."""
 
 
 class Registry:

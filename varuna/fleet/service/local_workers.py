@@ -109,7 +109,7 @@ class LocalWorkers:
         return self._server.ran_s
 
     def operator_api(self, plain: OperatorApi) -> OperatorApi:
-        """Nobody else can join, so there is nothing more to do."""
+        """Return ``plain``: no other machine can join, so there is nothing more to do."""
         return plain
 
     def status(self) -> dict[str, object]:

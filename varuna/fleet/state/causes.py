@@ -54,7 +54,7 @@ class Blocked:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """There is no plan for these workers."""
+    """No plan fits these workers."""
 
     workers: tuple[str, ...]
     text: str

@@ -125,7 +125,7 @@ class CheckpointCompleted:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReceived:
-    """Somebody found out what was asked with this ``number``."""
+    """The answer to the question with this ``number``."""
 
     question: Question
     number: int

@@ -62,7 +62,7 @@ class ShortMemory:
 
     @property
     def part(self) -> float:
-        """Of what devices have that plans fill."""
+        """Share of devices' memory that plans fill."""
         return 0.9**self.times
 
 

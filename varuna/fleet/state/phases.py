@@ -91,7 +91,7 @@ class Finishing:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Nothing matters any more."""
+    """The run is over."""
 
     exit_code: int
     text: str

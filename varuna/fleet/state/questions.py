@@ -49,7 +49,7 @@ Question = WhichPlan | WhichCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """There is a plan."""
+    """The best plan, as an answer."""
 
     plan: Plan
     running_s: float
@@ -58,7 +58,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Unplannable:
-    """There is none."""
+    """No plan fits, as an answer."""
 
     complaint: str
     running_s: float

@@ -188,7 +188,7 @@ class Notice(Value):
 
 
 class Audited(Value):
-    """Somebody changed the run from outside, or was refused."""
+    """A change of the run from outside, or one that was refused."""
 
     kind: Literal["audited"] = "audited"
     action: str
@@ -198,7 +198,7 @@ class Audited(Value):
 
 
 class Asked(Value):
-    """Somebody asked for something, and was told that it is accepted: it binds managers to come, too."""
+    """A request that was accepted: it binds managers to come, too."""
 
     kind: Literal["asked"] = "asked"
     what: Literal["stop", "drain", "morph"]
