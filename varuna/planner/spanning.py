@@ -19,7 +19,6 @@ from varuna.planner.pricing.predict import SHORTEST_S, Simulated, simulated
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spanning import joined, stages_of
 from varuna.planner.pricing.stage_size import Size, Sizer
-from varuna.planner.unlike.classes import as_slowest
 from varuna.simulator.bounds import lower_bounds_s
 from varuna.simulator.costs import PipelineCosts
 
@@ -43,7 +42,7 @@ def spanning(request: PlanRequest, micro_batches: Sequence[int]) -> list[Simulat
     """
     if micro_batches:
         return _with_sizes(request, list(dict.fromkeys(micro_batches)))
-    tries = (_with_sizes(request, sizes[-_MOST_SIZES:]) for sizes in candidate_sizes(as_slowest(request)))
+    tries = (_with_sizes(request, sizes[-_MOST_SIZES:]) for sizes in candidate_sizes(request.as_slowest()))
     return next(filter(None, tries), [])
 
 
