@@ -17,7 +17,6 @@ from varuna.planner.estimate import Depth, Guesser
 from varuna.planner.micro_batch import candidate_sizes
 from varuna.planner.order import with_best_order
 from varuna.planner.pricing.predict import Simulated
-from varuna.planner.pricing.profile import profile
 from varuna.planner.search import search
 from varuna.planner.unlike import CLEARLY, of_depths, with_speeds
 
@@ -118,8 +117,7 @@ def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...], effort: 
     possible: list[Depth] = []
     misfits: list[OutOfMemory] = []
     for m in sizes:
-        figures = profile(request.calibration, m, streams_frozen=request.streams_frozen)
-        builder = builders[m] = Builder(request, figures)
+        builder = builders[m] = Builder(request, m)
         guesser = guessers[m] = Guesser(request, builder.profile, may_keep=builder.may_keep)
         for stages in depths:
             if guesser.fits(stages):

@@ -31,7 +31,7 @@ EIGHT = model([frozen()] * 8)
 
 def sizer(*, streams: bool, stages: int = 1) -> Sizer:
     spans = Spans(profile(calibrated(EIGHT), 1, streams_frozen=streams))
-    return Sizer(spans, wanted=[1] * stages, least=[1] * stages, may_keep=False)
+    return Sizer([spans] * stages, wanted=[1] * stages, least=[1] * stages, may_keep=False)
 
 
 def job(facts: ModelFacts = EIGHT, *, streams: bool = False, apart: bool = True) -> JobFacts:
