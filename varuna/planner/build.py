@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from varuna.core.plan import Pipeline, Plan
 from varuna.core.units import format_bytes
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.balance import Weigh, balance_stages
-from varuna.planner.estimate import Guess, Shape, is_short, longest_run
+from varuna.planner.estimate import Guess, Guesser, Shape, is_short, longest_run
 from varuna.planner.pricing.costs import Pricer
 from varuna.planner.pricing.predict import SHORTEST_S
 from varuna.planner.pricing.profile import profile
@@ -122,6 +123,11 @@ class Builder:
     def may_keep(self) -> bool:
         """Whether the policy runs stages that keep some sections and recompute others."""
         return self.request.policy == "adaptive"
+
+    @cached_property
+    def guesser(self) -> Guesser:
+        """Guesses at shapes on one class."""
+        return Guesser(self.request, self.profile, may_keep=self.may_keep)
 
     def factors(self, name: str = "") -> tuple[int, ...]:
         """Of wanted in-flight depths, the likely best first, if early stages, which hold most, are on this class."""

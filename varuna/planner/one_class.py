@@ -13,11 +13,11 @@ from varuna.planner.asking.ranking import PrunedPlan, Ranking, Rejection
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.build import Builder, OutOfMemory
 from varuna.planner.effort import EFFORT, Effort
-from varuna.planner.estimate import Depth, Guesser
+from varuna.planner.estimate import Depth
 from varuna.planner.micro_batch import candidate_sizes
 from varuna.planner.order import with_best_order
 from varuna.planner.pricing.predict import Simulated
-from varuna.planner.search import search
+from varuna.planner.search import Search
 from varuna.planner.unlike import CLEARLY, of_depths, with_speeds
 
 _WEIGHED = 8
@@ -112,25 +112,19 @@ def _may_mix_depths(request: PlanRequest) -> bool:
 
 
 def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...], effort: Effort) -> Ranking:
-    builders: dict[int, Builder] = {}
-    guessers: dict[int, Guesser] = {}
-    possible: list[Depth] = []
-    misfits: list[OutOfMemory] = []
-    for m in sizes:
-        builder = builders[m] = Builder(request, m)
-        guesser = guessers[m] = Guesser(request, builder.profile, may_keep=builder.may_keep)
-        for stages in depths:
-            if guesser.fits(stages):
-                possible.append(Depth(stages, m))
-            elif m == sizes[0]:  # the closest miss
-                misfits.append(builder.misfit(guesser.guesses(stages)[0].shape))
-    found = search(request, builders, guessers, possible, effort)
+    """Rank equal pipelines of these depths and micro-batch sizes."""
+    builders = {m: Builder(request, m) for m in sizes}
+    possible = [Depth(stages, m) for m in sizes for stages in depths if builders[m].guesser.fits(stages)]
+    first = builders[sizes[0]]  # has the closest miss
+    shapes = [first.guesser.guesses(stages)[0].shape for stages in depths if not first.guesser.fits(stages)]
+    misfits = list(map(first.misfit, shapes))
+    found = Search(request, builders, possible, effort).run()
     shown, rest = found.best[: request.wanted], found.best[request.wanted :]
     ordered = [*map(with_best_order, shown), *rest]
     promised = [each._replace(plan=builders[each.plan.micro_batch].promised(each.plan)) for each in ordered]
     ranked = _best_first(request, promised)
     fitting = {best.plan.stages for best in ranked} | {built.shape.stages for built in found.bounded}
-    shallow = _shallow(builders, guessers, found.guessed, min(fitting, default=0))
+    shallow = _shallow(builders[min(sizes)], found.guessed, min(fitting, default=0))
     unseen = {depth.stages for depth in found.guessed} - {misfit.shape.stages for misfit in shallow}
     without_plans = Ranking(
         outpaced=tuple(PrunedPlan(**built.shape._asdict(), at_least_s=built.bound_s) for built in found.bounded),
@@ -139,15 +133,18 @@ def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...], effort: 
     return without_plans.of(ranked)
 
 
-def _shallow(
-    builders: dict[int, Builder], guessers: dict[int, Guesser], guessed: frozenset[Depth], deepest: int
-) -> list[OutOfMemory]:
-    """Rejections of depths below all that fit: the search skipped them, but users ask why they are missing."""
-    smallest = min(builders)
+def _shallow(builder: Builder, guessed: frozenset[Depth], deepest: int) -> list[OutOfMemory]:
+    """Rejections of depths below all that fit: the search skipped them, but users ask why they are missing.
+
+    Args:
+        builder: of the smallest micro-batches.
+        guessed: depths that were not built.
+        deepest: the least depth that fits.
+    """
     found: list[OutOfMemory] = []
-    for stages in sorted(depth.stages for depth in guessed if depth.micro_batch == smallest):
-        for guess in guessers[smallest].guesses(stages) if stages < deepest else ():
-            outcome = builders[smallest].first(guess)
+    for stages in sorted(depth.stages for depth in guessed if depth.micro_batch == builder.profile.micro_batch):
+        for guess in builder.guesser.guesses(stages) if stages < deepest else ():
+            outcome = builder.first(guess)
             if not isinstance(outcome, OutOfMemory):
                 return found
             found.append(outcome)
