@@ -1,6 +1,6 @@
 """From a shape to a plan: balanced sections, in-flight depths, kept sections, and every stage's bytes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -323,14 +323,15 @@ class Builder:
         self, shape: Shape, classes: tuple[str, ...], starts: tuple[int, ...], sizes: tuple[Size, ...], *, splits: bool
     ) -> PipelineCosts:
         micro_batches = -(-self.request.global_batch // shape.micro_batch)
-        own = stages_of(classes)
-        by_class = {
-            name: self._parts[name].pricer.costs(
-                starts, sizes, replicas=shape.replicas, micro_batches=micro_batches, splits=splits, own=own[name]
+
+        def priced(name: str, own: Sequence[int] | None = None) -> PipelineCosts:
+            return self._parts[name].pricer.costs(
+                starts, sizes, replicas=shape.replicas, micro_batches=micro_batches, splits=splits, own=own
             )
-            for name in own
-        }
-        return join_classes(by_class, classes)
+
+        if len(self._parts) == 1:
+            return priced(classes[0])
+        return join_classes({name: priced(name, own) for name, own in stages_of(classes).items()}, classes)
 
     def _split_last(self, shape: Shape) -> int:
         """Backwards to split when plans are compared: P where sections can be split, else 0."""

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.spans import Spans
-from varuna.planner.pricing.streamed import on_device_bytes, pass_s
 from varuna.schedule.buffers import STASH_IN_TRANSIT
 
 
@@ -36,20 +35,14 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """The parts of a stage's memory at its peak, in bytes."""
+    """The parts of a stage's memory at its peak, in bytes; the first six are its ``StateBytes``."""
 
     parameters: int
-    """With places for those that are streamed."""
     gradients: int
-    """One accumulator per section, also for tied parameters: a morph may part the sections.
-
-    On a CPU with D > 1, room for the largest as well: replicas' sums are added up in a copy.
-    """
     optimizer: int
     reserved: int
-    """Memory that a job never gets."""
     statistics: int = 0
-    """Bytes that micro-batches leave for buffers until the step is applied, and the buffers."""
+    staged: int = 0
     stash: int
     """Inputs of the n_k micro-batches in flight, their samples, and inputs that have arrived and wait.
 
@@ -72,8 +65,6 @@ class StageBytes:
 
     Where a step may be applied before the vote, parameters and state as they were too, unless host memory has them.
     """
-    staged: int = 0
-    """Offloaded state on its way through a GPU: memory that torch keeps for the stream of its copies."""
     host: int = 0
     """Offloaded optimizer state, its copy, frozen parameters, what is pinned, and inputs that wait there: in host
     memory, no part of ``total``.
@@ -81,7 +72,7 @@ class StageBytes:
 
     @property
     def state(self) -> int:
-        """Bytes that are in use throughout a step, or that only grow while it runs."""
+        """Bytes in use throughout a step."""
         return self.parameters + self.gradients + self.optimizer + self.reserved + self.statistics + self.staged
 
     @property
@@ -144,7 +135,7 @@ class Sizer:
             if not depth:
                 return float("inf")
         work, forward, recompute = profile.work_s.before, profile.forward_s.before, profile.recompute_s.before
-        whole_s, came_s = work[stop] - work[start], pass_s(profile, start, stop)
+        whole_s, came_s = work[stop] - work[start], profile.pass_s(start, stop)
         if came_s:  # parameters come once more for each pass
             forward_s = forward[stop] - forward[start]
             whole_s = max(forward_s, came_s) + max(whole_s - forward_s, came_s)
@@ -270,10 +261,6 @@ class Sizer:
         """
         spans, span = self._spans[stage], range(start, stop)
         profile = spans.profile
-        twice_parameters, twice_optimizer = spans.counted_twice(start, stop)
-        parameters = int(profile.parameter_bytes.over(span) - profile.streamed_bytes.over(span)) - twice_parameters
-        parameters += on_device_bytes(profile, start, stop)
-        optimizer = int(profile.optimizer_bytes.over(span)) - twice_optimizer - spans.lent(start, stop)
         kept = int(profile.activation_bytes.over(range(stop - size.kept, stop)))
         held = int(spans.held(start, stop - size.kept, stop))
         live, messages = spans.peak(start, stop, stop - size.kept, size.depth, recomputes=self._recomputes[stage])
@@ -282,11 +269,7 @@ class Sizer:
         else:
             spared = max(0, size.depth - 1 - split_last) * int(spans.more_held(start, stop))
         return StageBytes(
-            parameters=parameters,
-            gradients=int(profile.gradient_bytes.over(span)) + spans.copied_sums(start, stop),
-            optimizer=optimizer,
-            reserved=spans.reserved,
-            statistics=spans.statistics(start, stop),
+            **spans.state(start, stop)._asdict(),
             stash=(size.on_device + self._waiting[stage]) * spans.incoming[start]
             + size.on_device * int(profile.input_bytes.over(span))
             + int(spans.ahead(start, stop)),
@@ -294,7 +277,6 @@ class Sizer:
             live=int(live) - kept,
             messages=messages,
             update=int(spans.update(start, stop, self._copies)),
-            staged=spans.staged(start, stop),
             host=self.host_bytes(stage, start, stop) + size.moved * entry_bytes(profile, span),
         )
 
