@@ -144,6 +144,7 @@ class Spans:
         self._sharding: dict[tuple[int, int], Sharding] = {}
         self._rooms: dict[tuple[int, int, bool], ActivationBudget] = {}
         self._peaks: dict[tuple[int, int, int, bool], float] = {}
+        self._works: dict[tuple[int, int], float] = {}
         self._known_s: dict[tuple[int, ...], dict[tuple[int, int], float]] = {}
 
     def known_s(self, role: tuple[int, ...]) -> dict[tuple[int, int], float]:
@@ -301,13 +302,15 @@ class Spans:
 
         Between I and W of a section, what its linears took and the gradients of what they made take their place.
         """
-        activations = self._activations
-        working = self._held_to(self._working, start, stop) - activations[start]
-        if not self._splits or not start:
-            return working
-        queued = self._queued
-        splitting = self._held_to(self._splitting, start, stop) + queued[stop] - activations[start]
-        return max(working, splitting, self._weighing(start, stop) - queued[start])
+        known = self._works.get((start, stop))
+        if known is None:
+            activations, queued = self._activations, self._queued
+            known = self._held_to(self._working, start, stop) - activations[start]
+            if self._splits and start:
+                splitting = self._held_to(self._splitting, start, stop) + queued[stop] - activations[start]
+                known = max(known, splitting, self._weighing(start, stop) - queued[start])
+            self._works[start, stop] = known
+        return known
 
     def _held_to(self, needed: Callable[[int, int], float], start: int, stop: int) -> float:
         """Return what sections need with the message that has come: it is whole until its last gradient was used.
