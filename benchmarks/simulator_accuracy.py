@@ -107,7 +107,9 @@ def _mixed(case: Case, calibrations: Calibrations) -> Plan:
     request = PlanRequest(
         calibrations=calibrations, workers=equal_workers(case.ranks), global_batch=case.global_batch, gpus_per_vm=1
     )
-    return of_depths(case.depths, [plan_of(each, calibrations) for each in alike], request).plan
+    found = of_depths(case.depths, [plan_of(each, calibrations) for each in alike], request)
+    assert found is not None
+    return found.plan
 
 
 def _by_class(case: Case, calibrations: Calibrations) -> Plan:

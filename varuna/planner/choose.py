@@ -165,11 +165,12 @@ def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool) -> list[
 
 def _double(plan: Plan, request: PlanRequest) -> list[Simulated]:
     """The same depth with two replicas, if the plan has one and the workers are enough."""
-    asked, name = request.model_copy(update={"streams_frozen": plan.streams_frozen}), plan.first.device_class
-    if plan.replicas > 1 or not asked.leaves_idle or asked.for_class(name).count < 2 * plan.stages:
+    name = plan.first.device_class
+    asked = request.model_copy(update={"streams_frozen": plan.streams_frozen}).for_class(name)
+    if plan.replicas > 1 or asked.classes or not asked.leaves_idle or asked.count < 2 * plan.stages:
         return []
-    double = equal_pipelines(asked, plan.stages, 2, plan.micro_batch, name)
-    return [] if double is None else [double]
+    double = equal_pipelines(asked, plan.stages, 2, plan.micro_batch)
+    return [] if double is None else [double._replace(plan=double.plan.each(device_class=name))]
 
 
 def _with_larger(best: Plan, request: PlanRequest) -> Plan:

@@ -19,7 +19,7 @@ from varuna.planner.one_class import rank_class
 from varuna.planner.pricing.network import across_regions, are_apart
 from varuna.planner.pricing.predict import Simulated
 from varuna.planner.spanning import spanning
-from varuna.planner.unlike import CLEARLY, of_these_workers, rate_of, together
+from varuna.planner.unlike import CLEARLY, at_worker_speeds, join_parts, rate_of
 
 _DEPTHS = 3
 """Plans of a class that are tried beside those of the others."""
@@ -151,7 +151,7 @@ def _over_several(request: PlanRequest, alone: Mapping[str, Ranking], effort: Ef
     equal = request.model_copy(update={"workers": as_if_equal(request.workers)})
     spanned = spanning(equal, [plan.micro_batch for plan in fitting.values()])
     found = [*spanned, *with_pipelines_beside(equal, fitting, spanned, effort)]
-    return [of_these_workers(each, request) for each in found]
+    return [at_worker_speeds(each, request) for each in found]
 
 
 def with_pipelines_beside(
@@ -191,7 +191,7 @@ def _beside(request: PlanRequest, spanned: Plan, alone: Mapping[str, Plan], effo
             expected = rate_of(plan) * left / plan.workers
             share, idle = expected / (rate + expected), request.with_count(name, left)
             parts += _beside_others(idle, name, effort, spanned.micro_batch, share)[:1]
-    return together(request, parts) if len(parts) > 1 else None
+    return join_parts(request, parts) if len(parts) > 1 else None
 
 
 # -- each pipeline on one ------------------------------------------------------------------------------------------
@@ -229,21 +229,21 @@ def _of_all(
     if len(choices) < 2:
         return None
     chosen = [each[0] for each in choices]
-    quick = together(request, chosen, rounds=1)
+    quick = join_parts(request, chosen, rounds=1)
     for position in range(len(choices)):
         for other in choices[position][1:]:
             tried = [*chosen[:position], other, *chosen[position + 1 :]]
-            mix = together(request, tried, rounds=1)
+            mix = join_parts(request, tried, rounds=1)
             if mix is not None and (quick is None or mix.step_s < quick.step_s):
                 chosen, quick = tried, mix
-    best = together(request, chosen)
+    best = join_parts(request, chosen)
     if best is None:
         return None
     for position, part in enumerate(chosen):  # one of two depths, of a class that would leave workers over
         plan = alone[part.first.device_class].plans[0]
         if not plan.is_uniform and plan.micro_batch == micro_batch:
             tried = [*chosen[:position], plan, *chosen[position + 1 :]]
-            mix = together(request, tried)
+            mix = join_parts(request, tried)
             if mix is not None and mix.step_s < best.step_s:
                 chosen, best = tried, mix
     return _Mix(chosen, best)
@@ -254,4 +254,4 @@ def _without_one(request: PlanRequest, mix: _Mix) -> list[Simulated]:
     if len(mix.parts) < 3:
         return []
     left = ([part for part in mix.parts if part is not each] for each in mix.parts)
-    return [found for parts in left if (found := together(request, parts)) is not None]
+    return [found for parts in left if (found := join_parts(request, parts)) is not None]

@@ -7,7 +7,6 @@ each pipeline runs as much as it can.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from varuna.core.devices import of_count
 from varuna.core.errors import UsageError
 from varuna.planner.asking.ranking import PrunedPlan, Ranking, Rejection
 from varuna.planner.asking.request import PlanRequest
@@ -50,31 +49,9 @@ def rank_class(request: PlanRequest, effort: Effort = EFFORT) -> Ranking:
     return replace(ranking.of(_best_first(request, dealt)), outpaced=())  # bounds are for equal workers
 
 
-def equal_pipelines(
-    request: PlanRequest, stages: int, replicas: int, micro_batch: int, device_class: str = ""
-) -> Simulated | None:
+def equal_pipelines(request: PlanRequest, stages: int, replicas: int, micro_batch: int) -> Simulated | None:
     """The best equal pipelines, so many and so deep, by the fastest workers of a class; None: they do not fit."""
-    asked = request.for_class(device_class)
-    if asked.classes:
-        return None  # a pipeline is of one
-    fixed = {
-        "workers": of_count(asked.workers, stages * replicas),
-        "stages": stages,
-        "micro_batch": micro_batch,
-        "lowers_micro_batch": False,
-        "leaves_idle": False,
-        "wanted": 1,
-    }
-    found = rank_class(asked.model_copy(update=fixed)).found
-    named = (each._replace(plan=each.plan.each(device_class=device_class)) for each in found)
-    return next((each for each in named if each.plan.replicas == replicas), None)
-
-
-def mixed_depths(request: PlanRequest, depths: Sequence[int], micro_batch: int, name: str = "") -> Simulated | None:
-    """The best pipelines of these depths, deepest first, on workers of a class; None: some do not fit."""
-    alike = [equal_pipelines(request, depth, len(depths), micro_batch, name) for depth in dict.fromkeys(depths)]
-    plans = [each.plan for each in alike if each is not None]
-    return of_depths(depths, plans, request) if len(plans) == len(alike) else None
+    return rank_class(request.of_shape(stages, replicas, micro_batch)).best_of(replicas)
 
 
 def _nobody_idle(ranking: Ranking, request: PlanRequest) -> Ranking:
@@ -95,7 +72,8 @@ def _nobody_idle(ranking: Ranking, request: PlanRequest) -> Ranking:
         at_best_s = plan.step_s * plan.workers / request.count
         if request.score(request.count, at_best_s) < least:
             depths = [depth + 1] * deeper + [depth] * (replicas - deeper)
-            mix = mixed_depths(request, depths, plan.micro_batch)
+            alike = [equal_pipelines(request, each, replicas, plan.micro_batch) for each in (depth + 1, depth)]
+            mix = of_depths(depths, [each and each.plan for each in alike], request)
             if mix is not None and _score(mix, request) < least:
                 found.append(mix)
     return ranking.of(_best_first(request, found))

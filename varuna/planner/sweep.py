@@ -7,8 +7,8 @@ from varuna.planner.asking.ranking import Ranking
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.classes import rank_classes
 from varuna.planner.effort import EFFORT, Effort
-from varuna.planner.one_class import mixed_depths, rank_class
-from varuna.planner.unlike import CLEARLY
+from varuna.planner.one_class import rank_class
+from varuna.planner.unlike import CLEARLY, of_depths
 from varuna.schedule.policy import check_policy
 
 
@@ -25,15 +25,18 @@ def rank_plans(request: PlanRequest, effort: Effort = EFFORT) -> Ranking:
         UsageError: no such policy, no stages, or an m outside the global batch.
     """
     check_policy(request.policy)
-    rank = rank_classes if request.classes else rank_class
-    ranking = rank(request, effort)
+    ranking = _rank(request, effort)
     if not request.may_stream or (ranking.plans and request.calibration.to_device_bytes_per_s is None):
         return ranking
-    streaming = rank(request.model_copy(update={"streams_frozen": True}), effort)
+    streaming = _rank(request.model_copy(update={"streams_frozen": True}), effort)
     if not ranking.plans:
         return streaming
     here_s, streaming_s = (_best_score(request, each) for each in (ranking, streaming))
     return streaming if streaming_s < CLEARLY * here_s else ranking
+
+
+def _rank(request: PlanRequest, effort: Effort = EFFORT) -> Ranking:
+    return (rank_classes if request.classes else rank_class)(request, effort)
 
 
 def _best_score(request: PlanRequest, ranking: Ranking) -> float:
@@ -50,7 +53,9 @@ def rank_depths(request: PlanRequest, depths: Sequence[int]) -> Ranking:
     ranking = rank_plans(request.model_copy(update=at_first))
     if not ranking.plans:
         return ranking
-    first = ranking.plans[0]
+    first, replicas = ranking.plans[0], len(depths)
     request = request.model_copy(update={"streams_frozen": first.streams_frozen})
-    mix = mixed_depths(request, depths, first.micro_batch, first.first.device_class)
+    shapes = [request.of_shape(depth, replicas, first.micro_batch) for depth in dict.fromkeys(depths)]
+    alike = [_rank(shape).best_of(replicas) for shape in shapes]
+    mix = of_depths(depths, [each and each.plan for each in alike], request)
     return ranking.of([] if mix is None else [mix])

@@ -99,7 +99,7 @@ def _of_fewer_replicas(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     yield from map(of, sorted(counts))
 
 
-def of_these_workers(found: Simulated, request: PlanRequest) -> Simulated:
+def at_worker_speeds(found: Simulated, request: PlanRequest) -> Simulated:
     """A plan that was made for workers of full speed, as those that there are run it."""
     plan = found.plan.at_speeds(request.workers)
     if not plan.speeds:
@@ -110,19 +110,22 @@ def of_these_workers(found: Simulated, request: PlanRequest) -> Simulated:
 # -- of different depth or class ---------------------------------------------------------------------------------
 
 
-def of_depths(depths: Sequence[int], alike: Sequence[Plan], request: PlanRequest) -> Simulated:
-    """A plan of pipelines of these depths.
+def of_depths(depths: Sequence[int], alike: Sequence[Plan | None], request: PlanRequest) -> Simulated | None:
+    """A plan of pipelines of these depths; None: those of some depth do not fit.
 
     Args:
         depths: descending.
         alike: for each depth, once, the plan of as many equal pipelines.
         request: which workers, and what a step is.
     """
+    plans = [each for each in alike if each is not None]
+    if len(plans) < len(alike):
+        return None
     kinds = [
         plan.first.model_copy(update={"replicas": number, "pace": depth / depths[0], "speeds": ()})
-        for plan, (depth, number) in zip(alike, Counter(depths).items(), strict=True)
+        for plan, (depth, number) in zip(plans, Counter(depths).items(), strict=True)
     ]
-    return deal_batch(kinds, alike[0], request)
+    return deal_batch(kinds, plans[0], request)
 
 
 def rate_of(plan: Plan) -> float:
@@ -130,7 +133,7 @@ def rate_of(plan: Plan) -> float:
     return plan.global_batch / plan.step_s if plan.step_s else float("inf")
 
 
-def together(request: PlanRequest, parts: Sequence[Plan], *, rounds: int = _ROUNDS) -> Simulated | None:
+def join_parts(request: PlanRequest, parts: Sequence[Plan], *, rounds: int = _ROUNDS) -> Simulated | None:
     """One plan of the pipelines of all parts, the fastest pipelines first; None: there are too few micro-batches."""
     kinds = [kind for part in parts for kind in _kinds(part)]
     kinds.sort(key=lambda kind: -kind.pace)

@@ -17,7 +17,7 @@ from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 from varuna.planner.one_class import equal_pipelines
 from varuna.planner.report import report
-from varuna.planner.sweep import rank_plans
+from varuna.planner.sweep import rank_depths, rank_plans
 from varuna.planner.unlike import deal_batch
 
 FACTS = model([section(parameter_bytes=MB)] * 12)
@@ -71,6 +71,12 @@ def test_it_is_never_slower_than_the_best_class_alone() -> None:
             alone = best_plan(asked({"A": 3}, calibrations[0]))
             assert plan.step_s <= alone.step_s
             assert plan.classes["A"] == 3
+
+
+def test_pipelines_have_the_depths_that_were_asked_for_on_whatever_classes() -> None:
+    for counts in ({"A": 7}, {"A": 5, "B": 4}):
+        [plan] = rank_depths(asked(counts, of_class("A"), of_class("B", 1.2)), (4, 3)).plans
+        assert plan.shape == "4x1+3x1"
 
 
 def test_classes_that_take_no_time_at_all_get_a_plan() -> None:

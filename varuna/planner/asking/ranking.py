@@ -46,6 +46,10 @@ class Ranking:
         """Plans with their predictions, best first."""
         return list(map(Simulated, self.plans, self.predictions))
 
+    def best_of(self, replicas: int) -> Simulated | None:
+        """The best plan with so many replicas, if there is one."""
+        return next((each for each in self.found if each.plan.replicas == replicas), None)
+
     def of(self, found: Collection[Simulated]) -> "Ranking":
         """The same with these plans instead."""
         plans, predictions = (tuple(each.plan for each in found), tuple(each.prediction for each in found))

@@ -95,6 +95,18 @@ class PlanRequest(Value):
         """The same question for the workers of some classes."""
         return self.model_copy(update={"workers": tuple(group for group in self.workers if group.name in names)})
 
+    def of_shape(self, stages: int, replicas: int, micro_batch: int) -> "PlanRequest":
+        """The same question for equal pipelines, so many and so deep, on the fastest workers."""
+        update = {
+            "workers": of_count(self.workers, stages * replicas),
+            "stages": stages,
+            "micro_batch": micro_batch,
+            "lowers_micro_batch": False,
+            "leaves_idle": False,
+            "wanted": 1,
+        }
+        return self.model_copy(update=update)
+
     def as_slowest(self) -> "PlanRequest":
         """The same question as if all workers were of the slowest class, and had the least memory of any."""
         parts = [self.of_class(name) for name in self.classes]
